@@ -1,8 +1,8 @@
 """Encodings of MDS columns, by mosaicml-streaming's names: from values to bytes, and back to the same values.
 
-A decoder gets the sample's bytes and the value's position in them, to avoid copies. It uses all of its bytes or raises,
-and allocates no more than they justify. Arrays belong to the caller and are writable: mosaicml-streaming's are
-read-only, about which torch.from_numpy warns. Ours cost one copy, as theirs do.
+A decoder gets the sample's bytes and the value's position in them, to avoid copies. It uses all of the value's bytes or
+raises, and allocates no more than these need. Arrays are writable copies: mosaicml-streaming's are copies too, but
+read-only, about which torch.from_numpy warns.
 
 As in mosaicml-streaming "int" and "str_float" become Python's numbers, "uint8" to "float64" numpy's scalars, and images
 PIL's, which are decoded only when they are used.
@@ -42,7 +42,7 @@ class Encoding:
 
 
 def encoding_of(name: str, *, allow_unsafe_types: bool = False) -> Encoding:
-    """Return the encoding of this name. Raises DatasetError if it is unknown, or runs what it reads."""
+    """Return the encoding of this name. Raises DatasetError if it is unknown, or runs code from the data (pickle)."""
     check_encoding(name)
     if name in UNSAFE and not allow_unsafe_types:
         raise DatasetError(
@@ -144,7 +144,7 @@ MOST_DIMENSIONS = 63
 
 
 def _ndarray(config: str) -> Encoding:
-    """Return the encoding of `dtype:shape`, `dtype`, or nothing: what is left out is stored before each value."""
+    """Return the encoding "ndarray:dtype:shape"; dtype or shape, if left out, is stored before each value."""
     name, colon, dims = config.partition(":")
     if not config:
         return ENCODINGS["ndarray"]
