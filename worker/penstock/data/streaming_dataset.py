@@ -266,8 +266,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         self._relieve_caches()
 
     def _relieve_caches(self) -> None:
-        """Have each cache close our open shards when it needs space. It holds a weak reference only, so that it does
-        not keep this dataset alive."""
+        """Let each cache close this dataset's open shards when it needs space. The cache holds a weak reference, so it
+        does not keep the dataset alive."""
         relief = weakref.ref(self._open)
 
         def relieve() -> None:
@@ -365,7 +365,7 @@ def _check_weights(streams: Sequence[Stream]) -> None:
 
 
 def _apportioned(weights: Sequence[float], total: int) -> list[int]:
-    """Share `total` out by weight, as exactly as whole numbers allow (largest remainders)."""
+    """Divide `total` by weight into whole numbers (method of largest remainders)."""
     exact_weights = [Fraction(weight) for weight in weights]
     together = sum(exact_weights)
     if together <= 0:

@@ -133,7 +133,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         self._at_position = True
         """True if the next iteration begins at this position; else at the next epoch."""
         self._warned = False
-        """True once the log has explained the epoch after an endless one."""
+        """True once the warning about a second epoch of an endless source was logged."""
         self._share: WorkerShare | None = None
         """Share of the epoch in progress; an iterator of an earlier one yields nothing more."""
         lengths = None if source.endless else source.lengths(0)
@@ -295,8 +295,8 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         return part
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the loader for another process: with its position, without open shards. The next epoch there is the
-        next one."""
+        """Return the loader for another process: with its position, without open shards. Its next iteration begins the
+        next epoch."""
         if self._share is None:
             return self.__dict__.copy()
         return {**self.__dict__, "_begun": self._share.position(), "_share": None}
@@ -319,8 +319,8 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         )
 
     def _begin(self) -> WorkerShare:
-        """Open the epoch at the loader's position. Only now the number of a torch DataLoader's worker processes is
-        known: in those the loader is a copy of one that was made, and maybe loaded, outside of them."""
+        """Open the epoch at the loader's position. Only now is it known whether this is a worker process of a torch
+        DataLoader: the loader there is a copy of one that was made, and maybe loaded, in the parent process."""
         progress, topology = self._begun.progress, self._topology()
         if progress.topology != topology:
             if progress.done and progress.topology.workers > 1:
@@ -345,7 +345,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
 
     @staticmethod
     def _keyed(make: Callable[[], Any], key: int, *position: int) -> Any:
-        """Call `make` with generators set for this position, so that nothing drawn before has an influence."""
+        """Call `make` with generators set for this position, so that the result does not depend on earlier draws."""
         before = capture_rng()
         try:
             seed_generators(seeds_of(key, np.array([position[0]]), *position[1:])[0])

@@ -219,7 +219,7 @@ class Writer(ABC):
         return self._joined(values)
 
     def _config(self) -> dict[str, Any]:
-        """Return a shard's description of itself, which readers ignore."""
+        """Return the settings that are stored inside a shard, which readers ignore."""
         return {
             "version": 2,
             "format": self.format,
