@@ -121,9 +121,9 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
             InvalidArgumentError: an argument is invalid.
         """
         if (remote is None and local is None) == (not streams):
-            raise InvalidArgumentError("give remote or local, or else streams")
+            raise InvalidArgumentError("give remote, local or both, or else streams")
         if streams and (split is not None or storage_options is not None):
-            raise InvalidArgumentError("split and storage_options must be given in each Stream if streams are given")
+            raise InvalidArgumentError("with streams, give split and storage_options in each Stream")
         given = tuple(streams) or (Stream(remote, local, split, storage_options=storage_options or {}),)
         self.streams = tuple(_with_plain_weights(number, stream) for number, stream in enumerate(given))
         _check_weights(self.streams)
@@ -309,7 +309,7 @@ def _remote_of(stream: Stream) -> tuple[RemoteFolder | None, Path, str]:
         raise InvalidArgumentError(f"split must be a folder below the dataset's, got {stream.split!r}")
     if stream.remote is None:
         if stream.local is None:
-            raise InvalidArgumentError("a stream needs remote or local")
+            raise InvalidArgumentError("a Stream must have remote, local or both, got neither")
         folder = local_folder("local", stream.local) / below
         return None, folder, str(folder)
     url = os.fspath(stream.remote)

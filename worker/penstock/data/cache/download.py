@@ -155,7 +155,7 @@ class Downloads:
             path, was_there = self._raw(shard, file, _Numbered(temporary, number), until)
             size_and_time = file_stat(str(path))
             if size_and_time is None:
-                raise ShardUnavailableError(f"{path} was removed while it was fetched")
+                raise ShardUnavailableError(f"{path} was removed while it was fetched: keep other programs out of it")
             in_place = path != self._own(file.raw)
             raw.append((str(path) if in_place else file.raw.name, *size_and_time))
             if in_place or self._remote is None:
@@ -278,7 +278,9 @@ class Downloads:
     def _download(self, stored: StoredFile, temporary: Path, until: float, use: Callable[[str], None]) -> None:
         """Download a file and pass its address to `use`, which verifies it; try again if it is corrupt."""
         if self._remote is None:
-            raise ShardUnavailableError(f"{self._own(stored)} is missing, and there is no remote to fetch it from")
+            raise ShardUnavailableError(
+                f"{self._own(stored)} is missing, and there is no remote to fetch it from: give remote, or put it there"
+            )
         source = self._remote.url_of(stored.name)
         for last in range(1 - ATTEMPTS, 1):
             try:

@@ -112,7 +112,7 @@ class RemoteIndex:
         if now is not None and now != before:
             raise DatasetError(
                 f"{self.remote.url_of(INDEX)} was {'written again' if now else 'removed'} since it was fetched into "
-                f"{self.folder}, and it has no hashes to tell shards of the two apart. "
+                f"{self.folder}, and without hashes old and new shards cannot be told apart. "
                 "Write new data to a new address, with hashes; or use another cache folder to read the new data"
             )
 

@@ -184,7 +184,7 @@ class ShardCache:
                 what = f"{self._in_place} must be a dataset's folder: it has no {INDEX}{self._remedy()}"
                 raise ShardUnavailableError(what) from None
             except OSError as error:
-                raise ShardUnavailableError(f"{self.index_path}: {error.strerror}") from error
+                raise ShardUnavailableError(f"{self.index_path} cannot be read: {error.strerror}") from error
         assert self.remote is not None
         self._state.prepare()
         path = self.index_path
@@ -243,7 +243,9 @@ class ShardCache:
             if paths is None:
                 paths = self._fill(shard, key, lock, until)
             if paths is None:
-                raise ShardUnavailableError(f"{shard.name} was changed in {self.folder} while it was fetched")
+                raise ShardUnavailableError(
+                    f"{shard.name} was changed in {self.folder} while it was fetched: keep other programs out"
+                )
         except BaseException as error:
             lock.release()
             if not isinstance(error, OSError):

@@ -46,7 +46,7 @@ def encoding_of(name: str, *, allow_unsafe_types: bool = False) -> Encoding:
     check_encoding(name)
     if name in UNSAFE and not allow_unsafe_types:
         raise DatasetError(
-            f"encoding {name!r} runs any program that its writer put there; "
+            f"encoding {name!r} can run any code that the dataset's writer put into it; "
             "if you trust the writer, use allow_unsafe_types=True"
         )
     family, colon, config = name.partition(":")
@@ -60,7 +60,7 @@ def check_encoding(name: str) -> None:
         raise DatasetError(f"the encoding must be one of {', '.join(ENCODINGS)}, got {name!r}")
     if colon:
         if family != "ndarray":
-            raise DatasetError(f"encoding {name!r}: {family} must have nothing after a colon")
+            raise DatasetError(f"encoding {name!r}: {family} takes no parameter, use {family!r}")
         _ndarray(config)
 
 
@@ -155,7 +155,7 @@ def _ndarray(config: str) -> Encoding:
     if colon:
         parts = dims.split(",")
         if len(parts) > MOST_DIMENSIONS or not all(dim.isascii() and dim.isdigit() and int(dim) for dim in parts):
-            raise DatasetError(f"encoding 'ndarray:{config}': the shape must be like 3,224,224, and without zeros")
+            raise DatasetError(f"encoding 'ndarray:{config}': the shape must be numbers >= 1, such as 3,224,224")
         shape = tuple(map(int, parts))
     size = None if shape is None else prod(shape) * dtype.itemsize
     return Encoding(size, partial(_decode_array, dtype, shape), partial(_encode_array, dtype, shape))
@@ -175,7 +175,7 @@ def _decode_array(
         begin += count * dim.size
     items = prod(shape)
     if begin + items * dtype.itemsize != end:
-        raise ValueError(f"{dtype.name} of shape {shape} need another size than {end - begin} bytes")
+        raise ValueError(f"an array of {dtype.name} and shape {shape} does not have {end - begin} bytes")
     return np.frombuffer(sample, dtype, items, begin).reshape(shape).copy()
 
 

@@ -101,7 +101,7 @@ def _struct(data: bytes, at: int, wanted: Wanted, depth: int) -> tuple[dict[int,
         elif isinstance(fields, list) and kind == 9:
             count, kind, at = _list(data, at)
             if count and kind != 12:
-                raise ValueError("its footer has a list of another type")
+                raise ValueError("its footer has a list of a wrong type")
             found[number] = []
             for _ in range(count):
                 one, at = _struct(data, at, fields[0], depth + 1)
@@ -109,7 +109,7 @@ def _struct(data: bytes, at: int, wanted: Wanted, depth: int) -> tuple[dict[int,
         elif isinstance(fields, dict) and kind == 12:
             found[number], at = _struct(data, at, fields, depth + 1)
         else:
-            raise ValueError("its footer has a field of another type")
+            raise ValueError("its footer has a field of a wrong type")
     return found, at + 1
 
 
@@ -133,7 +133,7 @@ def _list(data: bytes, at: int) -> tuple[int, int, int]:
     head = data[at]
     count, at = (head >> 4, at + 1) if head < 0xF0 else _varint(data, at + 1)
     if count > len(data) - at:
-        raise ValueError("its footer has a list longer than itself")
+        raise ValueError("its footer has a list that is longer than the footer")
     return count, head & 15, at
 
 

@@ -83,7 +83,7 @@ class OrderProgress:
         numbers = [progress.epoch, progress.done, topology.boxes - 1, topology.workers - 1, topology.batch - 1]
         numbers += [progress.first, topology.workers - 1 - progress.first]
         if any(type(number) is not int or not 0 <= number < MOST for number in numbers):
-            raise ValueError(f"impossible values {progress}")
+            raise ValueError(f"values out of range: {progress}")
         return progress
 
     def turn(self, number: int) -> WorkerTurn:
@@ -111,10 +111,10 @@ def progress_of(state: Any) -> OrderProgress:
     try:
         progress = OrderProgress.parsed(state)
         if type(progress.start) is not int or not -MOST < progress.start < MOST:
-            raise ValueError(f"impossible values {progress}")
+            raise ValueError(f"values out of range: {progress}")
         skip_of(state)
     except (KeyError, TypeError, ValueError) as error:
-        raise StateCorruptError(f"the loader's state is damaged: {error!r}") from error
+        raise StateCorruptError(f"the loader's state is damaged, load an older one: {error!r}") from error
     return progress
 
 

@@ -218,7 +218,7 @@ class RemoteFolder:
             try:
                 return read_plain(self.local / name, LARGEST_READ)
             except OSError as error:
-                raise ShardUnavailableError(f"{self.url_of(name)}: {error.strerror}") from error
+                raise ShardUnavailableError(f"{self.url_of(name)} cannot be read: {error.strerror}") from error
         buffer = io.BytesIO()
         self._fetch(name, buffer, None, deadline_s)
         return buffer.getvalue()
@@ -363,7 +363,7 @@ class RemoteFolder:
             target = DownloadTarget(file, progress.at, LARGEST_READ if expected is None else expected, source)
             try:
                 if self._closed.is_set():
-                    raise ShardUnavailableError(f"{source} is no longer fetched: its cache was closed")
+                    raise ShardUnavailableError(f"{source} was not fetched, because its dataset was closed meanwhile")
                 self._try(name, target, progress, until, source)
                 if expected is not None and target.at != expected:
                     raise TransferBroken(f"ended after {target.at} of {expected} bytes")
@@ -476,7 +476,9 @@ class RemoteFolder:
                 weakref.finalize(self, _Loop.close, self._loop)  # also at the interpreter's end
             loop = self._loop
             if loop.ended:
-                raise ShardUnavailableError(f"{self.url} cannot be read any more, because it was closed")
+                raise ShardUnavailableError(
+                    f"{self.url} cannot be read, because it was closed or the interpreter is exiting"
+                )
         concurrent.futures.wait((loop.opening,), min(self._stall_s, max(0.0, until - time.monotonic())))
         if loop.opening.cancelled():
             raise TransferBroken("was closed while it was being opened")

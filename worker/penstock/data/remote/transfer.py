@@ -150,7 +150,8 @@ class DownloadProgress:
     def check_size(self, size: int, source: str) -> None:
         if self.expected is not None and size != self.expected:
             raise ShardCorruptError(
-                f"{source} has {size} bytes, but its index says {self.expected}: has it changed since then?"
+                f"{source} has {size} bytes, but its index says {self.expected}: if it was "
+                "written again, open the dataset again"
             )
 
 
@@ -230,7 +231,7 @@ def by_pieces(
         end = min(size, target.at + PIECE)
         data = call("cat_file", path, start=target.at, end=end)
         if len(data) != end - target.at:
-            raise TransferBroken(f"{len(data)} bytes arrived where {end - target.at} were requested")
+            raise TransferBroken(f"{end - target.at} bytes were requested, but {len(data)} arrived")
         target.write(data)
     if call("info", path) != progress.info:
         raise FileChanged("was changed while it was read")

@@ -406,7 +406,7 @@ def _batch(batch_size: int | None, global_batch_size: int | None, boxes: int, un
     if not unbatched:
         return global_batch(whole("batch_size", batch_size), whole("global_batch_size", global_batch_size), boxes)
     if batch_size is not None or global_batch_size is not None:
-        raise InvalidArgumentError("unbatched=True excludes a batch size: the source's samples are the batches")
+        raise InvalidArgumentError("with unbatched=True the source's samples are the batches: leave batch_size out")
     return boxes
 
 

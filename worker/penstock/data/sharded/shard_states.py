@@ -120,12 +120,12 @@ class FixedOrder:
             numbers += [*ended.values(), *(self.source.num_shards - 1 - shard for shard in (*cursors.indices, *ended))]
             numbers += [*cursors.indices, *ended]
             if any(type(number) is not int or not 0 <= number < MOST for number in numbers):
-                raise ValueError(f"impossible values {progress}, {ended}, cursors at {state['indices']}"[:400])
+                raise ValueError(f"values out of range: {progress}, {ended}, cursors at {state['indices']}"[:400])
             length = None if endless_order is not None else self.round_robin(progress.epoch, ended).length
             if length is not None and progress.start > length:
                 raise ValueError(f"{progress} is beyond the {length} samples of the epoch")
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise StateCorruptError(f"the ShardLoader's state is damaged: {error!r}") from error
+            raise StateCorruptError(f"the ShardLoader's state is damaged, load an older one: {error!r}") from error
         return ShardedPosition(progress, cursors, ended, endless_order)
 
     def aggregated(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -71,8 +71,8 @@ class SearchLimit:
         if self._left < 0:
             raise DatasetError(
                 f"{self._what} left out {SEARCHED_SAMPLES:,} samples of shard {self._shard} in a row, and its source "
-                "never ends: check its condition. Repeated on top of it, instead of below, reports an epoch that has "
-                "no samples left"
+                "never ends: check its condition. With Repeated on top of it, not below it, an epoch without samples "
+                "is an error at once"
             )
 
 

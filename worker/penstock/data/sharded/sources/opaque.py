@@ -89,7 +89,7 @@ class StreamMark:
                     )
             for passed, digest in numbers:
                 if type(passed) is not int or not 0 <= passed < MOST or not (digest is None or type(digest) is int):
-                    raise ValueError(f"impossible values: {passed!r} samples with the digest {digest!r}")
+                    raise ValueError(f"values out of range: {passed!r} samples with the digest {digest!r}")
         except (KeyError, TypeError, ValueError) as error:
             raise StateCorruptError(f"{name}: its saved position is damaged: {error!r}") from error
         return mark
