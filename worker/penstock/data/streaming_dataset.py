@@ -123,7 +123,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         if (remote is None and local is None) == (not streams):
             raise InvalidArgumentError("give remote, local or both, or else streams")
         if streams and (split is not None or storage_options is not None):
-            raise InvalidArgumentError("with streams, give split and storage_options in each Stream")
+            raise InvalidArgumentError("with streams, split and storage_options must be given in each Stream")
         given = tuple(streams) or (Stream(remote, local, split, storage_options=storage_options or {}),)
         self.streams = tuple(_with_plain_weights(number, stream) for number, stream in enumerate(given))
         _check_weights(self.streams)

@@ -79,7 +79,7 @@ def global_batch(batch_size: int | None, global_batch_size: int | None, boxes: i
     given, and each box gets a row."""
     batch_size, global_batch_size = whole("batch_size", batch_size), whole("global_batch_size", global_batch_size)
     if (batch_size is None) == (global_batch_size is None):
-        raise InvalidArgumentError("give one of batch_size (rows of a box's batch) and global_batch_size (rows of all)")
+        raise InvalidArgumentError("give either batch_size (rows of a box's batch) or global_batch_size (rows of all)")
     batch = batch_size * boxes if batch_size is not None else global_batch_size
     assert batch is not None
     if batch < boxes:

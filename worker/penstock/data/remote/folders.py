@@ -363,7 +363,7 @@ class RemoteFolder:
             target = DownloadTarget(file, progress.at, LARGEST_READ if expected is None else expected, source)
             try:
                 if self._closed.is_set():
-                    raise ShardUnavailableError(f"{source} was not fetched, because its dataset was closed meanwhile")
+                    raise ShardUnavailableError(f"{source} was not fetched, because its cache was closed")
                 self._try(name, target, progress, until, source)
                 if expected is not None and target.at != expected:
                     raise TransferBroken(f"ended after {target.at} of {expected} bytes")
