@@ -73,7 +73,7 @@ def extension_of(compression: str) -> str:
 
 
 def pack(data: bytes, compression: str) -> bytes:
-    """Return `data`, compressed. The result is reproducible: a gzip header could contain the time, ours does not."""
+    """Return `data`, compressed. The result is reproducible: a gzip header contains no time."""
     family, level = parse_compression(compression)
     match family:
         case "br":

@@ -3,10 +3,10 @@
 A state contains a fingerprint of the data and the settings that decide the order. In another order its position means
 nothing, so a mismatch is an error that names both values.
 
-The workers of one topology share the batches from `start` on; each has done some. That is exact for the same topology.
-For another one the batches that all of them have done count as done, and a new partition starts after them. If only the
-batch size differs, the next batch is still made by the worker whose turn it is, because the box reads from that worker
-next.
+The workers of one topology share the batches from `start` on; `done` counts each worker's. On the same topology each
+continues exactly there. On another one, the box's batches up to the first that is missing count as done, and a new
+partition starts after them. If only the batch size differs, the next batch is still made by the worker whose turn it
+is, because the box reads from that worker next.
 
 The order includes skipped samples (skips.py). A state records the skipped ranges, and so the samples of its batches and
 its position in the whole order are known. A resumed run may skip other ranges after the position. Skipping more before

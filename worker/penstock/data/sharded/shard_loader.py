@@ -55,8 +55,8 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
 
     An endless source has one epoch without an end. A worker reads only its own shards if the number of boxes divides
     `partitions` and the global batch, and the number of workers divides the shards of a partition. Its order depends on
-    `block` and not on the batch size, so it stays the same when batches are halved and accumulated. An epoch that is
-    begun after it, by abandoning the first or by set_epoch, is another order of the same source, from the beginning.
+    `block` and not on the batch size, so it stays the same when batches are halved and accumulated. A second epoch
+    (after the first was abandoned, or by set_epoch) is the same source in another order, from the beginning.
     """
 
     loads_own_state = True
@@ -152,7 +152,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         return self._identity.turn().done(partition.batches)
 
     def __iter__(self) -> Iterator[Any]:
-        """Return an iterator of the next epoch, or of the rest of the one that a loaded state is in."""
+        """Return an iterator of the next epoch, or of the rest of a loaded state's epoch."""
         if not self._at_position:
             if self.source.endless and not self._warned:
                 self._warned = True

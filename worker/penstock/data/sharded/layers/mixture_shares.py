@@ -37,16 +37,16 @@ __all__ = ["MOST_PARTS", "MixtureSchedule", "parts_of", "schedule_of"]
 MOST_PARTS = 1 << 16
 """Largest sum of the whole numbers that weights are converted to."""
 POSITIONS = 1 << 12
-"""Least positions of a table: enough periods of usual weights for each position of a period to have each source as
-often as it should. It takes 6 ms to make."""
+"""Least number of positions in a table: with usual weights, enough periods for each position of a period to get each
+source by its share. A table takes 6 ms to make."""
 ALL_POSITIONS = 1 << 20
 """Approximate positions of all tables: 2 MB."""
 
 _KEY = 0x6D69782D7475726E
 _FRACTION_BITS = 24
 _BACK = 2
-"""Shift of a target: a position had once too often moves it back by a quarter of the distance between two samples of
-its source. Less leaves positions that get a source half too often; more makes the sources alternate again."""
+"""Exponent of a target's delay: each time that the source had this position delays the target by a quarter of the
+distance between its samples. Less gives some positions a source half too often; more makes sources alternate again."""
 
 Weight = float | int | Fraction | Decimal
 
@@ -95,7 +95,7 @@ def _reduced(parts: tuple[int, ...]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def schedule_of(parts: tuple[int, ...]) -> MixtureSchedule:
-    """Return the schedule of sources with so many parts each, of which at least one is not 0."""
+    """Return the schedule of sources with these parts, at least one of which is not 0."""
     return MixtureSchedule(_reduced(parts))
 
 
@@ -162,7 +162,7 @@ class _Line:
 
 
 def _table(parts: tuple[int, ...], positions: int, number: int) -> npt.NDArray[np.uint16]:
-    """Return the sources of so many positions, a multiple of all parts together."""
+    """Return the sources of `positions` positions, a multiple of the sum of `parts`."""
     period = sum(parts)
     lines = [_Line.of(source, part, period, positions // period, number) for source, part in enumerate(parts) if part]
     left = [0] * (positions + 1)
