@@ -333,7 +333,7 @@ def test_folders_of_this_machine(tmp_path: Path) -> None:
         place = RemoteFolder(url)
         assert place.local == tmp_path
         assert place.read("x", deadline_s=30) == b"12"
-    with pytest.raises(ShardUnavailableError, match=f"{tmp_path}/y: No such file"):
+    with pytest.raises(ShardUnavailableError, match=f"{tmp_path}/y cannot be read: No such file"):
         place.read("y", deadline_s=30)
 
 

@@ -160,7 +160,7 @@ def test_each_batch_has_its_share_of_each_stream(three: list[Path]) -> None:
 @pytest.mark.parametrize(
     ("streams", "says"),
     [
-        ([Stream()], "needs remote or local"),
+        ([Stream()], "must have remote, local or both"),
         ([Stream(local="a", proportion=1, repeat=2)], "the same one of proportion, repeat and choose"),
         ([Stream(local="a", proportion=1), Stream(local="b")], "the same one of proportion, repeat and choose"),
         ([Stream(local="a", choose=-1)], "stream 0: choose must be a number >= 0, got -1"),

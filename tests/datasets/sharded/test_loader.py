@@ -430,7 +430,7 @@ def test_batches_of_the_source_s_own() -> None:
         while (rows := fleet.step_rows()) is not None:
             steps.append(rows)
         assert steps == [[0, 1000, 1], [1001, 2, 1002], [3, 0, 1000]]
-    with pytest.raises(InvalidArgumentError, match="excludes a batch size"):
+    with pytest.raises(InvalidArgumentError, match="leave batch_size out"):
         ShardLoader(Listed([4]), unbatched=True, batch_size=1)
 
 

@@ -1,7 +1,7 @@
 """Conversion of a StopIteration that a user's function raises into an error.
 
-A function that calls `next` on an empty iterator raises it. Inside another iterator it would look like the end of the
-data, and the rest of a shard or an epoch would be left out silently.
+A function that calls `next` on an empty iterator raises StopIteration. Inside another iterator this looks like the end
+of the data, and the rest of a shard or an epoch would be left out silently.
 """
 
 from __future__ import annotations

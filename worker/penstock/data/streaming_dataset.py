@@ -121,9 +121,9 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
             InvalidArgumentError: an argument is invalid.
         """
         if (remote is None and local is None) == (not streams):
-            raise InvalidArgumentError("give remote or local, or else streams")
+            raise InvalidArgumentError("give remote, local or both, or else streams")
         if streams and (split is not None or storage_options is not None):
-            raise InvalidArgumentError("split and storage_options must be given in each Stream if streams are given")
+            raise InvalidArgumentError("with streams, split and storage_options must be given in each Stream")
         given = tuple(streams) or (Stream(remote, local, split, storage_options=storage_options or {}),)
         self.streams = tuple(_with_plain_weights(number, stream) for number, stream in enumerate(given))
         _check_weights(self.streams)
@@ -266,8 +266,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         self._relieve_caches()
 
     def _relieve_caches(self) -> None:
-        """Have each cache close our open shards when it needs space. It holds a weak reference only, so that it does
-        not keep this dataset alive."""
+        """Let each cache close this dataset's open shards when it needs space. The cache holds a weak reference, so it
+        does not keep the dataset alive."""
         relief = weakref.ref(self._open)
 
         def relieve() -> None:
@@ -309,7 +309,7 @@ def _remote_of(stream: Stream) -> tuple[RemoteFolder | None, Path, str]:
         raise InvalidArgumentError(f"split must be a folder below the dataset's, got {stream.split!r}")
     if stream.remote is None:
         if stream.local is None:
-            raise InvalidArgumentError("a stream needs remote or local")
+            raise InvalidArgumentError("a Stream must have remote, local or both, got neither")
         folder = local_folder("local", stream.local) / below
         return None, folder, str(folder)
     url = os.fspath(stream.remote)
@@ -365,7 +365,7 @@ def _check_weights(streams: Sequence[Stream]) -> None:
 
 
 def _apportioned(weights: Sequence[float], total: int) -> list[int]:
-    """Share `total` out by weight, as exactly as whole numbers allow (largest remainders)."""
+    """Divide `total` by weight into whole numbers (method of largest remainders)."""
     exact_weights = [Fraction(weight) for weight in weights]
     together = sum(exact_weights)
     if together <= 0:

@@ -3,11 +3,11 @@
     FOLDER/.penstock/remote             address that the folder's files come from
     FOLDER/.penstock/index.json         version of the remote's index when it was fetched
     FOLDER/.penstock/eviction           lock of the process that counts bytes and evicts
-    FOLDER/.penstock/shards/KEY         lock shared by the shard's users; its text is a ShardVersion, its time the last
-    use FOLDER/.penstock/prefetched/KEY     lock shared by processes that prefetched the shard and have not used it yet
-    FOLDER/.penstock/fetching/KEY       lock of the process that fetches it; beside it its temporary files, KEY!...
+    FOLDER/.penstock/shards/KEY         lock shared by the shard's users; text: a ShardVersion, time: the last use
+    FOLDER/.penstock/prefetched/KEY     lock shared by processes that prefetched the shard and have not used it yet
+    FOLDER/.penstock/fetching/KEY       lock of the process that fetches the shard; KEY!... are its temporary files
 
-A file lock cannot be waited for with a deadline: it is tried repeatedly, at most 20 ms apart.
+flock has no timeout: a process tries a lock repeatedly, at most 20 ms apart.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from penstock.runtime.files.plain_files import is_ours, read_plain
 __all__ = ["LONGEST_PAUSE_S", "STATE", "CacheState"]
 
 STATE = ".penstock"
-"""State folder, below the cache's."""
+"""Name of the state folder in the cache's folder."""
 
 LONGEST_PAUSE_S = 0.02
 """Longest pause between two tries at a lock, in seconds."""
@@ -39,7 +39,7 @@ class CacheState:
     """State of one cache folder, for one process."""
 
     def __init__(self, folder: Path, remote: RemoteFolder | None, timeout_s: float, group: int | None = None) -> None:
-        """`group`: group whose members share the folder; None: the folder is this user's alone. Paths of its files are
+        """`group`: group whose members share the folder; None: the folder is this user's alone. Paths in the state are
         relative to the folder."""
         self.root = str(folder)
         self._group = group
@@ -70,8 +70,8 @@ class CacheState:
         self._prepared = True
 
     def _make_folders(self) -> None:
-        """Make the folders. Raises DatasetError for those of other users, who could put links or forged versions into
-        them."""
+        """Make the folders. Raises DatasetError if one belongs to another user, who could put links or forged versions
+        into it."""
         refuse_strange_links(Path(self.root))
         made = False
         with contextlib.suppress(FileExistsError):
@@ -131,7 +131,8 @@ class CacheState:
         )
 
     def _check_remote(self) -> None:
-        """Record the remote, or compare it: shards of two datasets have the same names, and often the same sizes."""
+        """Record the remote, or compare it with the recorded one: two datasets may have shards of equal names and
+        sizes."""
         if self._remote is None:
             return
         identity = self._remote.identity.encode()
@@ -172,7 +173,7 @@ class CacheState:
             self._clear(base, lock)
 
     def _clear(self, base: str, lock: FileLock) -> None:
-        """Remove a fetcher's temporary files, then its lock's."""
+        """Remove a fetcher's temporary files, then its lock file."""
         try:
             with contextlib.suppress(FileNotFoundError):  # the folder was removed
                 self.remove_temporary(base)
@@ -181,7 +182,7 @@ class CacheState:
             lock.release()
 
     def remove_temporary(self, base: str) -> None:
-        """Remove the temporary files of a fetcher, by the path of its lock's."""
+        """Remove a fetcher's temporary files. `base`: path of its lock file."""
         with parent_of(self.root, base) as (folder, name):
             listed = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
             try:
@@ -195,7 +196,8 @@ class CacheState:
     def wait(
         self, path: str, until: float, name: str, *, shared: bool, busy: Callable[[], object] | None = None
     ) -> FileLock:
-        """Wait for a lock, of the file of that name ("": of the cache as a whole). Raises ShardUnavailableError."""
+        """Wait for the lock at `path`. `name`: file to name in errors; "": the whole cache. Raises
+        ShardUnavailableError."""
         pause = 0.0005
         while True:
             self.check_open(name)

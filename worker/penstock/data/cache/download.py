@@ -1,8 +1,8 @@
-"""Download of one shard's files into the cache's folder: found there, or fetched, verified and inflated, then named.
+"""Download of one shard's files into the cache's folder: look for them there, fetch, verify, decompress, rename.
 
 A file gets its name when it is complete, verified and synced to the disk. A file that fails verification is removed
-before it can be read: otherwise the next run would read it silently. Called by the one process that holds the shard's
-lock for fetching.
+before it can be read: otherwise the next run would read it silently. Only the process that holds the shard's fetch lock
+runs this code.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from penstock.runtime.files.plain_files import open_plain, read_plain
 __all__ = ["Downloads", "put"]
 
 ATTEMPTS = 2
-"""Downloads of a file that arrives corrupt, before it is an error."""
+"""Number of downloads of a file that arrives corrupt, before an error is raised."""
 
 
 def put(data: bytes, temporary: Path, folder: Path, name: str, source: str) -> None:
@@ -52,8 +52,8 @@ def put(data: bytes, temporary: Path, folder: Path, name: str, source: str) -> N
 
 
 def _name(temporary: Path, folder: Path, name: str) -> None:
-    """Give a file its name below a folder, whatever links others have put there. Its bytes go to the disk first: after
-    a power loss the name must not be there without them."""
+    """Rename a temporary file to `name` below a folder, through no link of another user. Its bytes are synced first, so
+    a power loss cannot leave the name without them."""
     descriptor = open_plain(temporary, os.O_RDONLY | os.O_NOFOLLOW)
     try:
         os.fsync(descriptor)
@@ -65,7 +65,7 @@ def _name(temporary: Path, folder: Path, name: str) -> None:
 
 @dataclass(frozen=True)
 class _Numbered:
-    """Temporary files of one of a shard's files."""
+    """Function from a kind to a temporary path, for one file of a shard."""
 
     temporary: Callable[[str], Path]
     number: int
@@ -96,31 +96,32 @@ class Downloads:
         return origin_of(shard, self._remote.local if self._remote else None)
 
     def accepts(self, version: ShardVersion, shard: Shard) -> bool:
-        """Return True if the files were made of what the index says now, and verified as configured."""
+        """Return True if `version` is of the files that the index lists now, and was verified as configured."""
         if version.origin != self.origin(shard):
             return False
         return version.hash == self._validate if self._validate else bool(version.hash) or not self._verified_by(shard)
 
     def _verified_by(self, shard: Shard) -> str:
-        """Return the algorithm; "" if the shard is not verified."""
+        """Return the hash algorithm that verifies a shard; "" for none."""
         stored = (shard.files[0].raw, shard.files[0].packed)
         return next((name for each in stored if each and (name := self._algorithm(each))), "")
 
     def _algorithm(self, stored: StoredFile) -> str:
-        """Return the algorithm that verifies a file; "" for none."""
+        """Return the hash algorithm that verifies a file; "" for none."""
         if self._validate is None:
             return fastest_of(stored.hashes)
         return self._validate or ""
 
     def forget(self, version: ShardVersion) -> None:
-        """Remove what was fetched when the remote had other data under these names."""
+        """Remove the fetched files of a version that is out of date: the remote has other data under these names
+        now."""
         if self._remote is not None:
             for name, _ in (*version.evictable, *version.packed):
                 self._unlink(name)
 
     def need(self, shard: Shard, *, from_remote: bool) -> ShardVersion:
-        """Return the version with the most bytes that a shard may have on disk while it is fetched. `from_remote`: the
-        files that are there were fetched."""
+        """Return the version that claims space for a shard before it is fetched: the most bytes that it may take on
+        disk. `from_remote`: the files already in the folder were fetched."""
         return ShardVersion(
             evictable=tuple((file.raw.name, file.raw.size) for file in shard.files),
             packed=tuple((file.packed.name, file.packed.size) for file in shard.files if file.packed),
@@ -143,8 +144,8 @@ class Downloads:
         return file.raw.size + file.packed.size
 
     def fill(self, shard: Shard, temporary: Callable[[str], Path], until: float, *, from_remote: bool) -> ShardVersion:
-        """Fetch and verify the raw files as needed; return their version. `temporary`: returns a unique path for a
-        kind."""
+        """Fetch and verify the raw files as needed; return their version. `temporary`: function from a kind ("raw",
+        "packed") to a unique path."""
         made_of = self.origin(shard)
         raw: list[tuple[str, int, int]] = []
         packed: list[tuple[str, int]] = []
@@ -154,7 +155,7 @@ class Downloads:
             path, was_there = self._raw(shard, file, _Numbered(temporary, number), until)
             size_and_time = file_stat(str(path))
             if size_and_time is None:
-                raise ShardUnavailableError(f"{path} was removed while it was fetched")
+                raise ShardUnavailableError(f"{path} was removed while it was fetched: keep other programs out of it")
             in_place = path != self._own(file.raw)
             raw.append((str(path) if in_place else file.raw.name, *size_and_time))
             if in_place or self._remote is None:
@@ -178,8 +179,8 @@ class Downloads:
         return self._folder / stored.name
 
     def _drop_strange_links(self, file: ShardFile) -> None:
-        """Remove the names of a file in the cache's folder that are links of another user: they may lead to files of
-        ours, which would be unpacked here for others to read."""
+        """Remove links of another user in place of a file in the cache's folder: they may lead to private files of this
+        user, which would be unpacked here for others to read."""
         for stored in (file.raw, file.packed):
             if stored and self._remote is not None and is_strange_link(self._own(stored)):
                 self._unlink(stored.name)
@@ -232,8 +233,8 @@ class Downloads:
         return True
 
     def _is_only_copy(self, path: Path, stored: StoredFile) -> bool:
-        """Return True for files of the remote itself, and of a folder without one: these are never removed. One of the
-        two folders may lie below the other."""
+        """Return True for a file of a local remote folder, or of a cache folder without a remote: these are never
+        removed. One of the two folders may lie below the other."""
         return self._remote is None or path == self._in_place(stored)
 
     def _verify(self, source: Path | bytes, stored: StoredFile, name: str) -> None:
@@ -277,7 +278,9 @@ class Downloads:
     def _download(self, stored: StoredFile, temporary: Path, until: float, use: Callable[[str], None]) -> None:
         """Download a file and pass its address to `use`, which verifies it; try again if it is corrupt."""
         if self._remote is None:
-            raise ShardUnavailableError(f"{self._own(stored)} is missing, and there is no remote to fetch it from")
+            raise ShardUnavailableError(
+                f"{self._own(stored)} is missing, and there is no remote to fetch it from: give remote, or put it there"
+            )
         source = self._remote.url_of(stored.name)
         for last in range(1 - ATTEMPTS, 1):
             try:

@@ -1,8 +1,8 @@
 """Eviction from a cache's folder: the bytes that it holds, and the shards to remove when it needs space.
 
-One process at a time counts and evicts, under a lock. All is read from the shards' version files each time (the times
-of all, the content of those that changed), so a killed process cannot leave a wrong count. Bytes are claimed before
-they are fetched, in the shard's version file.
+One process at a time counts and evicts, under a lock. Each count reads the shards' version files (the times of all, the
+contents of those that changed), so a killed process cannot leave a wrong count. Bytes are claimed before they are
+fetched, in the shard's version file.
 
 The least recently used shard goes first. Raw files whose packed form stays go before anything that must be fetched
 again. A shard is never evicted if a process has it locked, or if the remote no longer has it. A prefetch never evicts a
@@ -44,10 +44,11 @@ class Eviction:
         """Keys of shards that the remote did not have when it was asked; it is not asked again for each claim."""
 
     def claim(self, key: str, lock: FileLock, version: ShardVersion, *, demand: bool, exceed: bool = False) -> bool:
-        """Write `version`, whose bytes count from now on, once there is space for them. `lock`: ours on the shard.
+        """Evict other shards until this one's bytes fit, then claim them by writing `version`. `lock`: the shard's,
+        held.
 
-        The caller holds the eviction lock. Returns False if there is no space; with `exceed` it is written all the
-        same. `demand`: a reader waits for the shard, so prefetched shards may be evicted.
+        The caller holds the eviction lock. Returns False if there is no space; with `exceed` the version is written all
+        the same. `demand`: a reader waits for the shard, so prefetched shards may be evicted.
         """
         self._read()
         self._entries.pop(key, None)

@@ -26,8 +26,8 @@ LONGEST_TEXT = 1 << 20
 """Largest text that is read back, in bytes."""
 
 _opening = threading.RLock()
-"""Lock held between opening a file and registering it, while one is released, and over a fork: so a child has a
-complete list of its copies."""
+"""Lock held from opening a file to registering it, during a release, and during a fork: so a forked child has a
+complete list of the files to close."""
 _opened: weakref.WeakSet[Descriptor] = weakref.WeakSet()
 
 

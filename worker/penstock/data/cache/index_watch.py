@@ -1,11 +1,11 @@
 """Checks that a dataset's index is still the one that the dataset was opened with, on disk or at the remote.
 
-A dataset that is written again while it is read yields old rows before some moment and new ones after it. Where shards
-are verified, the hashes in the index find that out. This check finds it out for shards that are read in place, and for
-a cache's folder that another job fills again: writing a dataset removes or replaces its index.
+A dataset that is overwritten while it is read yields old rows first and new rows later. If shards are verified, the
+hashes in the index detect this. This check detects it for shards that are read in place, and for a cache's folder that
+another job fills again: writing a dataset removes or replaces its index.
 
-A file fetched without a hash belongs to the cached index as long as the remote's index has the version that it had when
-it was fetched. Its content does not help: without hashes, data of the same sizes have the same index.
+A file fetched without a hash belongs to the cached index as long as the remote's index keeps its version (ETag or
+time). Comparing contents would not do: without hashes, two datasets of equal sizes have equal indexes.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class IndexWatch:
 
     path: Path
     digest: bytes
-    """Digest of its content."""
+    """Digest of the index's content."""
     hashed: bool
-    """True if it has a hash of each shard: the same index then means the same data."""
+    """True if the index has a hash of each shard: an equal index then means equal data."""
     in_place: bool
-    """True if the shards lie beside it; else it is a copy in a cache, which may be removed."""
+    """True if the shards lie beside the index; False for a copy in a cache, which may be removed."""
     seen: tuple[int, int, int] | None
     """Size, time in ns and inode of the file when its content was last found to be the same."""
     older_ns: int | None = None
-    """Time in ns, set once an index without hashes was written again unchanged: younger shards were written again
+    """Time in ns, set once an index without hashes was rewritten with equal content: newer shards were rewritten
     too."""
 
     @staticmethod
@@ -87,13 +87,13 @@ class IndexWatch:
 
 @dataclass(frozen=True)
 class RemoteIndex:
-    """The index of a remote, from which one was fetched into a cache."""
+    """The index of a remote, of which a cache has a copy."""
 
     remote: RemoteFolder
     folder: Path
     """The cache's folder."""
     record: str
-    """File below it with the version of the remote's index at that time, for all processes of the host."""
+    """File in that folder with the version of the index that was fetched, for all processes of the host."""
 
     def record_version(self) -> None:
         """Record the version. Called before the index is fetched: a replacement during the fetch is then noticed."""
@@ -102,8 +102,8 @@ class RemoteIndex:
             write_whole(Path(f"/proc/self/fd/{folder}", name), version)
 
     def check(self) -> None:
-        """Raise DatasetError if the remote's index was replaced or removed since then. Does nothing if the remote has
-        no versions, or does not answer now: it is asked again for the next shard."""
+        """Raise DatasetError if the remote's index was replaced or removed since it was fetched. Does nothing if the
+        remote has no versions, or does not answer: the next shard's download asks again."""
         try:
             before = read_plain(self.folder / self.record, LONGEST_TEXT).decode(errors="replace")
         except FileNotFoundError:
@@ -112,12 +112,12 @@ class RemoteIndex:
         if now is not None and now != before:
             raise DatasetError(
                 f"{self.remote.url_of(INDEX)} was {'written again' if now else 'removed'} since it was fetched into "
-                f"{self.folder}, and it has no hashes to tell shards of the two apart. "
+                f"{self.folder}, and without hashes old and new shards cannot be told apart. "
                 "Write new data to a new address, with hashes; or use another cache folder to read the new data"
             )
 
     def _version(self) -> str | None:
-        """Return the version; "" if there is no index, None if that is unknown."""
+        """Return the version of the remote's index; "" if there is no index, None if unknown."""
         try:
             return self.remote.version(INDEX, deadline_s=VERSION_TIMEOUT_S)
         except FileNotFoundError:

@@ -1,7 +1,7 @@
 """The open shards of a dataset: looked up by all threads, opened once, closed when there are too many.
 
-The one to close is chosen by second chance: the one opened first, unless it was used since it was last considered. So a
-look-up, which happens for each sample, only sets a flag and takes no lock.
+The shard to close is chosen by the second-chance algorithm: the oldest that was not used since it was last considered.
+So a look-up, which happens for each sample, only sets a flag and takes no lock.
 
 To close a shard here is to drop the reference to it. A thread that reads it has its own reference, so the file is
 closed after that thread, and no thread reads a file that another one closed.
@@ -22,7 +22,7 @@ from penstock.data.formats.shards import ShardReader
 __all__ = ["FEWEST_OPEN", "OpenShards"]
 
 FEWEST_OPEN = 64
-"""Shards that are kept open if the limit of file descriptors allows it."""
+"""Least number of shards kept open, if the limit of file descriptors allows it."""
 
 
 class _Open:
@@ -49,7 +49,8 @@ class OpenShards:
         return len(self._open)
 
     def get(self, number: int, opened: Callable[[int], tuple[HeldShard, ShardReader]]) -> ShardReader:
-        """Return the reader of a shard. `opened` opens it, possibly slowly; other threads do not wait for it."""
+        """Return the reader of a shard. `opened` opens a shard that is not open; other threads do not wait
+        meanwhile."""
         found = self._open.get(number)
         if found is None:
             found = self._add(number, _Open(*opened(number)))

@@ -1,7 +1,8 @@
 """Prefetch of shards by threads, in the order in which they will be needed.
 
 A prefetched shard that was not used yet is marked by a lock of its own, which keeps prefetching processes from evicting
-each other's shards. A reader that waits for a shard may evict them. Errors are left for the readers of the shard.
+each other's shards. A reader that waits for a shard may evict them. Errors are not raised here: a reader of the shard
+gets its own.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ EVICTION_PAUSE_S = 0.25
 
 
 MARK_S = 10.0
-"""Seconds to wait for a mark that another process is removing."""
+"""Seconds to wait for a shard's mark (a lock) that another process is removing."""
 
 
 class Prefetcher:
@@ -34,8 +35,8 @@ class Prefetcher:
         self, state: CacheState, threads: int, bring: Callable[[Shard, str, Callable[[], None]], bool]
     ) -> None:
         """`bring(shard, key, decided)` fetches a shard, or returns False if there is no space for it. It calls
-        `decided` once it has space, or has to wait for another process: only then is the next one begun, so space is
-        given in order."""
+        `decided` once it has space, or has to wait for another process: only then the next shard begins, so shards get
+        space in order."""
         self._state = state
         self._threads = threads
         self._bring = bring
@@ -49,13 +50,13 @@ class Prefetcher:
         self._deciding = ""
         """Key that was taken last, until it is known whether there is space for it."""
         self._there: dict[str, FileLock] = {}
-        """Our marks on prefetched shards, by key."""
+        """This process's marks (locks) on prefetched shards, by key."""
         self._full_until = 0.0
         """Time (monotonic) until which there is no space."""
         self._workers: list[threading.Thread] = []
 
     def want(self, shards: Sequence[tuple[str, Shard]], but: Collection[str]) -> None:
-        """Replace the list. Keys in `but` are in use, and are ignored."""
+        """Replace the list of shards to prefetch. Keys in `but` are in use, and are ignored."""
         with self._changed:
             self._wanted = {key for key, _ in shards}.difference(but)
             dropped = [self._there.pop(key) for key in tuple(self._there) if key not in self._wanted]
@@ -78,13 +79,13 @@ class Prefetcher:
             _drop(lock)
 
     def check_space(self) -> None:
-        """Try again at once: there may be space now."""
+        """Try the next prefetch at once: there may be space now."""
         with self._changed:
             self._full_until = 0.0
             self._changed.notify_all()
 
     def close(self) -> None:
-        """End the threads; those in a transfer end once it is broken off. `CacheState.closing` is set before."""
+        """End the threads; one in a transfer ends when that breaks off. The caller sets `CacheState.closing` first."""
         with self._changed:
             there, self._there = self._there, {}
             workers, self._workers = self._workers, []

@@ -2,8 +2,8 @@
 
 Everything that processes must agree on is a file in the folder and a flock on it (see `cache_state`): there is no
 daemon, no shared memory, no semaphore. All users of a shard share its lock, so it is not evicted; fetching has another,
-exclusive lock, so it is not fetched twice. Locks die with their holders. What a killed process leaves is found by its
-free lock, and removed.
+exclusive lock, so it is not fetched twice. Locks die with their holders. Files that a killed process leaves are
+recognized by their free lock, and removed.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class _InUse:
 
 
 class ShardCache:
-    """A cache folder. Safe for threads. A forked child starts with nothing held and no threads; a spawned process gets
-    it pickled."""
+    """A cache folder. Safe for threads. A forked child starts with nothing held and no threads; pickle it for a spawned
+    process."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class ShardCache:
                 what = f"{self._in_place} must be a dataset's folder: it has no {INDEX}{self._remedy()}"
                 raise ShardUnavailableError(what) from None
             except OSError as error:
-                raise ShardUnavailableError(f"{self.index_path}: {error.strerror}") from error
+                raise ShardUnavailableError(f"{self.index_path} cannot be read: {error.strerror}") from error
         assert self.remote is not None
         self._state.prepare()
         path = self.index_path
@@ -207,7 +207,7 @@ class ShardCache:
         return ""
 
     def _check_index(self, data: bytes) -> None:
-        """Raise DatasetError for a login page or a proxy's answer, which must not stay here under the index's name."""
+        """Raise DatasetError for a login page or a proxy's answer, which must not be cached as the index."""
         assert self.remote is not None
         try:
             is_index = isinstance(json.loads(data), dict)
@@ -243,7 +243,9 @@ class ShardCache:
             if paths is None:
                 paths = self._fill(shard, key, lock, until)
             if paths is None:
-                raise ShardUnavailableError(f"{shard.name} was changed in {self.folder} while it was fetched")
+                raise ShardUnavailableError(
+                    f"{shard.name} was changed in {self.folder} while it was fetched: keep other programs out"
+                )
         except BaseException as error:
             lock.release()
             if not isinstance(error, OSError):
@@ -294,8 +296,8 @@ class ShardCache:
     def _fill(
         self, shard: Shard, key: str, lock: FileLock, until: float, decided: Callable[[], None] | None = None
     ) -> tuple[Path, ...] | None:
-        """Fetch the shard's files, or wait for the process that does. With `decided` (see `Prefetcher`) no reader waits
-        for them, and None means that there is no space."""
+        """Fetch the shard's files, or wait for the process that does. With `decided` (a prefetch, see `Prefetcher`)
+        return None if there is no space."""
         with self._state.fetching(key, until, shard.name, decided) as temporary:
             paths = self._ready(shard, lock)
             if paths:
@@ -382,8 +384,8 @@ class ShardCache:
     def fetch_ahead(self, shards: Sequence[Shard]) -> None:
         """Prefetch these shards in this order, in threads. Replaces the list of the call before.
 
-        A prefetched shard stays for this process until it is held, or no longer in the list, or a reader that waits
-        needs its space. Errors are not raised here but by `hold`.
+        A prefetched shard is kept until this process holds it or drops it from the list, or a waiting reader needs its
+        space. Errors are not raised here but by `hold`.
         """
         self._state.check_open("")
         with self._lock:

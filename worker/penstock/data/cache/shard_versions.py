@@ -37,8 +37,8 @@ def file_stat(path: str) -> tuple[int, int] | None:
 
 
 def origin_of(shard: Shard, remote: Path | None) -> str:
-    """Return a digest of what the remote has as this shard. Other data have another one, as far as the index shows it,
-    or the time of a file in a local remote folder. A dataset may be written again where an older one was."""
+    """Return a digest of a shard's files as the index lists them, and of their times if the remote is a local folder.
+    It detects, as far as these show it, that another dataset was written to the same address."""
     digest = hashlib.sha256()
     for file in shard.files:
         for stored in (file.raw, file.packed):
@@ -55,17 +55,17 @@ class ShardVersion:
     raw: tuple[tuple[str, int, int], ...] = ()
     """(path, size, time in ns) of each raw file; empty while it is being fetched."""
     packed: tuple[tuple[str, int], ...] = ()
-    """(path, size) of packed files that stay beside them."""
+    """(path, size) of packed files that are kept too."""
     evictable: tuple[tuple[str, int], ...] = ()
     """(path, size) of raw files that may be evicted."""
     size: int = 0
-    """Bytes that count against the limit: the most that it may have on disk now."""
+    """Bytes that count against the limit: the most that the shard may take on disk now."""
     hash: str = ""
-    """Algorithm that verified it; "" if none did."""
+    """Hash algorithm that verified the files; "" for none."""
     found: tuple[tuple[str, int], ...] = ()
-    """(name, size) of files that were there before us: evicted only if the remote has them, too."""
+    """(name, size) of files found in the folder and not fetched: evicted only if the remote has them, too."""
     origin: str = ""
-    """Digest of what it was made of, see `origin_of`; empty while it is being fetched."""
+    """Digest that `origin_of` returned; empty while the shard is being fetched."""
 
     def encoded(self) -> bytes:
         return json.dumps(asdict(self), separators=(",", ":")).encode() + b"\n"
@@ -91,7 +91,7 @@ class ShardVersion:
         return None if any(path.is_absolute() or ".." in path.parts for path in removable) else version
 
     def holds(self, shard: Shard, folder: str) -> tuple[Path, ...] | None:
-        """Return the raw files' paths, if they are unchanged."""
+        """Return the paths of the shard's raw files; None if they have changed."""
         if len(self.raw) != len(shard.files):
             return None
         paths = []

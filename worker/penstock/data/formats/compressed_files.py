@@ -1,8 +1,7 @@
 """Compressed files, by mosaicml-streaming's names of compressions: "zstd", "gz:6", "br" and so on.
 
-A caller that unpacks passes the largest number of bytes that may come out, because a few packed bytes can claim to be
-many: nothing here allocates much more than that. The libraries are imported on demand, as most datasets need at most
-one.
+A caller that unpacks passes the largest size of the result, because a few packed bytes can expand to gigabytes: nothing
+here allocates much more than that size. The libraries are imported on demand, as most datasets need at most one.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ COMPRESSIONS = {
 }
 
 FIRST_PIECE, LARGEST_PIECE = 1 << 8, 1 << 24
-"""Bytes of a member passed at a time, first and at most; doubled each time. The rest of a piece after the member's end
-is copied: 20 bytes are a member, and a file of many such would otherwise take time that grows with its square."""
+"""Bytes passed to a member's decompressor at a time, at first and at most; doubled each time. The rest of a piece after
+the member's end is copied, so with large pieces a file of many 20-byte members would take quadratic time."""
 _ZEROS = re.compile(rb"\0*")
 ZSTD_PIECE = 1 << 10
 """Bytes passed at a time to a zstd frame of unknown length: one byte becomes 32 KiB at worst."""
@@ -74,7 +73,7 @@ def extension_of(compression: str) -> str:
 
 
 def pack(data: bytes, compression: str) -> bytes:
-    """Return `data`, compressed. The result is reproducible: a gzip header could contain the time, ours does not."""
+    """Return `data`, compressed. The result is reproducible: a gzip header contains no time."""
     family, level = parse_compression(compression)
     match family:
         case "br":

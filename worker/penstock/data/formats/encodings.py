@@ -1,8 +1,8 @@
 """Encodings of MDS columns, by mosaicml-streaming's names: from values to bytes, and back to the same values.
 
-A decoder gets the sample's bytes and the value's position in them, to avoid copies. It uses all of its bytes or raises,
-and allocates no more than they justify. Arrays belong to the caller and are writable: mosaicml-streaming's are
-read-only, about which torch.from_numpy warns. Ours cost one copy, as theirs do.
+A decoder gets the sample's bytes and the value's position in them, to avoid copies. It uses all of the value's bytes or
+raises, and allocates no more than these need. Arrays are writable copies: mosaicml-streaming's are copies too, but
+read-only, about which torch.from_numpy warns.
 
 As in mosaicml-streaming "int" and "str_float" become Python's numbers, "uint8" to "float64" numpy's scalars, and images
 PIL's, which are decoded only when they are used.
@@ -42,11 +42,11 @@ class Encoding:
 
 
 def encoding_of(name: str, *, allow_unsafe_types: bool = False) -> Encoding:
-    """Return the encoding of this name. Raises DatasetError if it is unknown, or runs what it reads."""
+    """Return the encoding of this name. Raises DatasetError if it is unknown, or runs code from the data (pickle)."""
     check_encoding(name)
     if name in UNSAFE and not allow_unsafe_types:
         raise DatasetError(
-            f"encoding {name!r} runs any program that its writer put there; "
+            f"encoding {name!r} can run any code that the dataset's writer put into it; "
             "if you trust the writer, use allow_unsafe_types=True"
         )
     family, colon, config = name.partition(":")
@@ -60,7 +60,7 @@ def check_encoding(name: str) -> None:
         raise DatasetError(f"the encoding must be one of {', '.join(ENCODINGS)}, got {name!r}")
     if colon:
         if family != "ndarray":
-            raise DatasetError(f"encoding {name!r}: {family} must have nothing after a colon")
+            raise DatasetError(f"encoding {name!r}: {family} takes no parameter, use {family!r}")
         _ndarray(config)
 
 
@@ -144,7 +144,7 @@ MOST_DIMENSIONS = 63
 
 
 def _ndarray(config: str) -> Encoding:
-    """Return the encoding of `dtype:shape`, `dtype`, or nothing: what is left out is stored before each value."""
+    """Return the encoding "ndarray:dtype:shape"; dtype or shape, if left out, is stored before each value."""
     name, colon, dims = config.partition(":")
     if not config:
         return ENCODINGS["ndarray"]
@@ -155,7 +155,7 @@ def _ndarray(config: str) -> Encoding:
     if colon:
         parts = dims.split(",")
         if len(parts) > MOST_DIMENSIONS or not all(dim.isascii() and dim.isdigit() and int(dim) for dim in parts):
-            raise DatasetError(f"encoding 'ndarray:{config}': the shape must be like 3,224,224, and without zeros")
+            raise DatasetError(f"encoding 'ndarray:{config}': the shape must be numbers >= 1, such as 3,224,224")
         shape = tuple(map(int, parts))
     size = None if shape is None else prod(shape) * dtype.itemsize
     return Encoding(size, partial(_decode_array, dtype, shape), partial(_encode_array, dtype, shape))
@@ -175,7 +175,7 @@ def _decode_array(
         begin += count * dim.size
     items = prod(shape)
     if begin + items * dtype.itemsize != end:
-        raise ValueError(f"{dtype.name} of shape {shape} need another size than {end - begin} bytes")
+        raise ValueError(f"an array of {dtype.name} and shape {shape} does not have {end - begin} bytes")
     return np.frombuffer(sample, dtype, items, begin).reshape(shape).copy()
 
 

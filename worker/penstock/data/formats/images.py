@@ -86,8 +86,7 @@ def decode_png(sample: bytes, begin: int, end: int) -> Any:
 
 
 def _opened(form: str, file: bytes) -> Any:
-    """Open an image file of the column's own format alone: PIL knows dozens, and for one of them it starts a
-    program."""
+    """Open an image file, in the column's format only: PIL would try dozens, and for one of them start a program."""
     return _pil().open(BytesIO(file), formats=(form,))
 
 

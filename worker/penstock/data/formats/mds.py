@@ -26,8 +26,8 @@ Decode = Callable[[bytes, int, int], Any]
 
 
 def columns_of(shard: Shard, *, allow_unsafe_types: bool = False) -> list[tuple[str, Decode, int]]:
-    """Return (column, decoder, fixed size or 0) in the order of an MDS sample. Raises DatasetError for a forbidden
-    one."""
+    """Return (column, decoder, fixed size or 0) in the order of an MDS sample. Raises DatasetError for pickles unless
+    allowed."""
     settings = shard.settings
     columns = []
     triples = zip(settings["column_names"], settings["column_encodings"], settings["column_sizes"], strict=True)

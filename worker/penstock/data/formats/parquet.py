@@ -106,7 +106,7 @@ def _text_columns(footer: Any) -> list[str]:
 
 
 def _expand_texts(column: Any) -> Any:
-    """Return a dictionary column with a text for each row, which is read in half the time, unless that would be too
+    """Convert a dictionary column to one text per row, which is read in half the time, unless the result is too
     large."""
     arrow = importlib.import_module("pyarrow")
     if not arrow.types.is_dictionary(column.type) or column.type.value_type not in (arrow.string(), arrow.binary()):
@@ -126,7 +126,8 @@ class ParquetReader:
         stored = shard.files[0].raw
         self.name = stored.name
         self._reading = threading.Lock()
-        """Lock of the file: one thread reads a row group, the others find it. pyarrow's file is not thread-safe."""
+        """Lock of pyarrow's file, which is not thread-safe. One thread reads a row group, others then find it in
+        memory."""
         self._kept: OrderedDict[int, tuple[int, Columns]] = OrderedDict()
         self._kept_bytes = 0
         library = _pyarrow()
@@ -172,7 +173,7 @@ class ParquetReader:
             ) from error
 
     def close(self) -> None:
-        """Close the file, after a read in another thread."""
+        """Close the file, once a read in another thread has ended."""
         with self._reading:
             self._kept = OrderedDict()
             self._file = None  # dropping it closes it

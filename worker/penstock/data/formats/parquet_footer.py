@@ -2,10 +2,10 @@
 
 pyarrow reads the footer too, but ends the process (std::terminate, in 26.0) when it is asked for a column of a row
 group whose statistics of sizes do not fit its schema: its binding does not expect the C++ exception. So a damaged byte
-would kill whoever only asked how large a row group is.
+would kill a process that only asks for the size of a row group.
 
 The footer is one struct in the compact protocol of Thrift. What is not needed is skipped by its type. All loops end
-where the data do, because each of their turns takes at least a byte.
+with the data, because each turn consumes at least one byte.
 https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md
 https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift
 """
@@ -22,10 +22,10 @@ __all__ = ["RowGroup", "footer_bytes", "row_groups"]
 
 _BYTES = (1, 4, 8, 12, 4, 8, 4, 1)
 """Bytes of a value in memory, by the number of its physical type: BOOLEAN, INT32, INT64, INT96, FLOAT, DOUBLE,
-BYTE_ARRAY, FIXED_LEN_BYTE_ARRAY; for text those beside the text itself: an offset, or its number in a dictionary."""
+BYTE_ARRAY, FIXED_LEN_BYTE_ARRAY; for text without the text itself: its offset, or its number in a dictionary."""
 _MAGIC = b"PAR1"
 _DEEPEST = 32
-"""Largest nesting of structs and lists in a footer: those of the format have 8."""
+"""Largest nesting of structs and lists in a footer; the format needs 8."""
 
 Wanted = dict[int, Any]
 """Fields to read: number -> None for a number, the fields of a struct, or a list with those of a list's structs."""
@@ -41,8 +41,8 @@ class RowGroup:
 
     rows: int
     nbytes: int
-    """Least number of bytes that it takes in memory: some hundred bytes of a file may stand for a billion equal
-    numbers."""
+    """Least number of bytes that the row group takes in memory: a billion equal numbers take some hundred bytes in a
+    file."""
 
 
 def footer_bytes(file: Descriptor) -> bytes:
@@ -101,7 +101,7 @@ def _struct(data: bytes, at: int, wanted: Wanted, depth: int) -> tuple[dict[int,
         elif isinstance(fields, list) and kind == 9:
             count, kind, at = _list(data, at)
             if count and kind != 12:
-                raise ValueError("its footer has a list of another type")
+                raise ValueError("its footer has a list of a wrong type")
             found[number] = []
             for _ in range(count):
                 one, at = _struct(data, at, fields[0], depth + 1)
@@ -109,7 +109,7 @@ def _struct(data: bytes, at: int, wanted: Wanted, depth: int) -> tuple[dict[int,
         elif isinstance(fields, dict) and kind == 12:
             found[number], at = _struct(data, at, fields, depth + 1)
         else:
-            raise ValueError("its footer has a field of another type")
+            raise ValueError("its footer has a field of a wrong type")
     return found, at + 1
 
 
@@ -133,7 +133,7 @@ def _list(data: bytes, at: int) -> tuple[int, int, int]:
     head = data[at]
     count, at = (head >> 4, at + 1) if head < 0xF0 else _varint(data, at + 1)
     if count > len(data) - at:
-        raise ValueError("its footer has a list longer than itself")
+        raise ValueError("its footer has a list that is longer than the footer")
     return count, head & 15, at
 
 

@@ -1,4 +1,4 @@
-"""Values of Parquet columns: Python's, except where these are too coarse.
+"""Values of Parquet columns: Python's types, or numpy's where Python's are too coarse.
 
 Python's datetime, timedelta and time have microseconds. Parquet has nanoseconds too, in all times that Spark wrote.
 They become numpy's datetime64[ns] and timedelta64[ns], whatever their last three digits are, and whether or not pandas

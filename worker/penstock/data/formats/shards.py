@@ -71,4 +71,5 @@ class ShardReader(Protocol):
         """Return a sample: column -> value. Raises ShardCorruptError if its bytes are not valid."""
 
     def close(self) -> None:
-        """Close it. Values that were read stay valid, a read in progress ends normally, the next is a ValueError."""
+        """Close the shard. Values that were read stay valid, a read in progress ends normally, a later one raises
+        ValueError."""

@@ -1,4 +1,4 @@
-"""The call of a user's collate function, in which no mistake can end an epoch silently; and batches of no samples."""
+"""Calls of a user's collate function, whose StopIteration must not end an epoch silently; and batches without rows."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__ = ["checked_collate", "empty_batch", "without_rows"]
 
 
 def checked_collate(collate_fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """Return the same function, but raising DatasetError for a StopIteration. Out of an iterator's `__next__` it would
-    mean the end of the epoch, and the rest would be left out silently."""
+    """Wrap `collate_fn` to raise DatasetError instead of StopIteration, which would end the epoch silently and drop the
+    rest of it."""
     if not callable(collate_fn):
         raise InvalidArgumentError(
             f"collate_fn must be a function that makes a batch of a list of samples, got {collate_fn!r}"
@@ -34,10 +34,9 @@ def _collated(collate_fn: Callable[[list[Any]], Any], samples: list[Any]) -> Any
 def empty_batch(collate_fn: Callable[[list[Any]], Any], sample: Any) -> Any:
     """Return the batch of no samples, for a box without a row in an epoch's last batch.
 
-    Few collate functions accept an empty list. So the batch is what they make of this sample, less one row: whatever
-    is one longer for [sample, sample] than for [sample] is one shorter here. That holds for stacked tensors, lists,
-    running offsets ([0, 7] for one, [0, 7, 14] for two, [0] for none) and counts. Raises DatasetError for other
-    objects.
+    Few collate functions accept an empty list. So collate [sample] and [sample, sample], and shorten by one whatever is
+    one longer in the second batch than in the first. That holds for stacked tensors, lists, running offsets ([0, 7] for
+    one, [0, 7, 14] for two, [0] for none) and counts. Raises DatasetError for other objects.
     """
     warnings.warn(
         "the epoch's last batch has fewer samples than there are boxes: the boxes without one get a batch of no rows, "

@@ -1,11 +1,11 @@
 """Batches that are made ahead of need, in threads or in processes, and returned in order.
 
-Both get the plans of an epoch's batches (ordering/epoch_plan.py), which name the samples to read. The loader's position
-is kept elsewhere: a batch that was made and not taken is in no state, and is made again.
+Threads and processes get the plans of an epoch's batches (ordering/epoch_plan.py), which name the samples to read. The
+loader counts only batches that were taken: after a resume, batches that were made ahead are made again.
 
 Threads are for data that wait for disk or network, and for code that releases the GIL. They only read: batches are
 collated in the main thread, where the ring is. Processes are those of torch's own DataLoader, which watches them, moves
-tensors through shared memory and returns errors. It gets whole batches to make, in our order.
+tensors through shared memory and returns errors. Each of its items is the plan of a whole batch.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ def _read(wanted: SimpleQueue[tuple[Future[list[Any]], BatchPlan] | None], reade
 
 
 def in_processes(plans: Iterator[BatchPlan], reader: MapReader, processes: int, *, seed: int) -> Iterator[Any]:
-    """Yield the batches of these plans, made by a torch DataLoader's processes. `seed`: of the processes' generators,
-    where these are not set for each sample.
+    """Yield the batches of these plans, made by a torch DataLoader's processes. `seed`: seed of the processes' random
+    generators, for samples read without `reseed`.
 
     Raises InvalidArgumentError in a process that may have no children.
     """
@@ -147,18 +147,18 @@ def in_processes(plans: Iterator[BatchPlan], reader: MapReader, processes: int, 
 
 
 def _watch(batches: Iterator[Any], workers: list[Any]) -> None:
-    """Set the processes that torch's handler of SIGCHLD checks. The handler raises wherever the main thread is. During
-    our wait that is wanted: it also ends a wait for the rest of a message that will not come. At any other time it
-    would be raised out of the user's own code."""
+    """Set the processes that torch's handler of SIGCHLD checks. The handler raises wherever the main thread is. While
+    this module waits for a batch, that is wanted: it also ends a wait for the rest of a broken message. At any other
+    time the error would come out of the user's own code."""
     _C._remove_worker_pids(id(batches))
     _C._set_worker_pids(id(batches), tuple(worker.pid for worker in workers))
 
 
 def _explained(error: Exception, workers: list[Any], name: str) -> Exception:
-    """Return the error to raise: how a process ended, if one did, or else the error without what it holds.
+    """Return the error to raise: how a process ended, if one did, or else `error` without its traceback and context.
 
-    A process's end is noticed in several ways, and not all name the cause: torch's handler of SIGCHLD, its check every
-    five seconds, our own check, and a queued batch that can no longer be received.
+    The end of a process is detected in several ways, and not all report the cause: torch's handler of SIGCHLD, its
+    check every five seconds, the check in `in_processes`, and a queued batch that can no longer be received.
     """
     if isinstance(error, RuntimeError):
         status = _status(workers, EXIT_WAIT_S if isinstance(error, _WorkerEnded) else 0.0)
@@ -182,10 +182,10 @@ def _status(workers: list[Any], wait_s: float) -> int | None:
 
 
 class _Batches(torch.utils.data.Dataset[Any]):
-    """A dataset whose samples are batches, by their plans.
+    """Dataset that makes a whole batch for each plan.
 
-    They are pickled here and not by torch's queue, whose feeder thread drops what cannot be sent (a function, a tensor
-    with a graph, one that finds no shared memory): the reader would then wait for ever.
+    Batches are pickled here and not by torch's queue, whose feeder thread drops what cannot be sent (a function, a
+    tensor with a graph, one that finds no shared memory): the reader would then wait for ever.
     """
 
     def __init__(self, reader: MapReader) -> None:

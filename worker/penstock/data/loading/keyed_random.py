@@ -1,9 +1,9 @@
 """The process's random generators, set for one sample: from a key and the sample's position in the order.
 
-User code draws from the generators of python, numpy and torch. If these were left alone, a sample would depend on what
-was read before it in the same process: on workers, boxes and restarts. They are set in the cheapest way that each has:
-64 bits for Python's, 32 for numpy's and torch's (torch keeps no more of a seed). torch.manual_seed would cost twenty
-times as much, because it asks every kind of device.
+User code draws from the generators of python, numpy and torch. Unless these are set, a sample depends on what the same
+process read before: on workers, boxes and restarts. Each is set in its cheapest way: by 64 bits for Python's, by 32 for
+numpy's and torch's (torch keeps no more of a seed). torch.manual_seed would cost twenty times as much, because it asks
+every kind of device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.data.ordering.permutation import mix
 __all__ = ["Seeds", "seed_generators", "seeds_of"]
 
 _PYTHON, _OTHERS = 0, 1
-"""Generators that a key is derived for."""
+"""Numbers that make the keys of Python's generator and of the others differ."""
 
 Seeds = tuple[int, int]
 """Seed of Python's generator, and seed of the others."""

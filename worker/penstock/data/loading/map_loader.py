@@ -126,7 +126,7 @@ class MapLoader(PositionLoader):
         super().__init__(name, order, described, identity=identity, batch=batch, tail=tail, skip=skip, keys=keys)
 
     def __iter__(self) -> Iterator[Any]:
-        """Return an iterator of the next epoch, or of the rest of the one that a loaded state is in."""
+        """Return an iterator of the next epoch, or of the rest of a loaded state's epoch."""
         length = _length_of(self.dataset)
         if length != self._length:
             raise DatasetError(

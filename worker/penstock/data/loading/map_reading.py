@@ -1,4 +1,4 @@
-"""Reading of samples by number, for MapLoader and StreamingLoader: their randomness, and the notes on their errors.
+"""Reading of samples by number, for MapLoader and StreamingLoader: random generators, and notes on users' errors.
 
 Random augmentation draws from the process's generators. They are set before each sample, from the seed and the sample's
 position in the order (keyed_random.py), and restored afterwards.
@@ -65,7 +65,8 @@ class MapReader:
             restore_rng(before)
 
     def batch(self, plan: BatchPlan) -> Any:
-        """Return the collated batch; where generators are set, its randomness depends on the batch's first row."""
+        """Return the collated batch; if generators are set, collation draws by the position of the batch's first
+        row."""
         if not self.reseeds:
             return self.collated(plan, self._all(plan))
         before = capture_rng()

@@ -2,7 +2,7 @@
 
 The order (ordering/sharded_order.py, unsharded_order.py) maps positions to samples, ordering/epoch_plan.py says which
 batches an epoch has, and WorkerBatches which of them this process makes. So the position is a few integers, and a state
-of them fits any topology. A concrete loader adds how the samples of a batch are read.
+of them fits any topology. Subclasses define how the samples of a batch are read.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Fetcher(Protocol):
     """Maker of a worker's batches, ahead of need."""
 
     def take(self, done: int) -> Any:
-        """Return the batch after `done` batches, which exists. It is always the next one, except after an error, where
-        it may be the same."""
+        """Return the batch after the first `done` batches; there must be one. `done` grows by one at each call, except
+        after an error, when it may stay."""
 
     def close(self) -> None:
-        """Stop working ahead; `take` starts again."""
+        """Stop making batches ahead; the next `take` starts again."""
 
 
 class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
@@ -69,7 +69,7 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         """
         Args:
             name: name of the data, for messages.
-            described: all settings that decide the order; a state fits where they are the same.
+            described: all settings that decide the order; a state can be loaded only if they are equal.
             batch: rows of all boxes' batches together.
         """
         super().__init__()
@@ -78,13 +78,13 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         self._keys, self._key_field = PositionKeys.of(described, len(order)), checked_name(keys)
         self._epoch = self._start = self._done = self._first = 0
         self._partitioned_for = self._topology()
-        """Topology that shared the `_done` batches."""
+        """Topology that divides the batches, of which this worker has made `_done`."""
         self._at_position = True
-        """True if the next iteration begins at this position; else at the next epoch."""
+        """True if the next iteration begins at the present position; False if it begins the next epoch."""
         self._counted = 0, 0
         """(epoch, start) from which `state_after` counts."""
         self._epochs_begun = 0
-        """Iterations begun or made invalid by moving: an iterator of an earlier one yields nothing more."""
+        """Number of iterations begun, and of jumps by loading or `set_epoch`: an iterator from before ends."""
         if EpochPlan(len(order), tail).remainder(0, 0, batch, identity.boxes).batches == 0:
             raise DatasetError(
                 f"{name}: {len(order)} samples make no batch of {batch} with tail={tail!r}; use a smaller batch or "
@@ -104,24 +104,24 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         """Return the batch of a plan."""
 
     def _prefetch(self, own_batches: WorkerBatches, plans: list[BatchPlan]) -> None:
-        """Prepare for these batches, which come next."""
+        """Prefetch the data of the next batches."""
 
     def _fetcher(self, own_batches: WorkerBatches) -> Fetcher | None:
-        """Return a fetcher for an epoch that begins, if batches are made ahead of need."""
+        """Return a fetcher for a new epoch; None if batches are not made ahead of need."""
         return None
 
     # ---- epochs
 
     def __len__(self) -> int:
-        """Return the number of a whole epoch's batches that this process makes. With tail="carry" epochs differ by one
-        batch; then it is the present epoch's."""
+        """Return the number of batches that this process makes in a whole epoch. With tail="carry" epochs differ by one
+        batch: the number is the present epoch's."""
         begin = self._epochs.begin(self._epoch, self._batch, (self._epoch, self._start))
         return self._identity.turn().done(
             self._epochs.remainder(self._epoch, begin, self._batch, self._identity.boxes).batches
         )
 
     def __iter__(self) -> Iterator[Any]:
-        """Return an iterator of the next epoch, or of the rest of the one that a loaded state is in."""
+        """Return an iterator of the next epoch, or of the rest of a loaded state's epoch."""
         self._repartition()
         own_batches = self._worker_batches()
         # Skip an epoch of which nothing is left, but not one that never had a batch.
@@ -156,8 +156,8 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
 
     @staticmethod
     def advance_state(state_dict: dict[str, Any], batches: int) -> dict[str, Any]:
-        """Return a worker's state after `batches` more of its batches in the same epoch. It serves a step between two
-        snapshots by arithmetic: nothing is read again, and no user code runs."""
+        """Return a worker's state after `batches` more of its batches in the same epoch. A state between two snapshots
+        is thus computed: nothing is read again, and no user code runs."""
         return {**state_dict, "done": progress_of(state_dict).done + batches}
 
     def __init_subclass__(cls, **keywords: Any) -> None:
@@ -167,13 +167,13 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
             cls.advance_state = None  # type: ignore[assignment]
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
-        """Go to the position of a state. It must be of the same numbers of boxes and workers, or one that fits any
-        numbers: of aggregate_state_dict or state_after, or of a box's only worker.
+        """Go to the position of a state. The state must come from the same numbers of boxes and workers, or fit any
+        numbers: one from aggregate_state_dict or state_after, or of a box's only worker.
 
         Raises:
-            StateMismatchError: it is a position in another order, or of one of several workers of another topology, or
-                `skip` leaves out more samples before it than at the time of saving.
-            StateCorruptError, StateVersionError: it cannot be read.
+            StateMismatchError: the state is of another order, or of one of several workers of another topology, or
+                `skip` leaves out more samples before the position than when the state was saved.
+            StateCorruptError, StateVersionError: the state cannot be read.
         """
         progress, topology = progress_of(state_dict), self._topology()
         check_order(state_dict, self._described, self._epochs, strict=strict)
@@ -214,9 +214,9 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         return state_of(self._part(aggregated, strict=strict), self._described, self._epochs.skip)
 
     def state_after(self, batches: int) -> dict[str, Any]:
-        """Return the state after `batches` batches of this rank in this epoch, or in the one that just ended. It fits
-        any topology. It is for torch's DataLoader, whose worker processes make the batches and count in copies of this
-        loader."""
+        """Return the state after `batches` batches of this rank in this epoch, or in the one that just ended; it fits
+        any topology. Use it with torch's DataLoader, whose worker processes make and count the batches in copies of
+        this loader."""
         batches = whole("batches", batches)
         if batches < 0:
             raise InvalidArgumentError(f"batches must be at least 0, got {batches}")
@@ -258,8 +258,8 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         self._counted = self._remainder(self._epoch, self._start).position_after(done)
 
     def _repartition(self) -> None:
-        """Move a copy of the loader to this process's share. Worker processes of a torch DataLoader have a copy of a
-        loader that was made, and maybe loaded, outside of them, where fewer processes share its batches."""
+        """Move a copy of the loader to this process's share. A worker process of a torch DataLoader has a copy of a
+        loader that was made, and maybe loaded, in the parent process, where fewer processes share the batches."""
         topology = self._topology()
         if not self._done or self._partitioned_for == topology:
             self._partitioned_for = topology  # from here on; with persistent_workers=True the copies count their epochs
@@ -287,7 +287,7 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
 
 
 class _Epoch:
-    """The iterator of an epoch; advances its loader's position."""
+    """Iterator of one epoch; advances its loader's position."""
 
     def __init__(self, loader: PositionLoader, own_batches: WorkerBatches) -> None:
         self._loader, self._worker_batches, self._number = loader, own_batches, loader._epochs_begun

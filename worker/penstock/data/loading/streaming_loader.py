@@ -1,4 +1,4 @@
-"""Batches of a streaming dataset in its one order, with a position that can be saved and moved to any topology."""
+"""Batches of a streaming dataset in one order, with a position that can be saved and moved to any topology."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["StreamingLoader"]
 BLOCK = 1 << 18
 """Default number of samples that are shuffled with each other."""
 EXAMINED_POSITIONS = 1 << 14
-"""Positions, of all those ahead, that are examined to find the shards needed next."""
+"""Largest number of the positions ahead that are examined to find the shards needed next."""
 
 
 class StreamingLoader(PositionLoader):
@@ -177,7 +177,8 @@ class StreamingLoader(PositionLoader):
         self.dataset.fetch_ahead(shards[np.sort(first)])
 
     def _near(self, remainder: EpochRemainder, position: int, count: int) -> Ints:
-        """Return this box's next positions; if they are many, evenly spread runs that each touch all partitions."""
+        """Return this box's next positions; if there are many, only some evenly spread runs that each touch all
+        partitions."""
         run = max(self._shards.partitions, self._identity.boxes)
         return remainder.near(self._identity.box, position, count, run=run, runs=max(1, EXAMINED_POSITIONS // run))
 
@@ -191,8 +192,8 @@ def _reader(
     *,
     own_collate: bool,
 ) -> MapReader:
-    """Return a reader of an epoch of `length` samples. Only user code may draw random numbers; our own code does not,
-    and is not slowed down."""
+    """Return a reader of an epoch of `length` samples. Generators are set only for user code, which may draw random
+    numbers."""
     return MapReader(
         dataset,
         type(dataset).__qualname__,

@@ -1,7 +1,7 @@
-"""Identity of this process in a job: its box among how many, and its part of the workers that make the box's batches.
+"""Identity of this process in a job: its box, and its number among the workers that make the box's batches.
 
-Inside an input_fn it comes from the assignment. Outside of a worker it comes from torchrun's variables, or the process
-is alone. In both cases a torch DataLoader may have worker processes of its own, which share the batches further.
+Inside an input_fn it comes from the assignment. Elsewhere it comes from torchrun's variables, and without these the
+process is the only one. A torch DataLoader's worker processes then share this process's batches among themselves.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class WorkerIdentity:
     workers: int
     """Workers of each box."""
     number: int
-    """Number of the worker among those of all boxes (global_worker_id)."""
+    """Number of the worker among the workers of all boxes (global_worker_id)."""
     all_workers: int
     seed: int
     """Seed of the run; 0 outside a worker."""
@@ -60,8 +60,8 @@ class WorkerIdentity:
         )
 
     def turn(self, first: int = 0) -> WorkerTurn:
-        """Return which batches this process makes: the slot's, shared with other worker processes of a torch
-        DataLoader. `first`: slot that makes the first one."""
+        """Return which batches this process makes: its slot's, or a part of them in a worker process of a torch
+        DataLoader. `first`: slot that makes the first batch."""
         info = torch.utils.data.get_worker_info()
         number = (self.slot - first) % self.workers
         if info is None or info.dataset is None:  # a runner answers the latter about itself
@@ -79,7 +79,7 @@ def global_batch(batch_size: int | None, global_batch_size: int | None, boxes: i
     given, and each box gets a row."""
     batch_size, global_batch_size = whole("batch_size", batch_size), whole("global_batch_size", global_batch_size)
     if (batch_size is None) == (global_batch_size is None):
-        raise InvalidArgumentError("give either batch_size, the rows of a box's batch, or global_batch_size")
+        raise InvalidArgumentError("give either batch_size (rows of a box's batch) or global_batch_size (rows of all)")
     batch = batch_size * boxes if batch_size is not None else global_batch_size
     assert batch is not None
     if batch < boxes:

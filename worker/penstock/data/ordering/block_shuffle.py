@@ -2,8 +2,8 @@
 
     index in a partition -> index in the sequence -> permuted within its block -> part -> shard and sample
 
-A block is some neighbouring parts, or what of them lies in the partition; a position needs the shards of its block
-only. In memory is one number for each part: where it begins.
+A block is some neighbouring parts, cut at the partition's borders. To read a position, only the shards of its block are
+needed. Memory holds one number for each part: its beginning.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ Blocks = list[tuple[int, Ints]]
 
 
 class PartSequence:
-    """Samples of some parts. `key`: key of the epoch; `block`: approximate number of samples permuted together."""
+    """Order of the samples of some parts. `key`: of the epoch; `block`: approximate number of samples permuted
+    together."""
 
     def __init__(
         self,
@@ -44,12 +45,13 @@ class PartSequence:
         partition = np.arange(partitions + 1)
         self._partition_starts = partition * (self._length // partitions)
         self._partition_starts += np.minimum(partition, self._length % partitions)
-        """Index at which each partition begins: the first partitions have one sample more."""
+        """Index at which each partition begins; if the division has a remainder, the first ones have one sample
+        more."""
         self._first = self._rank(self._partition_starts[:-1])
         """Rank of the part in which each partition begins."""
 
     def ids(self, positions: Ints) -> Ints:
-        """Return the samples at these positions, in [0, length); position p is the next one of partition p mod C."""
+        """Return the samples at these positions, in [0, length): position p is sample p div C of partition p mod C."""
         at = self._at(positions)
         if self._shuffle:
             low, high, keys = self._blocks(at, positions % self._partitions)

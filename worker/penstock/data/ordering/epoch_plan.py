@@ -1,8 +1,8 @@
-"""Plan of an epoch: the batches it has, the samples these are made of, and where the next epoch begins.
+"""Plan of an epoch: its batches, the samples of each batch, and where the next epoch begins.
 
 A position is (epoch, start) in the order without skips. `start` is negative where samples of earlier epochs are still
 to come, as with tail="carry". So a position means the same whatever is skipped (skips.py), for any batch size and
-number of boxes. Batches are partitioned by rank among the samples that are not skipped.
+number of boxes. Batches are cut from the samples that are not skipped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock.data.ordering.skips import KeptPositions, Ranges
 __all__ = ["BatchPlan", "EpochPlan", "EpochRemainder", "SampleOrder", "WorkerBatches"]
 
 ORDERED_AT_ONCE = 2048
-"""Rows whose samples are looked up in one call: that takes 0.1 us a row, against 2 us in batches of 64."""
+"""Rows whose samples are looked up in one call, which takes 0.1 us a row; calls of 64 rows take 2 us a row."""
 
 
 class SampleOrder(Protocol):
@@ -44,7 +44,7 @@ class BatchPlan(NamedTuple):
     ids: Ints
     """Numbers of the rows' samples."""
     empty: bool = False
-    """True if the box has no row: the plan names a row of another box, to make an empty batch like it."""
+    """True if the box has no row: the plan then names another box's row, as a model for a batch without rows."""
 
     def position_of(self, row: int, length: int) -> tuple[int, int]:
         """Return (epoch, position) of a row, where epochs have `length` samples."""
@@ -53,7 +53,7 @@ class BatchPlan(NamedTuple):
 
 
 class EpochRemainder:
-    """Rest of an epoch from a position on, for all boxes; see Partition."""
+    """Rest of an epoch from position `start` on, for all boxes; see Partition."""
 
     def __init__(self, epochs: EpochPlan, epoch: int, start: int, batch: int, boxes: int) -> None:
         self.epochs, self.epoch, self.start, self.boxes = epochs, epoch, start, boxes
@@ -73,7 +73,7 @@ class EpochRemainder:
         return int(self.kept.positions(np.array([self._partition.position(batches) - 1]))[0]) + 1
 
     def position_after(self, batches: int) -> tuple[int, int]:
-        """Return (epoch, start) after `batches` batches; that of the next epoch at the end of this one."""
+        """Return (epoch, start) after `batches` batches; at the end of this epoch, those of the next one."""
         return self.following() if batches >= self.batches else (self.epoch, self.position(batches))
 
     def following(self) -> tuple[int, int]:
@@ -122,7 +122,7 @@ class EpochPlan:
         return EpochRemainder(self, epoch, start, batch, boxes)
 
     def begin(self, epoch: int, batch: int, position: tuple[int, int]) -> int:
-        """Return where an epoch begins, if batches of this size lead from `position` to it, or the other way."""
+        """Return the `start` of an epoch for which `position` is a whole number of batches of this size away."""
         if self.tail != "carry":
             return 0
         kept = KeptPositions(self.skip, epoch * self.length)
@@ -144,11 +144,11 @@ class WorkerBatches:
     box: int
 
     def ended(self, done: int) -> bool:
-        """Return True if there is no batch after the first `done` of its own."""
+        """Return True if the worker has no batch after its first `done`."""
         return self.turn.batch(done) >= self.remainder.batches
 
     def plans(self, done: int) -> list[BatchPlan]:
-        """Return the plans of its next batches after the first `done` of its own; none at the end."""
+        """Return the plans of the worker's next batches after its first `done`; none at the end."""
         remainder, first = self.remainder, self.turn.batch(done)
         if self.ended(done):
             return []

@@ -1,9 +1,9 @@
 """Interleaving of several sequences, each with its share at every prefix: a function from position to (sequence, unit).
 
-The sequences are the leaves of a binary tree, built as D. A. Huffman did ("A Method for the Construction of Minimum-
-Redundancy Codes", 1952): the two smallest are joined repeatedly. Of the first x units of an inner node its left child
-has x l/n, rounded half up, where the node has n units in all and the child l. So it takes one division on each level,
-in exact integers, and each sequence has all of its units at the end.
+The sequences are the leaves of a binary tree, a Huffman tree ("A Method for the Construction of Minimum- Redundancy
+Codes", 1952): the two smallest are joined repeatedly. If an inner node has n units and its left child l, then x l/n of
+the node's first x units, rounded half up, are the child's. So a look-up takes one exact integer division on each level,
+and each sequence has all of its units at the end.
 
 The deviation of a sequence from its share: rounding costs 1/2 on each level, and the parent's deviation is scaled by
 the child's share of the parent. So at depth d it is at most 1/2 (1 + w/p1 + w/p2 + ... ), with w for the sequence's
@@ -44,7 +44,7 @@ class _Inner:
     units: int
 
     def left_of(self, units: Ints) -> Ints:
-        """Return the left child's part of the first `units` units: floor(x l / n + 1/2)."""
+        """Return how many of the first `units` units are the left child's: floor(x l / n + 1/2)."""
         n, part = self.units, self.left.units
         found: Ints = np.floor(units * (part / n) + 0.5).astype(np.int64)
         # Floats of 53 bits are off by less than one for n < 2^48. The remainder of the division is small, so products

@@ -1,16 +1,16 @@
 """States of a worker in a dataset's order, a few integers each; aggregation and deaggregation of all workers' states.
 
-A state names the order that it is a position in: a fingerprint of the data, and the settings that decide the order. A
-position in another order means nothing, so a mismatch is an error that names both.
+A state contains a fingerprint of the data and the settings that decide the order. In another order its position means
+nothing, so a mismatch is an error that names both values.
 
-The workers of one topology share the batches from `start` on; each has done some. That is exact for the same topology.
-For another one the batches that all of them have done count as done, and a new partition starts after them. If the
-workers are the same and only the batch size differs, the turn stays with the same worker, because the box reads from
-that worker next.
+The workers of one topology share the batches from `start` on; `done` counts each worker's. On the same topology each
+continues exactly there. On another one, the box's batches up to the first that is missing count as done, and a new
+partition starts after them. If only the batch size differs, the next batch is still made by the worker whose turn it
+is, because the box reads from that worker next.
 
-Skipped samples (skips.py) are no part of the order. A state records what was skipped, from which follow the samples of
-its batches, and so stands for a position in the whole order. On a resume anything after the position may be skipped.
-Skipping more before it would hide samples that were already seen: an error.
+The order includes skipped samples (skips.py). A state records the skipped ranges, and so the samples of its batches and
+its position in the whole order are known. A resumed run may skip other ranges after the position. Skipping more before
+it would hide samples that were already seen, and is an error.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class OrderProgress:
     """Worker of each box that makes the partition's first batch."""
 
     def plain(self) -> dict[str, Any]:
-        """Return the fields of a state. Written out by hand: a loop may ask at every step, and `asdict` takes 10 us."""
+        """Return the fields of a state. Written out by hand: a loop may save at every step, and `asdict` takes 10
+        us."""
         topology = {"boxes": self.topology.boxes, "workers": self.topology.workers, "batch": self.topology.batch}
         return {"epoch": self.epoch, "start": self.start, "done": self.done, "topology": topology, "first": self.first}
 
@@ -82,15 +83,15 @@ class OrderProgress:
         numbers = [progress.epoch, progress.done, topology.boxes - 1, topology.workers - 1, topology.batch - 1]
         numbers += [progress.first, topology.workers - 1 - progress.first]
         if any(type(number) is not int or not 0 <= number < MOST for number in numbers):
-            raise ValueError(f"impossible values {progress}")
+            raise ValueError(f"values out of range: {progress}")
         return progress
 
     def turn(self, number: int) -> WorkerTurn:
-        """Return the turn of a box's worker of this number."""
+        """Return the turn of a box's worker `number`."""
         return WorkerTurn((number - self.first) % self.topology.workers, self.topology.workers)
 
     def of_worker(self, number: int) -> OrderProgress:
-        """Return the progress of a box's worker, where the box has had `done` batches."""
+        """Return the progress of a box's worker `number`, if this is the progress of the whole box."""
         return replace(self, done=self.turn(number).done(self.done))
 
 
@@ -110,10 +111,10 @@ def progress_of(state: Any) -> OrderProgress:
     try:
         progress = OrderProgress.parsed(state)
         if type(progress.start) is not int or not -MOST < progress.start < MOST:
-            raise ValueError(f"impossible values {progress}")
+            raise ValueError(f"values out of range: {progress}")
         skip_of(state)
     except (KeyError, TypeError, ValueError) as error:
-        raise StateCorruptError(f"the loader's state is damaged: {error!r}") from error
+        raise StateCorruptError(f"the loader's state is damaged, load an older one: {error!r}") from error
     return progress
 
 
@@ -130,8 +131,8 @@ def skip_of(state: Mapping[str, Any]) -> Ranges:
 
 
 def check_format(state: Any, loader: str, *names: str) -> None:
-    """Raise StateMismatchError unless it is a state of this kind of loader, which has entries of these names besides
-    the common ones; StateVersionError for one of another format; StateCorruptError for a damaged one."""
+    """Raise StateMismatchError unless `state` is of this kind of loader, which has the entries `names` besides the
+    common ones; StateVersionError for a state of another format; StateCorruptError for a damaged one."""
     if not isinstance(state, Mapping) or not {"format", "order", *names} <= state.keys():
         raise StateMismatchError(f"the state must be that of {loader}, got one of another loader: {str(state)[:200]}")
     if type(state["format"]) is not int or state["format"] < 1 or not isinstance(state["order"], Mapping):
@@ -144,7 +145,8 @@ def check_format(state: Any, loader: str, *names: str) -> None:
 
 
 def others_of(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return those workers in the state of all whose state differs from the common one, by global_worker_id."""
+    """Return, from an aggregated state, the states of workers that are not at the common position, by
+    global_worker_id."""
     others = state.get("others")
     if not isinstance(others, Mapping):
         raise StateCorruptError(f"the loader's state is damaged: others is {others!r:.200}")
@@ -169,7 +171,7 @@ def check_order(state: Mapping[str, Any], order: Mapping[str, Any], epochs: Epoc
 
 
 def _check_same_order(states: Sequence[Mapping[str, Any]]) -> None:
-    """Raise StateMismatchError unless all workers share out the same order in the same batches: otherwise samples were
+    """Raise StateMismatchError unless all workers divide the same order into the same batches: otherwise samples were
     lost and repeated."""
     first = _settings(states[0])
     for number, state in enumerate(states):
@@ -184,8 +186,8 @@ def _check_same_order(states: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _check_same_epochs(workers: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    """Raise StateMismatchError unless this loader's epochs are those of the workers. The seed may differ: outside of a
-    worker there is no run's seed."""
+    """Raise StateMismatchError unless this loader has the workers' number of samples and `tail`. The seed may differ:
+    outside of a worker the run's seed is unknown."""
     names = [name for name in ("samples", "tail") if workers.get(name) != identity.get(name)]
     if names:
         differing = ", ".join(
@@ -198,7 +200,7 @@ def _check_same_epochs(workers: Mapping[str, Any], identity: Mapping[str, Any]) 
 
 
 def _settings(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all that workers have in common, whatever they have done."""
+    """Return the settings that must be equal in the states of all workers."""
     return {**state["order"], "topology": dict(state["topology"]), "skip": skip_of(state)}
 
 
@@ -209,10 +211,10 @@ def _refuse(message: str, *, strict: bool) -> None:
 
 
 def replanned(state: Mapping[str, Any], epochs: EpochPlan, done: int, *, strict: bool) -> int:
-    """Return the position of a state, `done` batches of each box after its partition began, for a loader that skips
-    what `epochs` says now.
+    """Return the position of a state after `done` batches of each box, for a loader that now skips the ranges in
+    `epochs`.
 
-    Raises StateMismatchError, or warns without `strict`, if more is skipped before the position than at that time.
+    Raises StateMismatchError, or warns without `strict`, if it skips more before the position than the saved run did.
     """
     progress, saved = progress_of(state), skip_of(state)
     position = _remainder(progress, replace(epochs, skip=saved)).position(done)
@@ -228,8 +230,8 @@ def replanned(state: Mapping[str, Any], epochs: EpochPlan, done: int, *, strict:
 
 
 def aggregated(states: Sequence[Mapping[str, Any]], order: Mapping[str, Any], epochs: EpochPlan) -> dict[str, Any]:
-    """Return one state from those of all workers, in order of global_worker_id. Called in any process: only the states
-    hold the topology and what is skipped. `order`: the calling loader's order."""
+    """Return one state from those of all workers, in order of global_worker_id. `order`: the calling loader's order.
+    Topology and skipped ranges are taken from the states, because any process may call this."""
     if not states:
         raise InvalidArgumentError("aggregate_state_dict() needs the states of all workers, got none")
     workers_progress, skip = [progress_of(state) for state in states], skip_of(states[0])
@@ -253,7 +255,7 @@ def aggregated(states: Sequence[Mapping[str, Any]], order: Mapping[str, Any], ep
 def deaggregated(
     state: Mapping[str, Any], number: int, workers: int, topology: Topology, epochs: EpochPlan, *, strict: bool
 ) -> OrderProgress:
-    """Return the progress of worker `number` (global_worker_id) of `workers` in all, which have this topology."""
+    """Return the progress of worker `number` (global_worker_id) of `workers` workers in this topology."""
     whole = progress_of(state)
     same = state.get("workers") == workers and whole.topology.workers == topology.workers
     if same and whole.topology == topology and skip_of(state) == epochs.skip:

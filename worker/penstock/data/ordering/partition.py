@@ -1,4 +1,4 @@
-"""Partition of an epoch: the positions that make each batch, each box's rows, and what is left on another topology.
+"""Partition of an epoch: the positions of each batch, each box's rows of it, and the rest on another topology.
 
 Global batch j of a partition is the next B positions of the epoch's order. Box b of N takes its rows b, b + N, b + 2N
 ..., so the order of all rows is the same for any number of boxes. A box's batches are made by its workers in turn. All
@@ -19,7 +19,7 @@ __all__ = ["APART", "Partition", "Tail", "WorkerTurn"]
 
 Tail = Literal["emit", "pad", "drop", "carry"]
 APART: Literal["emit apart"] = "emit apart"
-"""Tail of rows that are batches already: "emit" that adds no row to the batch before."""
+"""Tail for samples that are batches already: as "emit", but the last rows are never added to the batch before."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class WorkerTurn:
     of: int
 
     def done(self, batches: int) -> int:
-        """Return how many of the first `batches` batches are its own."""
+        """Return how many of the box's first `batches` batches this worker makes."""
         return max(0, -(-(batches - self.number) // self.of))
 
     def batch(self, done: int) -> int:
-        """Return the number of its next batch after `done` of its own."""
+        """Return the number, among the box's batches, of this worker's batch after its first `done`."""
         return self.number + done * self.of
 
 
@@ -42,10 +42,10 @@ class WorkerTurn:
 class Partition:
     """Rest of an epoch, from position `start` on, in global batches of `batch` samples for `boxes` boxes.
 
-    The last batch, of fewer samples, is emitted, padded with positions from the epoch's beginning, dropped, or carried:
-    then its samples are the first of the next epoch, whose `start` is negative. An emitted batch with fewer rows than
-    boxes is added to the batch before. Where there is none (the epoch has too few samples, or too few are left after a
-    resume on more boxes), the last boxes have no row of it: nothing comes twice.
+    An incomplete last batch is emitted, padded with positions from the epoch's beginning, dropped, or carried: then its
+    samples are the first of the next epoch, whose `start` is negative. An emitted batch with fewer rows than boxes is
+    added to the batch before. If there is no batch before (the epoch has too few samples, or too few are left after a
+    resume on more boxes), the last boxes get a batch without rows: no sample comes twice.
     """
 
     length: int
@@ -63,7 +63,7 @@ class Partition:
         return whole + 1
 
     def position(self, batches: int) -> int:
-        """Return the samples of the epoch that are used by the first `batches` batches."""
+        """Return the position after the first `batches` batches."""
         if batches >= self.batches and self.tail != "carry":
             return self.length
         return self.start + min(batches, self.batches) * self.batch

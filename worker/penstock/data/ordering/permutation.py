@@ -1,4 +1,4 @@
-"""Keyed permutations that are computed per element, never stored.
+"""Keyed permutations that are computed for each element and not stored.
 
 A shuffled epoch of 10^9 samples is a function from position to sample. A Feistel network over b bits is a bijection
 whatever its round function; b is the least that holds n, and a result of n or more is permuted again until it falls
@@ -35,7 +35,7 @@ def _scrambled(words: Words) -> Words:
 
 
 def mix(key: int, *parts: npt.ArrayLike) -> Words:
-    """Return a key of 64 bits for each element of `parts`, which are integers and broadcast; other parts, other
+    """Return a key of 64 bits for each element of `parts` (integers, which broadcast); different parts give different
     keys."""
     with np.errstate(over="ignore"):
         words = _scrambled(np.asarray(key & (2**64 - 1), np.uint64) + _GOLDEN)

@@ -1,8 +1,8 @@
-"""Selection of the shards that an epoch takes of a stream, and how often, when its share is not just all of them.
+"""Selection of the shards, and how often each, that an epoch takes of a stream whose share is not its length.
 
-A stream of L samples whose share is q L + r gives every shard q times, and r samples more. These r continue from epoch
-to epoch: laid end to end, they run through all of the stream before any sample repeats, in a new order each time. So
-with a share of a tenth every sample was seen once after ten epochs.
+An epoch that takes q L + r samples of a stream of L takes every shard q times, and r samples more. Each epoch's r begin
+where those of the epoch before ended: no sample repeats before all of the stream has come, and then the order is new.
+So with a share of a tenth every sample was seen once after ten epochs.
 """
 
 from __future__ import annotations

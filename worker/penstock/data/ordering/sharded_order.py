@@ -103,8 +103,7 @@ class ShardedOrder:
         return ids
 
     def shards(self, epoch: int, positions: npt.ArrayLike) -> Ints:
-        """Return the numbers of all shards that the blocks of these positions need, those of the first positions
-        first."""
+        """Return the numbers of all shards that the blocks of these positions need, in the order of the positions."""
         at = np.asarray(positions, np.int64)
         blocks = [
             (int(chosen[index]), shards)

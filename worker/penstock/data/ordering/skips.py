@@ -1,8 +1,8 @@
 """Skips: samples that are left out of an order, for a run that avoids data on which it went wrong.
 
-They are named by number, counted from the run's beginning over all epochs: epoch * samples of an epoch + position. The
-order without them is the whole order with these numbers removed; so a position in it stays a number, and means the same
-whatever is skipped after it. Ranks count the samples that are kept.
+A sample's number counts from the run's beginning over all epochs: epoch * samples of an epoch + position. Skipping
+removes numbers from the order and changes no other, so a position means the same whatever is skipped after it. Ranks
+count the samples that are kept.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def ranges_of(skip: Iterable[range]) -> Ranges:
 
 
 def added_before(saved: Ranges, now: Ranges, position: int) -> tuple[int, int] | None:
-    """Return the first range of numbers before `position` that are skipped now and were not then."""
+    """Return the first range of numbers before `position` that `now` skips and `saved` did not."""
     ends = [end for _, end in saved]
     for first, end in now:
         index = bisect_right(ends, first)
@@ -57,8 +57,8 @@ def added_before(saved: Ranges, now: Ranges, position: int) -> tuple[int, int] |
 
 
 class KeptPositions:
-    """Positions relative to an epoch's beginning, and their ranks among those that are not skipped. Rank 0 is the first
-    one from there on; earlier ones are negative."""
+    """Positions relative to an epoch's beginning, and their ranks among the positions that are not skipped. Rank 0 is
+    the first of these in the epoch; earlier ones are negative."""
 
     def __init__(self, ranges: Sequence[tuple[int, int]], begin: int) -> None:
         """`begin`: number of the epoch's first sample."""
@@ -67,12 +67,12 @@ class KeptPositions:
         self._ends = [end for _, end in near]
         before = sum(max(0, min(end, 0) - first) for first, end in near)
         self._out = list(accumulate((end - first for first, end in near), initial=-before))
-        """Skipped samples before each range, and after the last, counted from the epoch's beginning."""
+        """Number of skipped samples from the epoch's beginning up to each range, and up to the end of the last."""
         ranks = [first - out for first, out in zip(self._firsts, self._out, strict=False)]
         self._arrays = (np.array(ranks, np.int64), np.array(self._out, np.int64)) if near else None
 
     def rank(self, position: int) -> int:
-        """Return the rank of the first position from this one on that is not skipped."""
+        """Return the rank of `position`, or of the next one that is not skipped."""
         index = bisect_right(self._ends, position)
         inside = max(0, position - self._firsts[index]) if index < len(self._ends) else 0
         return position - self._out[index] - inside

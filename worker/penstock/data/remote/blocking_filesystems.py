@@ -1,8 +1,8 @@
 """Filesystems of fsspec without an event loop (SFTP, FTP, archives, chained URLs), with deadlines.
 
-Their calls block for an unlimited time. So each runs in a thread of its own, which its caller may abandon; the thread
-ends when the call does. Few of these filesystems may be used by two threads at a time: FTP has one connection, an
-archive one position. So a call has its filesystem to itself, and a call that failed or hangs keeps it.
+Their calls may block for ever. So each call runs in a thread of its own, which the caller may abandon; the thread ends
+when the call does. Few of these filesystems may be used by two threads at a time: FTP has one connection, an archive
+one position. So a call has its filesystem to itself, and after a call that failed or hangs it is not used again.
 """
 
 from __future__ import annotations

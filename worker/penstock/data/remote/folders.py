@@ -1,7 +1,7 @@
 """A dataset's folder on this machine, a web server, an object store, or anything else that fsspec reaches.
 
 A temporary failure is tried again until the deadline, with growing pauses; a permanent one is raised at once. Every
-transfer has a deadline, and another for making no progress: a server that sends a byte now and then counts as silent.
+transfer has a deadline, and a minimum rate: a server that sends a byte now and then counts as stalled.
 
 fsspec's shared event loop does not survive a fork, and closes its connections at any time. So a remote has an event
 loop of its own, in a thread that the first transfer starts and `close` ends. A forked child starts its own; it never
@@ -52,7 +52,7 @@ LARGEST_READ = 1 << 30
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 10.0
 LAST_PAUSE_S = 0.2
-"""Seconds before the deadline from which nothing is tried again."""
+"""Seconds before the deadline in which no new try begins."""
 QUIET_TRIES = 5
 """Failures in a row, some two seconds, before the first log line."""
 SLOWEST = 1 << 16
@@ -64,8 +64,8 @@ _EXTRAS = {"http": "http", "https": "http", "s3": "s3", "s3a": "s3"}
 
 
 def joined(url: str, name: str) -> str:
-    """Return the address of a name below a folder's address. On the web the name is quoted, and a query stays at the
-    end."""
+    """Return the address of the file `name` below a folder's address. In http URLs the name is quoted, and a query
+    stays at the end."""
     if not url.startswith(("http://", "https://")):
         return f"{url.rstrip('/')}/{name}"
     parts = urlsplit(url)
@@ -186,7 +186,7 @@ class RemoteFolder:
         self._reached = False
         """True once anything was received from the remote."""
         self._root: str | None = None
-        """Path of the folder in such a filesystem, once one was opened."""
+        """Path of the folder in a blocking filesystem, once one was opened."""
         self._closed = threading.Event()
         self._moving: set[concurrent.futures.Future[Any]] = set()
 
@@ -203,7 +203,7 @@ class RemoteFolder:
 
     @property
     def identity(self) -> str:
-        """Text that tells it from other remotes: buckets of two servers may have one URL."""
+        """Text that differs between remotes: URL and server, because two servers may have buckets of the same name."""
         options = {**self._options, **self._options.get("client_kwargs", {})}
         server = [scrubbed(str(options[name])) for name in _SERVERS if options.get(name)]
         return " ".join([self.url, *(["at", *server] if server else [])])
@@ -218,7 +218,7 @@ class RemoteFolder:
             try:
                 return read_plain(self.local / name, LARGEST_READ)
             except OSError as error:
-                raise ShardUnavailableError(f"{self.url_of(name)}: {error.strerror}") from error
+                raise ShardUnavailableError(f"{self.url_of(name)} cannot be read: {error.strerror}") from error
         buffer = io.BytesIO()
         self._fetch(name, buffer, None, deadline_s)
         return buffer.getvalue()
@@ -231,7 +231,7 @@ class RemoteFolder:
             file.truncate(expected_size)
 
     def has(self, name: str, size: int, *, deadline_s: float) -> bool:
-        """Return whether the remote has this file in this size, as far as it reports it."""
+        """Return whether the remote reports a file of this name and size."""
         if self.local:
             return (self.local / name).is_file() and (self.local / name).stat().st_size == size
         try:
@@ -322,7 +322,7 @@ class RemoteFolder:
         self._retry(work, name, deadline_s, "removed")
 
     def _retry(self, work: Callable[[float], Any], name: str, deadline_s: float, done: str) -> Any:
-        """Call `work` until it succeeds, or to the deadline."""
+        """Call `work` until it succeeds, fails for good, or the deadline passes."""
         until = time.monotonic() + deadline_s
         failures = 0
         while True:
@@ -344,7 +344,7 @@ class RemoteFolder:
             self._closed.wait(pause)
 
     def close(self) -> None:
-        """End all transfers with an error; within a second for remotes with connections of ours."""
+        """End all transfers with an error; for remotes with an event loop within a second."""
         self._closed.set()
         with self._lock:
             moving, loop, self._loop = tuple(self._moving), self._loop, None
@@ -363,7 +363,7 @@ class RemoteFolder:
             target = DownloadTarget(file, progress.at, LARGEST_READ if expected is None else expected, source)
             try:
                 if self._closed.is_set():
-                    raise ShardUnavailableError(f"{source} is no longer fetched: its cache was closed")
+                    raise ShardUnavailableError(f"{source} was not fetched, because its cache was closed")
                 self._try(name, target, progress, until, source)
                 if expected is not None and target.at != expected:
                     raise TransferBroken(f"ended after {target.at} of {expected} bytes")
@@ -416,8 +416,8 @@ class RemoteFolder:
         return joined(self._root, name)
 
     def _call(self, until: float, method: str, *args: Any, stall_s: float | None = None, **kwargs: Any) -> Any:
-        """Call a method of the filesystem, in its event loop if it has one; there `_name` is the coroutine of `name`.
-        `stall_s`: limit for a call that reports no progress, instead of the remote's."""
+        """Call a method of the filesystem, or its coroutine `_name` if the filesystem has an event loop. `stall_s`:
+        seconds without progress that end the call, instead of the remote's."""
         if not self._asynchronous:
             # A call may transfer a whole file or archive: only the deadline ends it.
             future = self._plain.begin(lambda fs, root: getattr(fs, method)(*args, **kwargs))
@@ -476,7 +476,9 @@ class RemoteFolder:
                 weakref.finalize(self, _Loop.close, self._loop)  # also at the interpreter's end
             loop = self._loop
             if loop.ended:
-                raise ShardUnavailableError(f"{self.url} cannot be read any more, because it was closed")
+                raise ShardUnavailableError(
+                    f"{self.url} cannot be read, because it was closed or the interpreter is exiting"
+                )
         concurrent.futures.wait((loop.opening,), min(self._stall_s, max(0.0, until - time.monotonic())))
         if loop.opening.cancelled():
             raise TransferBroken("was closed while it was being opened")

@@ -1,7 +1,7 @@
 """Limits on where a server of shards may redirect its readers.
 
 Hubs answer with the address of another host, and such redirects are followed. But a server, or an attacker who controls
-it, could so make a worker request what only this network reaches: a cloud's metadata service, which hands out
+it, could make a worker request what can be reached only from this network: a cloud's metadata service, which hands out
 credentials, or a database's port. So a redirect to another host may not lead to an address nearer than the server's
 own.
 """
@@ -22,7 +22,7 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def is_nearer(target: Address, source: Address) -> bool:
-    """Return whether fewer hosts can reach the target: this machine and its link are nearer than a private network,
+    """Return whether the target is nearer than the source: this machine and its link are nearer than a private network,
     which is nearer than the Internet."""
     return _reach(target) < _reach(source)
 

@@ -1,9 +1,9 @@
-"""Single try at fetching a file's bytes through fsspec, and the classification of its failures.
+"""One try to fetch a file's bytes through fsspec, and classification of failures.
 
 HTTP is read as one stream, and each response is checked before its body: a broken stream continues at its byte if the
 server's validator (ETag or Last-Modified) shows that the file is unchanged. Everything else that fsspec reaches (object
 stores, memory, SFTP) is read in pieces by `cat_file`, and the file's `info` is compared before and after: a file that
-changed on the way is begun again, never mixed.
+changed meanwhile is read again from its beginning.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PIECE = 4 << 20
 """Bytes requested from an object store at a time: large against a request's latency, small against what a slow line
 brings before it counts as stalled."""
 _PASSING = frozenset((408, 425, 429))
-"""Statuses below 500 that are temporary."""
+"""HTTP statuses below 500 that are temporary."""
 _PERMANENT = (
     FileNotFoundError,
     PermissionError,
@@ -68,7 +68,7 @@ class TransferBroken(Exception):
 
 
 class FileChanged(Exception):
-    """The file is not the one with which the transfer began."""
+    """The file was changed during the transfer."""
 
 
 def scrubbed(text: str) -> str:
@@ -140,7 +140,7 @@ class DownloadProgress:
     at: int = 0
     """Bytes written so far."""
     validator: str = ""
-    """HTTP: the server's name for this version of the file; "" if there is none that can be relied on."""
+    """HTTP: strong ETag, or Last-Modified if there is no ETag; "" if there is neither."""
     info: Any = None
     """Other remotes: their `info` of the file."""
 
@@ -150,7 +150,8 @@ class DownloadProgress:
     def check_size(self, size: int, source: str) -> None:
         if self.expected is not None and size != self.expected:
             raise ShardCorruptError(
-                f"{source} has {size} bytes, but its index says {self.expected}: has it changed since then?"
+                f"{source} has {size} bytes, but its index says {self.expected}: if it was "
+                "written again, open the dataset again"
             )
 
 
@@ -195,12 +196,12 @@ async def http_headers(fs: Any, url: str) -> Any:
 
 
 def age_of(info: Any) -> str | None:
-    """Return when a file was written, from a remote's info of it, as a text to be compared."""
+    """Return when a file was written, from the remote's info, as a text to be compared."""
     return next((f"{name}: {info[name]}" for name in _AGES if info.get(name)), None)
 
 
 def _validator(headers: Any) -> str:
-    """Return a validator that changes whenever a byte does; so no weak ETag."""
+    """Return a validator that changes with any byte: a strong ETag, or Last-Modified if there is no ETag."""
     tag = str(headers.get("ETag", ""))
     if tag:
         return "" if tag.startswith("W/") else tag
@@ -230,7 +231,7 @@ def by_pieces(
         end = min(size, target.at + PIECE)
         data = call("cat_file", path, start=target.at, end=end)
         if len(data) != end - target.at:
-            raise TransferBroken(f"{len(data)} bytes arrived where {end - target.at} were requested")
+            raise TransferBroken(f"{end - target.at} bytes were requested, but {len(data)} arrived")
         target.write(data)
     if call("info", path) != progress.info:
         raise FileChanged("was changed while it was read")
@@ -267,13 +268,13 @@ def judge(error: Exception) -> FailureKind:
 
 
 def _no_such_host(error: BaseException) -> bool:
-    """Return whether no server has the name; a missing answer is another error (EAI_AGAIN)."""
+    """Return whether the host's name does not exist in DNS; a missing answer is another error (EAI_AGAIN)."""
     cause: Any = getattr(error, "os_error", error)  # where aiohttp's errors have it
     return isinstance(cause, socket.gaierror) and cause.errno == socket.EAI_NONAME
 
 
 def _retry_after(headers: Any) -> float:
-    """Return seconds, from a number or a date; 0 for anything else."""
+    """Return the seconds of a Retry-After header, which is a number or a date; 0 for anything else."""
     text = str(headers.get("Retry-After", "")).strip()
     if text.isdecimal():
         return float(text)

@@ -1,14 +1,14 @@
 """Order of an endless source: which sample of which shard is at which position of the stream.
 
 The L shards are arranged in T = L / C columns of C shards, where C is the number of partitions. The stream is cut into
-blocks of B positions. Block q takes its samples from column q mod T, after those of that column's previous block: the
-r-th sample of column t is sample r div C of shard t * C + r mod C.
+blocks of B positions. Block q takes samples from column q mod T, and continues where that column's last block ended:
+the r-th sample of column t is sample r div C of shard t * C + r mod C.
 
-Batches, boxes and workers have no part in it: a batch is a range of positions of any size, so the order is the same for
-all of them, also where a batch is halved and accumulated. The block only decides which worker reads what. If it is the
-global batch, its multiple or its divisor, and the number of workers divides the remaining columns, a worker makes the
-batches of its own columns; if the number of boxes divides C and the batch, a box takes its rows from its own shards of
-each column: then a shard is read by one worker alone.
+The order does not depend on batches, boxes and workers: a batch is a range of positions of any size, so a batch may
+also be halved and accumulated. The block only decides which worker reads what. If it is the global batch, its multiple
+or its divisor, and the number of workers divides the remaining columns, a worker makes the batches of its own columns;
+if the number of boxes divides C and the batch, a box takes its rows from its own shards of each column: then a shard is
+read by one worker alone.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 With the lengths of the shards known this is arithmetic (round_robin.py): a worker reads the samples of its own rows,
 and skips in each shard what lies between. With unknown lengths each worker has to pass over all rows, its own or not,
 to find where shards end. It looks ahead only as far as needed to know whether a batch is the last one: with tail="emit"
-by as many rows as there are boxes, because fewer would be added to the batch before them.
+by one row for each box, because fewer rows than boxes would be added to this batch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class EpochStream:
         """
         Args:
             ended: lengths of shards whose ends were found before.
-            every: the worker makes every so many-th batch of its box.
+            every: n, if the worker makes every n-th batch of its box.
         """
         self._round_robin, self._readers = round_robin, readers
         self._start, self._batch, self._tail, self._every = start, batch, tail, every
@@ -54,7 +54,7 @@ class EpochStream:
 
     @property
     def length(self) -> int | None:
-        """Samples of the epoch, once they are known."""
+        """Number of the epoch's samples; None while it is unknown."""
         return self._round_robin.length
 
     @property
@@ -65,7 +65,7 @@ class EpochStream:
     def rows(self, number: int, *, read: bool = True) -> Rows | None:
         """Return the box's rows of a batch, possibly none in the last one; None after the last batch.
 
-        `read`: True if they are going to be read, False if the batch is skipped.
+        `read`: True if the caller is going to read the rows, False if it skips the batch.
         """
         begin = self._start + number * self._batch
         if self._round_robin.length is None:
@@ -101,7 +101,8 @@ class EpochStream:
         return list(zip(*self._round_robin.at(positions), again, strict=True))
 
     def _look_ahead(self, begin: int, read: bool) -> None:
-        """Advance until it is certain that a batch is not the last one, or where the epoch ends."""
+        """Advance until it is certain that the batch from position `begin` on is not the last one, or where the epoch
+        ends."""
         end = begin + self._batch
         self._pass_over(begin)
         if self._round_robin.length is not None:
@@ -130,14 +131,14 @@ class EpochStream:
                     shards, indices = self._round_robin.at(np.arange(at, until))
 
     def _is_own(self, row: int, read: bool) -> bool:
-        """Return True if a row, counted from the batch's first, may have to be read: also one that is added to the
-        batch because the epoch ends after it, or one of the next batch."""
+        """Return True if this worker may have to read a row, counted from the batch's first: a row of the batch, one
+        that is added to it because the epoch ends, or one of the next batch."""
         if row < self._batch or self._every > 1:
             return read and row % self._boxes == self._box
         return (read and row % self._boxes == self._box) or (row - self._batch) % self._boxes == self._box
 
     def _pass_over(self, position: int) -> None:
-        """Skip the samples of each shard before a position; none of them is needed here."""
+        """Skip the samples of each shard before a position: this worker needs none of them."""
         while self._reached < position and self._round_robin.length is None:
             targets: Ints = self._round_robin.counts(position)
             over = True

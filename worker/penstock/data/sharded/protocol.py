@@ -16,8 +16,8 @@ Every source promises, and tests/datasets/sharded checks for each:
   token of a position must always be the same, however the position was reached: keys contain it, and batches contain
   keys.
 - `skip(n)` leaves the cursor where n times `next` would have left it, without making samples where possible.
-- A layer never loses what it took from its source: a token with the samples in a buffer says from where to read them
-  again.
+- A layer never loses what it took from its source: if samples are in its buffer, its token holds the source's position
+  from which to read them again.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A finite source's epoch is read in rounds: sample 0 of each shard, then sample 1, and so on, without the shards that
 have ended. With the lengths known this is arithmetic, and no shard has to be read to find a position. An unknown length
-is taken as infinite: all positions before the first one that this makes wrong are right, so a reader that advances in
-order and reports the ends it finds always gets right positions.
+is taken as infinite: positions are right up to the shard's real end, so a reader that advances in order and reports
+each end it finds always gets right positions.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class RoundRobin:
 
     @property
     def length(self) -> int | None:
-        """Samples of all shards, once all lengths are known."""
+        """Number of samples in all shards; None while a length is unknown."""
         return int(self._first_position[-1]) if self._live[-1] == 0 else None
 
     def end(self, shard: int, length: int) -> None:

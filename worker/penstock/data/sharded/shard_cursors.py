@@ -1,12 +1,11 @@
 """Open shards of one epoch, read on demand; and the cursor states that a saved state holds of each.
 
-A cursor state is an index and a token: the token before the sample of that index. Any cursor state is usable that does
-not lie beyond the position which a state describes, because what lies between is skipped. Two things follow. Tokens are
-taken only for a state, and only of shards that were touched since; and where a reader has to look ahead, the cursor
-state is the one from before that.
+A cursor state is an index and a token: the token before the sample of that index. A cursor state is usable unless it
+lies beyond the saved position, because the samples between the two are skipped. Two things follow. Tokens are taken
+only when a state is saved, and only of shards that were read since the last one; and when a reader looks ahead, its
+cursor state from before that is kept.
 
-Samples stay here until the batch that they belong to was yielded: if collating fails, or reading one of them, the same
-batch can be made again.
+Samples are held until their batch was yielded: if reading or collating fails, the same batch can be made again.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ class ShardReaders:
         """Index of each cursor's next sample."""
         self._states = states.copy()
         self._touched: set[int] = set()
-        """Shards that were touched since their cursor states were taken."""
+        """Shards that were read since their cursor states were taken."""
         self._ahead: dict[int, tuple[int, Token]] = {}
         """Cursor states of shards that have been read further than the batch which is made next."""
         self._held: dict[tuple[int, int], tuple[Any, str | None]] = {}
@@ -103,7 +102,8 @@ class ShardReaders:
         return reached == index and self._read(shard, index, self._cursors[shard])
 
     def reach(self, shard: int, index: int) -> int:
-        """Skip what is before this index; return the index reached, a smaller one if the shard ends before."""
+        """Skip the samples before this index; return the index reached, which is smaller if the shard ends before
+        it."""
         cursor = self._open(shard)
         at = self._at[shard]
         if at < index:
@@ -122,12 +122,12 @@ class ShardReaders:
             self._ahead[shard] = self._at[shard], cursor.token()
 
     def begin(self) -> None:
-        """Begin to make batches again, and forget what was kept from before looking ahead."""
+        """Begin the next batch, and drop the cursor states from before the look-ahead."""
         self._touched.update(self._ahead)
         self._ahead.clear()
 
     def done(self) -> None:
-        """Release the samples of the batch, which was yielded."""
+        """Release the samples of the batch that was yielded."""
         for cursor, _ in self._second.values():
             cursor.close()
         self._second.clear()
@@ -135,7 +135,8 @@ class ShardReaders:
         self._held = {at: found for at, found in self._held.items() if at[0] in ahead and at[1] >= ahead[at[0]][0]}
 
     def states(self, *, up_to_date: bool) -> CursorStates:
-        """Return the cursor states of all shards after the last yielded batch; or those known some time before."""
+        """Return the cursor states of all shards: those after the last yielded batch, or (not `up_to_date`) older
+        ones."""
         if up_to_date:
             for shard in self._touched:
                 if shard in self._ahead:

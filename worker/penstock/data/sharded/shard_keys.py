@@ -7,7 +7,7 @@ the token before the sample unless that is large, and for an endless source the 
 position.
 
 A key is part of its batch, and a batch that is made again, for example by another worker after the first one died, must
-be identical to the bit. So a key depends on nothing but the sample's position: not on when a stream's state was taken.
+be identical to the bit. So a key depends only on the sample's position, not on when a stream's state was taken.
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
 
     An endless source has one epoch without an end. A worker reads only its own shards if the number of boxes divides
     `partitions` and the global batch, and the number of workers divides the shards of a partition. Its order depends on
-    `block` and not on the batch size, so it stays the same when batches are halved and accumulated. An epoch that is
-    begun after it, by abandoning the first or by set_epoch, is another order of the same source, from the beginning.
+    `block` and not on the batch size, so it stays the same when batches are halved and accumulated. A second epoch
+    (after the first was abandoned, or by set_epoch) is the same source in another order, from the beginning.
     """
 
     loads_own_state = True
@@ -133,7 +133,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         self._at_position = True
         """True if the next iteration begins at this position; else at the next epoch."""
         self._warned = False
-        """True once the log has explained the epoch after an endless one."""
+        """True once the warning about a second epoch of an endless source was logged."""
         self._share: WorkerShare | None = None
         """Share of the epoch in progress; an iterator of an earlier one yields nothing more."""
         lengths = None if source.endless else source.lengths(0)
@@ -152,7 +152,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         return self._identity.turn().done(partition.batches)
 
     def __iter__(self) -> Iterator[Any]:
-        """Return an iterator of the next epoch, or of the rest of the one that a loaded state is in."""
+        """Return an iterator of the next epoch, or of the rest of a loaded state's epoch."""
         if not self._at_position:
             if self.source.endless and not self._warned:
                 self._warned = True
@@ -295,8 +295,8 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         return part
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the loader for another process: with its position, without open shards. The next epoch there is the
-        next one."""
+        """Return the loader for another process: with its position, without open shards. Its next iteration begins the
+        next epoch."""
         if self._share is None:
             return self.__dict__.copy()
         return {**self.__dict__, "_begun": self._share.position(), "_share": None}
@@ -319,8 +319,8 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         )
 
     def _begin(self) -> WorkerShare:
-        """Open the epoch at the loader's position. Only now the number of a torch DataLoader's worker processes is
-        known: in those the loader is a copy of one that was made, and maybe loaded, outside of them."""
+        """Open the epoch at the loader's position. Only now is it known whether this is a worker process of a torch
+        DataLoader: the loader there is a copy of one that was made, and maybe loaded, in the parent process."""
         progress, topology = self._begun.progress, self._topology()
         if progress.topology != topology:
             if progress.done and progress.topology.workers > 1:
@@ -345,7 +345,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
 
     @staticmethod
     def _keyed(make: Callable[[], Any], key: int, *position: int) -> Any:
-        """Call `make` with generators set for this position, so that nothing drawn before has an influence."""
+        """Call `make` with generators set for this position, so that the result does not depend on earlier draws."""
         before = capture_rng()
         try:
             seed_generators(seeds_of(key, np.array([position[0]]), *position[1:])[0])
@@ -406,7 +406,7 @@ def _batch(batch_size: int | None, global_batch_size: int | None, boxes: int, un
     if not unbatched:
         return global_batch(whole("batch_size", batch_size), whole("global_batch_size", global_batch_size), boxes)
     if batch_size is not None or global_batch_size is not None:
-        raise InvalidArgumentError("unbatched=True excludes a batch size: the source's samples are the batches")
+        raise InvalidArgumentError("with unbatched=True the source's samples are the batches: leave batch_size out")
     return boxes
 
 

@@ -2,9 +2,9 @@
 
 Besides the integers of ordering/order_states.py a state has the cursor states of the worker's shards
 (shard_cursors.py), and what was found on the way: for a finite source with unknown lengths which shards have ended, for
-an endless one the block of its order (endless_order.py). The integers alone say which samples have been delivered;
-cursor states only save reading those again. So states are combined whichever worker had which shard: of each shard the
-furthest cursor state that does not lie beyond the position.
+an endless one the block of its order (endless_order.py). The integers alone determine which samples were delivered;
+cursor states only avoid reading these again. So whichever worker had a shard, an aggregated state takes its furthest
+cursor state that does not lie beyond the position.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class FixedOrder:
     begins."""
 
     def round_robin(self, epoch: int, ended: Mapping[int, int]) -> RoundRobin:
-        """Return the order of an epoch, with the source's lengths if it knows them, else with those that were found."""
+        """Return the order of an epoch, with the lengths that the source reports, or else those in `ended`."""
         lengths = self.source.lengths(epoch)
         if lengths is not None and len(lengths) != self.source.num_shards:
             raise DatasetError(
@@ -120,12 +120,12 @@ class FixedOrder:
             numbers += [*ended.values(), *(self.source.num_shards - 1 - shard for shard in (*cursors.indices, *ended))]
             numbers += [*cursors.indices, *ended]
             if any(type(number) is not int or not 0 <= number < MOST for number in numbers):
-                raise ValueError(f"impossible values {progress}, {ended}, cursors at {state['indices']}"[:400])
+                raise ValueError(f"values out of range: {progress}, {ended}, cursors at {state['indices']}"[:400])
             length = None if endless_order is not None else self.round_robin(progress.epoch, ended).length
             if length is not None and progress.start > length:
                 raise ValueError(f"{progress} is beyond the {length} samples of the epoch")
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise StateCorruptError(f"the ShardLoader's state is damaged: {error!r}") from error
+            raise StateCorruptError(f"the ShardLoader's state is damaged, load an older one: {error!r}") from error
         return ShardedPosition(progress, cursors, ended, endless_order)
 
     def aggregated(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -155,7 +155,7 @@ class FixedOrder:
         self, state: Mapping[str, Any], number: int, workers: int, topology: Topology
     ) -> tuple[ShardedPosition, bool]:
         """Return the position of worker `number` (global_worker_id) of `workers` in all, which have this topology; and
-        whether the workers changed, in which case an epoch of which nothing is left is to be skipped."""
+        True if the workers changed: then the caller skips an epoch that has no batch left."""
         whole = self.read(state)
         progress = whole.progress
         same = state.get("workers") == workers and progress.topology.workers == topology.workers
@@ -168,8 +168,8 @@ class FixedOrder:
         return self.repartitioned(whole, topology, first=first), not same
 
     def repartitioned(self, whole: ShardedPosition, topology: Topology, *, first: int) -> ShardedPosition:
-        """Return what is left, partitioned among workers of this topology; `first` of each box makes the first
-        batch."""
+        """Return the rest of the epoch, partitioned among workers of this topology; worker `first` of each box makes
+        the first batch."""
         epoch, start = whole.progress.epoch, self._position(whole)
         endless_order = whole.endless_order
         if (epoch, start, self.block) == (0, 0, None):  # a run that begins: the batch of the new topology decides
@@ -177,7 +177,7 @@ class FixedOrder:
         return replace(whole, progress=OrderProgress(epoch, start, 0, topology, first), endless_order=endless_order)
 
     def _partition(self, position: ShardedPosition) -> Partition | None:
-        """Return the partition of a finite source, once its lengths are known."""
+        """Return the partition of a finite source's epoch; None while lengths are unknown, or for an endless source."""
         progress = position.progress
         if position.endless_order is not None:
             return None
@@ -194,7 +194,7 @@ class FixedOrder:
         return progress.start + progress.done * progress.topology.batch
 
     def _furthest(self, whole: ShardedPosition, positions: Sequence[ShardedPosition]) -> CursorStates:
-        """Return for each shard the furthest of the workers' cursor states that is not beyond the whole's position."""
+        """Return each shard's furthest cursor state, of all workers', that is not beyond the aggregated position."""
         position = self._position(whole)
         if whole.endless_order is not None:
             counts: Ints = whole.endless_order.counts(position)
@@ -221,9 +221,9 @@ def _check_same_order(orders: Sequence[Mapping[str, Any]]) -> None:
 
 
 def check_order(state: Any, order: Mapping[str, Any], *, strict: bool) -> None:
-    """Raise StateMismatchError if the state is a position in another order. Without `strict` only warn if shards and
-    rows are arranged alike, so that a position in one order is one in the other. Raise what `FixedOrder.read` raises
-    for anything else than a state."""
+    """Raise StateMismatchError if the state is a position in another order. Without `strict` only warn, if the position
+    also exists in this order because shards and rows are arranged alike. For anything else than a state, raise the
+    errors of `FixedOrder.read`."""
     check_format(state, *KIND)
     found = differences(state["order"], order)
     if not found:

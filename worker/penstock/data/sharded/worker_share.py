@@ -35,7 +35,7 @@ class SharePlan:
     """True if samples come with keys."""
 
     def opening(self, epoch: int) -> tuple[int, int]:
-        """Return the epoch and seed to open the source with. An endless source's epochs differ by seed alone."""
+        """Return the epoch and seed to open the source with. Epochs of an endless source differ only in the seed."""
         if not self.fixed_order.source.endless:
             return epoch, self.seed
         return 0, derive_seed(self.seed, "pass", epoch) if epoch else self.seed
@@ -142,7 +142,7 @@ class WorkerShare:
         return self._stream.first(self._turn.batch(self._done))
 
     def done(self) -> None:
-        """Advance past the batch, which was yielded or skipped."""
+        """Advance past the batch that was yielded or skipped."""
         self._done += 1
         self._readers.done()
         self._between = True
@@ -157,7 +157,7 @@ class WorkerShare:
 
     @property
     def begun_at_end(self) -> bool:
-        """True, at its end, if it had nothing to yield because all of the epoch was done before."""
+        """True if the worker has made no batch here; at the end it means that all of them were done before."""
         return self._done == self._begun.progress.done
 
     def close(self) -> None:

@@ -51,7 +51,8 @@ class Uploads:
         self._sent: list[Future[None]] = []
 
     def clear(self, is_shard: Callable[[str], Any], *, exist_ok: bool) -> None:
-        """Remove a dataset that is there already. Raises DatasetError for a folder with files, without `exist_ok`."""
+        """Remove a dataset that exists at the remote. Raises DatasetError if the folder has files, unless
+        `exist_ok`."""
         names = self._remote.names(deadline_s=self._timeout_s)
         if names and not exist_ok:
             raise DatasetError(
@@ -85,6 +86,6 @@ class Uploads:
         self._remote.write(INDEX, index, deadline_s=self._timeout_s)
 
     def close(self) -> None:
-        """Send nothing more."""
+        """End the threads; files not sent yet are not sent."""
         self._threads.shutdown(cancel_futures=True)
         self._remote.close()

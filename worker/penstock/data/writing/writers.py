@@ -4,8 +4,8 @@ Shards go to the disk as they fill up; the index comes last, complete, and only 
 an index is not a dataset, so an interrupted write is never read as if it were complete.
 
 For the same samples and settings the files are those of mosaicml-streaming's own writer, byte for byte, with two
-exceptions: gzip files contain no time, and where its writer puts an empty shard before a first sample that is larger
-than the limit, ours puts none.
+exceptions: gzip files contain no time, and before a first sample that is larger than the limit its writer puts an empty
+shard, this one puts none.
 
 To a remote, shards are sent as they fill up, and the index after all of them (writing/uploads.py).
 """
@@ -219,7 +219,7 @@ class Writer(ABC):
         return self._joined(values)
 
     def _config(self) -> dict[str, Any]:
-        """Return a shard's description of itself, which readers ignore."""
+        """Return the settings that are stored inside a shard, which readers ignore."""
         return {
             "version": 2,
             "format": self.format,

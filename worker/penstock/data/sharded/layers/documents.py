@@ -1,8 +1,8 @@
 """Documents of tokens, cut into pieces, and packed into lines of one length.
 
-A line is filled across documents, so a saved position lies in the middle of one. The state holds where the open line
-begins: the source's token before that document, and an offset. After a resume the document is read again and the line
-made again. No text is kept in a state, and none is lost by a change of topology, because the open line belongs to its
+A line is filled across documents, so a saved position lies in the middle of one. The state holds the beginning of the
+open line: the source's token before that document, and an offset in it. After a resume the document is read again, and
+the line made again. A state contains no text, and a change of topology loses none, because the open line belongs to its
 shard and not to the worker.
 """
 
@@ -133,7 +133,7 @@ class Packed(Layer):
 
 
 class _Documents:
-    """Documents of a shard as arrays, and the tokens from which to read them again."""
+    """Documents of a shard as arrays, with the source's tokens (positions) from which to read them again."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class _Documents:
         strip: frozenset[int] = frozenset(),
         least: int = 1,
     ) -> None:
-        """`strip`: tokens to remove from both ends. `least`: least tokens of a document that is not left out."""
+        """`strip`: tokens to remove from both ends. `least`: documents with fewer tokens are left out."""
         self._strip, self._least = strip, least
         self._name, self._inner, self._shard, self._epoch = type(layer).__name__, inner, shard, epoch
         self._limit = SearchLimit(layer.source, self._name, shard)
@@ -184,7 +184,8 @@ class _Documents:
         return self._next, self._inner.token()
 
     def expect(self, what: str, there: int, at: int) -> None:
-        """Raise DatasetError unless the present document, which has `there` of `what`, has number `at` of them."""
+        """Raise DatasetError unless the present document has an item number `at`. `there`: count of its items; `what`:
+        their name."""
         if at >= there:
             raise DatasetError(
                 f"{self.where} has {there} {what}, but the state says that {at} of them were read: the data have "
@@ -279,16 +280,16 @@ class _ChunkedCursor:
         return self._document
 
     def _advance(self, count: int) -> None:
-        """Advance by so many pieces of the open document."""
+        """Advance by `count` pieces of the open document."""
         self._piece += count
         if self._piece == self._pieces:
             self._document, self._piece = None, 0
 
 
 class _PackedCursor:
-    """Cursor of packed lines. The open line's tokens come from some documents, the first of which may begin before it.
-    Only for that one, and for the last, where the next line may begin, it must be known from where to read them
-    again."""
+    """Cursor of packed lines. The open line's tokens come from some documents, the first of which may begin before the
+    line. Positions to read again from are kept for the first document, and for the last, where the next line may
+    begin."""
 
     def __init__(
         self,
@@ -311,9 +312,9 @@ class _PackedCursor:
         self._closing = False
         """True if the filled line gets an EOS."""
         self._offset = offset
-        """Offset of the open line's beginning in its document, which may still have to be read."""
+        """Offset of the open line's beginning in its first document, which may still have to be read."""
         self._begin: tuple[int, Token] | None = None
-        """Index of that document, and the source's token before it; None: it still has to be read."""
+        """Index of the first document, and the source's token before it; None: it still has to be read."""
 
     def __iter__(self) -> _PackedCursor:
         return self
@@ -363,7 +364,7 @@ class _PackedCursor:
         return self._take + self._closing == capacity or self._pad is not None
 
     def _needs_eos(self, last: Any) -> bool:
-        """Return True if a line whose last document token is this one gets an EOS after it."""
+        """Return True if a line gets an EOS after its last document token, `last`."""
         return self._eos is not None and int(last) != self._eos
 
     def _capacity(self) -> int:
@@ -384,7 +385,7 @@ class _PackedCursor:
         return line
 
     def _advance(self) -> None:
-        """Advance past the open line: the rest lies within the document that was read last."""
+        """Advance past the open line. What is left over lies within the document that was read last."""
         left = self._have - self._take
         self._have, self._parts = left, [self._parts[-1][len(self._parts[-1]) - left :]] if left else []
         self._begin = self._documents.present() if left else None

@@ -17,8 +17,8 @@ from penstock.proto.errors import DatasetError, InvalidArgumentError, StateCorru
 __all__ = ["Layer", "SearchLimit", "checked", "entered", "is_keyed", "placed", "title"]
 
 SEARCHED_SAMPLES = 1_000_000
-"""Most samples in a row of an endless source that may yield nothing. A predicate that is never true would read on for
-ever; one that is true for one sample of 10,000 reaches this limit once in e^100 times."""
+"""Most samples in a row of an endless source from which a layer may yield nothing. A predicate that is never true would
+read on for ever; one that is true for one sample in 10,000 reaches this limit with probability e^-100."""
 
 
 _LAYERS = ("Chunked", "Filtered", "Grouped", "Mapped", "Packed", "Repeated", "WindowShuffled")
@@ -54,7 +54,7 @@ class Layer:
 
 
 class SearchLimit:
-    """Limit of the search for a sample in an endless shard that may have none any more."""
+    """Limit of the samples that a layer may leave out in a row of an endless shard, which may have no other ones."""
 
     def __init__(self, source: ShardedSource, what: str, shard: int) -> None:
         self._left = self._most = SEARCHED_SAMPLES if source.endless else None
@@ -71,13 +71,13 @@ class SearchLimit:
         if self._left < 0:
             raise DatasetError(
                 f"{self._what} left out {SEARCHED_SAMPLES:,} samples of shard {self._shard} in a row, and its source "
-                "never ends: check its condition. Repeated on top of it, instead of below, reports an epoch that has "
-                "no samples left"
+                "never ends: check its condition. With Repeated on top of it, not below it, an epoch without samples "
+                "is an error at once"
             )
 
 
 def checked(source: ShardedSource, layer: str) -> ShardedSource:
-    """Return the source. Raises InvalidArgumentError for one without logical shards."""
+    """Return the source. Raises InvalidArgumentError if it has no logical shards."""
     if not isinstance(source, ShardedSource):
         raise InvalidArgumentError(
             f"{layer} needs a source in logical shards, got {type(source).__name__}: wrap it in LogicalShards or "
@@ -87,7 +87,7 @@ def checked(source: ShardedSource, layer: str) -> ShardedSource:
 
 
 def entered(token: Token | None, layer: str, *names: str) -> tuple[list[int], Token | None]:
-    """Return these integers of a layer's token, and its source's token; zeros and None for no token.
+    """Return the integers `names` of a layer's token, and its source's token; zeros and None if `token` is None.
 
     Raises StateCorruptError for an invalid token.
     """
@@ -110,7 +110,7 @@ def entered(token: Token | None, layer: str, *names: str) -> tuple[list[int], To
 
 def is_keyed(described: Any) -> bool:
     """Return True if nothing in a stack of sources, given by its `described()`, draws from the process's random
-    generators: functions, pieces and streams get generators of their own. False for sources that are not ours."""
+    generators: functions, pieces and streams get generators of their own. False for sources of other libraries."""
     kind = described.get("kind") if isinstance(described, Mapping) else None
     if kind in ("LogicalShards", "Savable"):
         return described["capture_rng"] is True
@@ -122,7 +122,7 @@ def is_keyed(described: Any) -> bool:
 
 
 def placed(place: Place | None, shard: int, shards: int) -> Place:
-    """Return `place`, or the default: one sample of each shard, then the next one of each."""
+    """Return `place`, or the default: round robin, one sample of each shard in turn."""
     return place or (lambda index: index * shards + shard)
 
 

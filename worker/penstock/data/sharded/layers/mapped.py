@@ -1,9 +1,9 @@
 """Layers with a function of each sample, and layers that leave samples out.
 
-A layer that may leave samples out changes what the rest of the stack can know. A `Mapped` yields one sample for each of
-its source's: its lengths are the source's, and skipping samples does not call the function. `Filtered`, and a `Mapped`
-that may skip failures, have to read every sample to know how many there are. So these are separate, and the cheap one
-is the default.
+A layer that may leave samples out changes what the rest of the stack can know. A `Mapped` yields one sample for each
+sample of its source: the lengths are equal, and skipping samples does not call the function. `Filtered`, and a `Mapped`
+that may skip failures, have to read every sample to know how many there are. So these have cursors of their own, and
+the cheap one is the default.
 
 Randomness is keyed by the sample's position in its source: the same sample of the same epoch gets the same generator,
 whichever worker makes it, and whatever was made before.
@@ -130,7 +130,7 @@ class Filtered(_PerSample):
 
 
 class _Call:
-    """Call of the user's function with its generator; notes the sample's position on exceptions."""
+    """Call of the user's function with its generator; adds the sample's position to exceptions."""
 
     def __init__(self, function: _Function, key: int | None, where: str) -> None:
         self._function, self._key, self.where = function, key, where
@@ -149,7 +149,7 @@ class _Call:
 
 
 class _Tolerant:
-    """Call that may fail some times in a row."""
+    """Call that may fail for up to `skip_failures` samples in a row."""
 
     def __init__(self, call: _Call, most: int) -> None:
         self._call, self._most, self._failed = call, most, 0
@@ -173,7 +173,7 @@ class _Tolerant:
 
 
 class _EachCursor:
-    """Cursor of one sample for each of the source's."""
+    """Cursor that yields one sample for each sample of the source."""
 
     def __init__(self, inner: Cursor, call: _Call, index: int) -> None:
         self._inner, self._call, self._index = inner, call, index
@@ -205,7 +205,7 @@ class _EachCursor:
 
 
 class _SomeCursor:
-    """Cursor of those source samples that stay."""
+    """Cursor that yields the source's samples that are not left out."""
 
     def __init__(self, inner: Cursor, taken: _Taken, index: int, limit: SearchLimit) -> None:
         self._inner, self._taken, self._limit = inner, taken, limit

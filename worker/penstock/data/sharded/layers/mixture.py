@@ -1,6 +1,6 @@
 """Mixture of several sources, each with its share at every prefix.
 
-The source of a sample is a function of its position among the samples of all shards, so nothing is counted that a
+The source of a sample is a function of its position among the samples of all shards, so there is no counter that a
 change of topology could reset: see mixture_shares.py. How many samples each source has given in a shard is in the
 source's own token. Shares of tokens depend on the documents' lengths, so they are counted, for each shard: see
 mixture_by_tokens.py.
@@ -186,7 +186,7 @@ class _Cursor:
         self._members.close()
 
     def _skip_some(self, count: int, schedule: MixtureSchedule) -> int:
-        """Skip so many samples, or up to the first source without a sample at its turn, which is then marked as
+        """Skip `count` samples, or up to the first turn of a source that has no sample left, which is then marked as
         ended."""
         if count == 1:
             number = schedule.at(self._places.at(self._index))
@@ -210,7 +210,7 @@ class _Cursor:
         return passed
 
     def _skip_each(self, order: Ints) -> int:
-        """Skip each source's turns in this order. Return how many turns come before the first one without a sample."""
+        """Skip each source's turns in this order. Return the number of turns before the first one without a sample."""
         whole = len(order)
         for number, turns in enumerate(np.bincount(order, minlength=len(self._parts)).tolist()):
             if turns and (passed := self._members.moving(number).skip(turns)) < turns:

@@ -1,14 +1,13 @@
 """Schedule of a mixture whose weights are shares of tokens.
 
-Documents come whole, so a share can be kept to within one of them, and is. A source whose tokens do not exceed its
-share of those so far may be next. Of these the next is the one whose next document would finish first in a mixture that
-gives all of them a token at a time. This is worst-case fair weighted fair queueing (J. Bennett and H. Zhang, "WF2Q",
-INFOCOM 1996), whose bound is the longest document, both ways, for any number of sources; choosing by the largest
-arrears alone would let a source fall behind further with each additional source. To know when a document would finish,
-its length must be known: one of each source is read ahead. A saved position lies before it, so nothing that was read
-ahead is lost.
+Documents are yielded whole, so shares are kept to within one document. A source is eligible if its tokens do not exceed
+its share of all tokens so far. Of the eligible sources, the next is the one whose next document would finish first in a
+mixture that interleaves single tokens. This is worst-case fair weighted fair queueing (J. Bennett and H. Zhang, "WF2Q",
+INFOCOM 1996), whose deviation is at most the longest document, up or down, for any number of sources. (To choose the
+source that is furthest behind would let it fall behind more with each additional source.) Lengths must be known before
+the choice, so one document of each source is read ahead. A saved position lies before that document, so none is lost.
 
-All of it is integers, and counted in each shard by itself: a shard moves as a whole, with its sources' counts.
+All counts are integers, kept for each shard: a shard moves between workers with its counts.
 """
 
 from __future__ import annotations
@@ -128,7 +127,7 @@ class ByTokens:
         return False
 
     def _end(self, numbers: list[int]) -> None:
-        """Give the turns of these sources, which have ended, to the others, whose shares count from here on."""
+        """Mark these sources as ended. The others get their turns, and count their shares from zero again."""
         for number in numbers:
             self._ended.add(number)
             self._members.drop(number)

@@ -1,4 +1,4 @@
-"""Sources of a mixture, each read by a cursor of its own in one shard; and their part of the mixture's tokens."""
+"""Sources of a mixture in one shard, each read by a cursor of its own; and their entries in the mixture's tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def members_of(token: Token | None, count: int) -> tuple[list[Token | None], set
 
 
 class MixtureMembers:
-    """Cursors of the sources: opened when they are needed, and asked for their position when they have moved."""
+    """Cursors of the sources, opened when needed. A position is requested only from cursors that have moved."""
 
     def __init__(self, opened: Callable[[int, Token | None], Cursor], tokens: Sequence[Token | None]) -> None:
         self._opened, self._tokens = opened, list(tokens)
@@ -44,7 +44,7 @@ class MixtureMembers:
         return self._tokens.copy()
 
     def restore(self, tokens: Sequence[Token | None]) -> None:
-        """Go back to where these tokens were taken."""
+        """Return each source to the position of its token."""
         self.close()
         self._tokens = list(tokens)
 

@@ -6,13 +6,12 @@ w (p - 1) < k. Any assignment of the positions that gives each sample one within
 exists, for any number of sources, is the chairman assignment theorem (R. Tijdeman, "The chairman assignment problem",
 1980), whose own rule assigns by the earliest deadline among the samples that are due.
 
-That rule alone is not enough here. It repeats itself with the weights' period, and positions go round the shards with a
-period of their own: with two equal weights and 60 shards, even shards would always get one source and odd ones the
-other, and half of each source would never be read. So each sample has a target drawn evenly from its share of the
-interval. The target moves back the more often its source had this position of the period before, and the earliest
-target goes first. Deadlines decide only if one could otherwise not be met; that is so if for some d as many samples
-with deadlines up to d are left as there are positions. Tables of some thousand positions are made on demand, and after
-a million positions they repeat.
+That rule alone is not enough here. It has the period of the weights, and positions go to shards in turn, which has
+another period: with two equal weights and 60 shards, even shards would always get one source and odd ones the other,
+and half of each source would never be read. So each sample has a target position, drawn evenly from its window. A
+target is postponed for each earlier time that its source had this position of the period, and the earliest target goes
+first. Deadlines decide only if one could otherwise be missed: if for some d there are as many samples with deadlines up
+to d as positions left. Tables of some thousand positions are made on demand, and after a million positions they repeat.
 
 An order is a promise, so all of this is integers, and never changes; a test holds it.
 """
@@ -36,24 +35,24 @@ from penstock.proto.errors import InvalidArgumentError
 __all__ = ["MOST_PARTS", "MixtureSchedule", "parts_of", "schedule_of"]
 
 MOST_PARTS = 1 << 16
-"""Largest sum of all weights' parts."""
+"""Largest sum of the whole numbers that weights are converted to."""
 POSITIONS = 1 << 12
-"""Least positions of a table: enough periods of usual weights for each position of a period to have each source as
-often as it should. It takes 6 ms to make."""
+"""Least number of positions in a table: with usual weights, enough periods for each position of a period to get each
+source by its share. A table takes 6 ms to make."""
 ALL_POSITIONS = 1 << 20
 """Approximate positions of all tables: 2 MB."""
 
 _KEY = 0x6D69782D7475726E
 _FRACTION_BITS = 24
 _BACK = 2
-"""Shift of a target: a position had once too often moves it back by a quarter of the distance between two samples of
-its source. Less leaves positions that get a source half too often; more makes the sources alternate again."""
+"""Exponent of a target's delay: each time that the source had this position delays the target by a quarter of the
+distance between its samples. Less gives some positions a source half too often; more makes sources alternate again."""
 
 Weight = float | int | Fraction | Decimal
 
 
 def parts_of(weights: Sequence[Weight]) -> tuple[int, ...]:
-    """Return the weights as whole parts: 0.7, 0.2 and 0.1 are 7, 2 and 1.
+    """Return the weights as whole numbers in the same ratio: 0.7, 0.2 and 0.1 become 7, 2 and 1.
 
     A weight is the fraction in its decimal text. If that takes more than MOST_PARTS parts in all, they are rounded to
     that many, the largest remainders up. Raises InvalidArgumentError for invalid weights.
@@ -96,7 +95,7 @@ def _reduced(parts: tuple[int, ...]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def schedule_of(parts: tuple[int, ...]) -> MixtureSchedule:
-    """Return the schedule of sources with so many parts each, of which at least one is not 0."""
+    """Return the schedule of sources with these parts, at least one of which is not 0."""
     return MixtureSchedule(_reduced(parts))
 
 
@@ -163,7 +162,7 @@ class _Line:
 
 
 def _table(parts: tuple[int, ...], positions: int, number: int) -> npt.NDArray[np.uint16]:
-    """Return the sources of so many positions, a multiple of all parts together."""
+    """Return the sources of `positions` positions, a multiple of the sum of `parts`."""
     period = sum(parts)
     lines = [_Line.of(source, part, period, positions // period, number) for source, part in enumerate(parts) if part]
     left = [0] * (positions + 1)
@@ -173,10 +172,10 @@ def _table(parts: tuple[int, ...], positions: int, number: int) -> npt.NDArray[n
             left[deadline] += 1
         line.due.append(positions + 1)
     served: dict[tuple[int, int], int] = {}
-    """Number of times that a (position of the period, source) was had."""
+    """Number of samples that a (position of the period, source) got so far."""
     table = np.empty(positions, np.uint16)
     bound = positions
-    """Position up to which all are needed by samples with deadlines up to here: no others may come before."""
+    """Position up to which only samples with deadlines up to it may be placed, because they need all positions."""
     for position in range(1, positions + 1):
         inside = position % period
         waiting = []

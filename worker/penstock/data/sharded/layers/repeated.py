@@ -22,8 +22,8 @@ class Repeated(Layer):
     def __init__(self, source: ShardedSource) -> None:
         """
         Args:
-            source: each of its shards must have a sample in every epoch. One without is a DatasetError when it is read:
-                use fewer shards, so that each has more.
+            source: source whose shards each have a sample in every epoch. A shard without raises DatasetError when it
+                is read: use fewer shards, so that each has more.
 
         Raises InvalidArgumentError for a source that is already endless.
         """
@@ -46,7 +46,7 @@ class Repeated(Layer):
 
 
 def _fewer(described: Any) -> str:
-    """Return what is fewer than the shards, so that some shard is empty in each epoch; "" for nothing."""
+    """Return a text such as "3 pieces, 8 shards" if a source has too few for all shards; "" otherwise."""
     while isinstance(described, Mapping):
         if described.get("kind") == "LogicalShards":
             by_position = described["cut"] == "by position"

@@ -1,8 +1,8 @@
 """Layers that hold some samples of a shard at a time: a shuffle, and lists of samples that are alike.
 
-A reservoir that draws from its content depends on all earlier draws, so its content is its state; so do buckets that
-fill up. Here each window of samples is arranged by itself, and the state is where the window begins, and how much of it
-was yielded. A resume reads one window again.
+The content of a shuffle reservoir depends on all earlier draws, so it is part of the state; likewise for buckets that
+fill up. Here each window of samples is arranged by itself, and the state is the window's beginning and the number of
+items that it has yielded. A resume reads one window again.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class _Cursor:
         where: str,
         limit: SearchLimit | None = None,
     ) -> None:
-        """`limit`: given if a window may yield nothing; otherwise it yields as many samples as it has."""
+        """`limit`: given if a window may yield nothing; None: it yields as many samples as it has."""
         self._inner, self._window, self._arrange, self._where = inner, window, arrange, where
         self._limit = limit
         self._number = number

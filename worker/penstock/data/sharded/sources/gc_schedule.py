@@ -1,7 +1,7 @@
 """Garbage collection of a process that makes samples, if the user controls it.
 
-Python collects after so many new objects, and a full collection visits all objects: a tokenizer's vocabulary and a
-shuffle buffer of a million samples, in the middle of a batch. Samples seldom have cycles. So with
+Python collects garbage after a number of new objects, and a full collection visits all objects: a tokenizer's
+vocabulary and a shuffle buffer of a million samples, in the middle of a batch. Samples seldom have cycles. So with
 `Savable(collect_every=n)` the objects of the start are frozen (no collection visits them again), and the collector runs
 after every n samples of the process. It belongs to the process: the first stream changes it, and closing the last one
 restores it.

@@ -1,8 +1,8 @@
 """Shard of indexable pieces: a range of positions in the order of all their records.
 
 The order of an epoch is a function (ordering/sharded_order.py), and shard l of L has its positions from floor(l N / L)
-to floor((l + 1) N / L): in whole numbers, so that each record is in one shard, whatever N and L are. A cursor is a
-number, and skips by adding to it.
+to floor((l + 1) N / L): in whole numbers, so that each record is in one shard, whatever N and L are. A cursor's state
+is one number, and skipping adds to it.
 
 While user code reads a record, the process's random generators are the record's own, seeded by (seed, epoch, position):
 random augmentation does not depend on the shard or worker, nor on what was read before.
@@ -32,7 +32,7 @@ EXAMINED_POSITIONS = 256
 
 
 def shard_range(records: int, shards: int, shard: int) -> tuple[int, int]:
-    """Return where a shard begins and ends among so many records."""
+    """Return where a shard begins and ends among `records` records."""
     return shard * records // shards, (shard + 1) * records // shards
 
 
@@ -97,7 +97,7 @@ class RangeCursor(Iterator[Any]):
         key: int | None = None,
     ):
         """`order`: None if there are no records at all. `ahead`: positions whose parts are prefetched. `key`: key of
-        the random generators that are a record's own; None: none are."""
+        each record's own random generators; None: records have none."""
         if token is not None and (type(token) is not int or not 0 <= token <= end - begin):
             raise StateCorruptError(
                 f"the saved position in a shard of {end - begin} records is damaged: {token!r:.200}"

@@ -1,7 +1,7 @@
 """Files of lines, cut by ranges of bytes: one large file makes as many pieces as there are shards.
 
-A range has the lines that begin in it. So the ranges of a file have each line once, wherever they are cut, and the
-first line of a range is found by reading on to the next end of a line: nothing has to be counted or indexed before.
+A range has the lines that begin in it. So each line is in one range, wherever the file is cut. The first line of a
+range is found by reading on to the next newline, without counting or indexing lines first.
 """
 
 from __future__ import annotations

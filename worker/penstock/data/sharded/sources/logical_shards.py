@@ -1,4 +1,4 @@
-"""Any set of pieces as L logical shards, which move between workers as wholes.
+"""Any set of pieces as L logical shards, each of which moves between workers as a whole.
 
 If all pieces are indexable, records are cut by position (indexed_pieces.py): shards are equally long to one record, a
 position is a number, and skipping is addition. If any is not, whole pieces are given to shards (sequential_pieces.py)
@@ -31,7 +31,7 @@ MOST_OPEN = 128
 """Default for max_open: a process reads all shards of a finite source in turn, so each should have an open piece; and
 it is an eighth of the usual limit of file descriptors."""
 LISTED = 16
-"""Longest list that is in a description as it is; a longer one is a digest."""
+"""Length of the longest list that a description contains in full; a longer one is replaced by its digest."""
 KEPT_ORDERS = 2
 
 
@@ -163,7 +163,7 @@ class LogicalShards:
 def _cut(
     pieces: Sequence[Any], counts: Sequence[int] | None, names: Sequence[str] | None, shards: int
 ) -> tuple[Sequence[Any], Sequence[str] | None, list[str]]:
-    """Return pieces and names with files cut into ranges; and the cuts, for a description."""
+    """Return pieces and names, with files cut into ranges, and the number of ranges of each file, for a description."""
     if not isinstance(pieces, list | tuple) or not any(isinstance(piece, LineFile) for piece in pieces):
         return pieces, names, []
     if counts is not None:

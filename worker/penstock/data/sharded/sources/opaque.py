@@ -8,11 +8,11 @@ generator without any state. One rule applies to all of them:
 To resume, the iterable is made again, the snapshot loaded, and the samples since are read again and dropped. Without a
 snapshot these are all. Three things make this reliable:
 
-- **Strictly before the position.** So at least one sample is read again, and compared (sample_digest.py). An iterable
-  that counts after its `yield`, or reads ahead, comes back one off; that is detected, and it is read again from its
-  beginning, with a warning. Only if that gives other samples too is it an error. Two snapshots are kept, because the
-  newest may lie at the position itself.
-- **Encoded at once.** A state that was taken changes with its loader as it advances (torchdata's do).
+- **The snapshot lies strictly before the position.** So at least one sample is read again, and compared
+  (sample_digest.py). An iterable that counts after its `yield`, or reads ahead, resumes one sample off; that is
+  detected, and it is read again from its beginning, with a warning. Only if that gives other samples too is it an
+  error. Two snapshots are kept, because the newest may lie at the position itself.
+- **A state is encoded at once**, because it may change while its loader advances (torchdata's do).
 - **Random generators in one order**: seed, make the iterable, load, restore them as after making it, `iter`, restore
   them as at the snapshot. With any other order a shuffled loader gives other batches.
 
@@ -50,7 +50,7 @@ from penstock.proto.state.snapshot_cadence import SnapshotCadence
 __all__ = ["SNAPSHOT_EVERY", "SNAPSHOT_S", "OpaqueStream", "StreamMark", "close_quietly", "without_snapshots"]
 
 SNAPSHOT_EVERY = 1000
-"""Default samples between snapshots: reading them again takes about as long as reading them did."""
+"""Default number of samples between snapshots: a resume reads about as many again."""
 SNAPSHOT_S = 60.0
 """Default seconds between snapshots: a resume reads again for about a minute at most, however slow the samples are."""
 MOST = 1 << 62
@@ -59,7 +59,7 @@ MOST = 1 << 62
 
 @dataclass(frozen=True)
 class StreamMark:
-    """Position in a stream, and how to get there."""
+    """Position in a stream, with the snapshot to resume from."""
 
     passed: int = 0
     """Samples before the position."""
@@ -89,15 +89,15 @@ class StreamMark:
                     )
             for passed, digest in numbers:
                 if type(passed) is not int or not 0 <= passed < MOST or not (digest is None or type(digest) is int):
-                    raise ValueError(f"impossible values: {passed!r} samples with the digest {digest!r}")
+                    raise ValueError(f"values out of range: {passed!r} samples with the digest {digest!r}")
         except (KeyError, TypeError, ValueError) as error:
             raise StateCorruptError(f"{name}: its saved position is damaged: {error!r}") from error
         return mark
 
 
 def without_snapshots(token: Token) -> Token:
-    """Return a token of the same position in any source, without what depends on when a state was taken. A stream is
-    read from its beginning to get there."""
+    """Return a source's token without the snapshots, which depend on when they were taken: equal positions then have
+    equal tokens. To resume from it, a stream is read from its beginning."""
     if isinstance(token, Mapping):
         if token.keys() >= StreamMark().token().keys():
             return {**token, "snapshot": None}
@@ -181,14 +181,15 @@ class OpaqueStream(Iterator[Any]):
         return self._mark().token()
 
     def park(self) -> None:
-        """Close it for a while, with a snapshot of the position, so that little is read again when it is reopened."""
+        """Close the stream for a while, with a snapshot of the position, so that little is read again after
+        reopening."""
         holder = None if self._iterator is None or self._ended else self._stateful()
         if holder is not None and self.passed > max((own["passed"] for own in self._snapshots), default=0):
             self._take(holder)
         self.close()
 
     def close(self) -> None:
-        """Close what was made. The position stays; the next sample comes from a new reading."""
+        """Close the iterable and keep the position: the next sample makes a new iterable."""
         iterator, made = self._iterator, self._made
         self._iterator = self._made = None
         if iterator is None and made is None:

@@ -78,8 +78,8 @@ class Pieces:
     def __init__(
         self, pieces: Sequence[Any], counts: Sequence[int] | None, names: Sequence[str] | None, max_open: int
     ) -> None:
-        """Check all pieces, and open those whose length is needed and not given; at least one, to see what such
-        functions open.
+        """Check all pieces. Open those whose length is needed and not given; at least one, to see what the functions
+        open.
 
         Raises InvalidArgumentError for an invalid piece, DatasetError for wrong counts.
         """
@@ -123,7 +123,7 @@ class Pieces:
         return np.array([self.counts[number]], np.int64)
 
     def streaming(self, number: int) -> StreamingDataset | None:
-        """Return the piece, if its parts are prefetched."""
+        """Return the piece if its parts can be prefetched (a StreamingDataset); None otherwise."""
         piece = self._pieces[number]
         return piece if isinstance(piece, StreamingDataset) else None
 
@@ -131,7 +131,7 @@ class Pieces:
         return [piece.fingerprint for piece in self._pieces if isinstance(piece, StreamingDataset)]
 
     def read_by(self, cursor: int) -> None:
-        """Register a cursor that reads."""
+        """Register a cursor that begins to read."""
         self._readers.add(cursor)
 
     def left(self, cursor: int) -> None:
@@ -199,7 +199,7 @@ class Pieces:
         return opened
 
     def _open_table(self, number: int) -> Any:
-        """Open the piece with random generators of its own, because it is opened again whenever it was closed."""
+        """Open the piece with random generators of its own: it may be opened several times, and must draw the same."""
         with OwnGenerators(derive_seed(0, "opens", number)):
             return self._open(number)
 

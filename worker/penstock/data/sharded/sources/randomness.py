@@ -7,14 +7,14 @@ afterwards.
 
 That happens twice for each sample, and all three states in full take 80 us each way. Two things reduce it to about 15:
 
-- numpy's bit generator is not copied but exchanged: each side has its own object. With it goes the second gaussian that
-  numpy's `normal` keeps for its next call, which only get_state() shows, at 40 us. A state in which nothing was drawn
-  cannot have got one, and a draw shows in the generator's words (0.3 us).
+- numpy's bit generator is not copied but exchanged: each side has its own object. numpy's `normal` keeps a second
+  gaussian for its next call, which only get_state() reads, in 40 us. That is called only after a draw, which shows in
+  the generator's words (0.3 us), or while a gaussian is kept.
 - Likewise python's getstate(), 15 us, is called only if something was drawn. No function reports that, but the object's
   memory shows it (CPython). Where that does not work, getstate() is called each time.
 
 Generators in other threads or processes are not included: a loader's own worker processes are seeded as torch does it,
-from torch's generator. Threads draw from the generators of whichever stream runs.
+from torch's generator. Threads draw from the generators of the stream that runs at the time.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _SHOWS_DRAWS = _memory_shows_draws()
 
 
 class _Side:
-    """States of the generators as one side left them."""
+    """States of the generators as the stream, or its caller, left them."""
 
     def __init__(self) -> None:
         self._python: Any = None

@@ -7,8 +7,8 @@ the chain's present value, and a replay must reach the same one.
 A sample's digest is the checksum of its encoding as a state. That covers every byte. A document of 1,000 Python
 integers takes 22 us, where the digest of batches (penstock.proto.batch.digest) has a leaf for each integer and takes
 480; for small samples and tensors both take 2 to 6 us. What a state cannot contain but a batch can, such as a named
-tuple or a dataclass, has the batch's digest. A sample of anything else (an image object) counts by its number alone: it
-is checked that it was there, but not its content.
+tuple or a dataclass, has the batch's digest. Of any other sample (an image object) only the number is in the chain: a
+replay checks that it exists, but not its content.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _UNKNOWN = bytes(8)
 
 
 class SampleDigests:
-    """Continuation of chains; one instance for each thread."""
+    """Computation of chained digests; one instance for each thread."""
 
     def __init__(self) -> None:
         self._replay_digest: ReplayDigest | None = None

@@ -130,7 +130,7 @@ class Savable:
             return mark
         if type(rows) is not int or rows < 1 or self._rows is None:
             if not (rows is None or (type(rows) is int and rows > 0)):
-                raise StateCorruptError(f"{name}: its saved position is damaged: batches of {rows!r} rows")
+                raise StateCorruptError(f"{name}: its saved position is damaged: batch_rows is {rows!r}")
             raise StateMismatchError(
                 f"{name}: batch_rows was {rows} when the state was saved, and is {self._rows} now: give {rows}, or a "
                 "divisor of it"

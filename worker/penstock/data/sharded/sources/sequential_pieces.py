@@ -41,7 +41,7 @@ KEPT_EPOCHS = 16
 def assign_pieces(
     pieces: int, counts: Sequence[int] | None, shards: int, *, epoch: int, shuffle: bool
 ) -> list[list[int]]:
-    """Return the numbers of each shard's pieces. By counts, shards differ by the largest piece at most."""
+    """Return the numbers of each shard's pieces. With `counts`, shards' records differ by at most the largest piece."""
     order = _permuted(range(pieces), derive_seed(0, "pieces", epoch)) if shuffle else range(pieces)
     if counts is None:
         return [list(order[shard::shards]) for shard in range(shards)]
@@ -74,7 +74,7 @@ class SequentialPieces:
         self._warned = False
 
     def close_for_others(self, stream: OpaqueStream, name: str) -> None:
-        """Close a stream because others are opened; warn if it will be read again from its beginning."""
+        """Close a stream to open another one; warn if it will be read again from its beginning."""
         stream.park()
         if stream.reads_again and not self._warned:
             self._warned = True
@@ -196,7 +196,7 @@ class RunCursor(Iterator[Any]):
         )
 
     def _touch(self, stream: OpaqueStream) -> None:
-        """Open it for reading, which may close others."""
+        """Mark a stream as in use before it is read; this may close others."""
         opened = self._pieces.opened
         if not opened.used(id(self)):
             self._pieces.read_by(id(self))
@@ -227,7 +227,7 @@ class RunCursor(Iterator[Any]):
         return count is not None and stream.passed >= count
 
     def _expect_end(self, stream: OpaqueStream) -> None:
-        """Check that a piece that has yielded all of its count has no more."""
+        """Raise DatasetError if a piece has more records than its count."""
         count = self._count()
         if stream.passed != count or (stream.is_open and stream.skip(1)):
             raise DatasetError(f"{self._name} must have {count} records, as counts says, got more")
