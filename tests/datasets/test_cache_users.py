@@ -220,7 +220,7 @@ def test_packed_link_of_another_user_is_dropped(server: ShardServer, tmp_path: P
 def test_fifo_instead_of_a_file_is_not_awaited(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     os.mkfifo(tmp_path / "data" / "index.json")
-    with pytest.raises(ShardUnavailableError, match=r"index\.json: it is not a regular file"):
+    with pytest.raises(ShardUnavailableError, match=r"index\.json cannot be read: it is not a regular file"):
         StreamingDataset(local=tmp_path / "data")
 
 
