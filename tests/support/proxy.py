@@ -48,7 +48,7 @@ class Proxy:
         self._accepting.start()
 
     def silence(self, *directions: str) -> None:
-        """Nothing epochs in these directions from now on, and nobody is told."""
+        """Pass nothing on in these directions from now on, without closing a connection."""
         for direction in directions or ("up", "down"):
             self._open[direction].clear()
 
