@@ -344,7 +344,9 @@ class WatchRunRequest(_message.Message):
     epoch_ended: _builtins.bool
     """the executor's only epoch is over: this box takes no further step for now"""
     lease_s: _builtins.float
-    """lease that the box was last told"""
+    """watch has reported; 4,096 at most
+    lease that the box was last told
+    """
     commit_mark: _builtins.bytes
     """from the last WatchRunReply: see there"""
     @_builtins.property
@@ -353,7 +355,7 @@ class WatchRunRequest(_message.Message):
 
     @_builtins.property
     def abandoned(self) -> _containers.RepeatedCompositeFieldContainer[Global___AbandonedEpoch]:
-        """epochs that the loop abandoned by `break`, all of this attempt"""
+        """epochs that the loop abandoned by `break`, without those that an answered"""
 
     @_builtins.property
     def unreachable(self) -> _containers.RepeatedCompositeFieldContainer[Global___LaneTrouble]:
