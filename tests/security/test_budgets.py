@@ -136,7 +136,7 @@ def test_runners_that_end_together_go_in_slices() -> None:
     lost = [worker.slot_report(assignment, pb.FAILED) for assignment in given]
     for report in lost:
         report.lost = True
-    left = []
+    left: list[int] = []
     while not left or left[-1]:
         worker.heartbeat(*lost)
         left.append(sum(slot.generation == 1 for slot in world.slots()))
