@@ -34,7 +34,7 @@ from penstock.runtime.telemetry.units import topology
 
 @dataclass(frozen=True)
 class RepeatedOpening:
-    """A repeated call."""
+    """An opening that repeats one which was carried out: its client did not get the answer."""
 
     box: Box
 

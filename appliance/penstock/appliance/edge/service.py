@@ -81,10 +81,11 @@ def _in_json(state: BoxState, limit: int) -> BoxState:
 
 class Service(CoordinatorServicer):
     """The Coordinator service of coordinator.proto.
+
     Args:
         registry: state machine behind every call.
-        store: database of the bytes; used from the writer's thread only.
-        signals: its `changed` is the registry's.
+        store: database of the bytes of snapshots and blobs; used from the writer's thread only.
+        signals: topics that waiting calls wait for; the registry announces changes to the same object.
         unreceived_s: returns the age of the oldest call that may still be queued in gRPC.
     """
 

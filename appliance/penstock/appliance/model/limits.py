@@ -141,7 +141,8 @@ class Limits:
     """Largest state of one worker as JSON: to write it takes some 50 ms, in which heartbeats wait."""
 
     past_attempts: int = 16
-    """Attempts of a run that are kept by number, key and clients, so that their late calls are refused."""
+    """Number of earlier attempts of a run that are remembered, each by its number, key and clients, so that their late
+    calls are refused."""
     registration_max: int = 16 * KIB
     """Largest registration of a worker, which is kept in memory and goes into every status."""
     capabilities_max: int = 16 * KIB

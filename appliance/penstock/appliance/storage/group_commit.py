@@ -53,8 +53,11 @@ class GroupCommit:
         await self.sync()
 
     async def sync(self) -> None:
-        """Return when everything put so far is on disk. Raises JournalError if it is not, and the next call tries
-        again; or if commits are missing (`Journal.lost`), and then no call is answered any more."""
+        """Return when everything put so far is on disk.
+
+        Raises JournalError if the write failed (the next sync() tries it again), or if earlier commits are missing
+        (`Journal.lost`; from then on the coordinator answers no RPC).
+        """
         if self._journal.lost is not None:
             raise JournalError(self._journal.lost.message)
         busy = self._writer is not None and not self._writer.done()

@@ -127,7 +127,8 @@ class SlotLane:
         self.unsettled = False
         """True if no frame has come since the lane was opened or an epoch was abandoned."""
         self.unused = 0
-        """Number of frames since the last due batch, or since the connection was made."""
+        """Number of frames received since the last batch that was next in the slot's order, or since the connection was
+        made."""
         self.last_digest = 0
         """Digest of the slot's last delivered batch."""
         self.layout: tuple[Structure, list[int]] | None = None

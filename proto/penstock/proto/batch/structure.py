@@ -276,7 +276,7 @@ def _too_long(encoded: bytes) -> str:
 
 
 def _refuse(text: str) -> None:
-    raise ValueError(f"a structure must not hold the number {text[:40]}")
+    raise ValueError(f"numbers in the structure of a batch must be integers, got {text[:40]}")
 
 
 def _leaves(tree: Tree) -> Iterator[Leaf]:

@@ -211,7 +211,7 @@ def _zstd_of_unknown_length(zstandard: Any, data: bytes, limit: int) -> bytes:
     left = limit
     for start in range(0, len(data), ZSTD_PIECE):
         if stream.eof:
-            raise _broken("zstd", f"{len(data) - start} bytes follow them")
+            raise _broken("zstd", f"{len(data) - start} bytes follow their end")
         part = stream.decompress(data[start : start + ZSTD_PIECE])
         left -= len(part)
         if left < 0:

@@ -96,7 +96,7 @@ class OrderProgress:
 
 
 def state_of(progress: OrderProgress, order: Mapping[str, Any], skip: Ranges = ()) -> dict[str, Any]:
-    """Return the state of one worker."""
+    """Return the state of one worker's loader: its progress, its order, and the ranges of samples that it skips."""
     state = {"format": FORMAT, **progress.plain(), "order": dict(order)}
     return {**state, "skip": [list(piece) for piece in skip]} if skip else state
 
@@ -136,7 +136,10 @@ def check_format(state: Any, loader: str, *names: str) -> None:
     if not isinstance(state, Mapping) or not {"format", "order", *names} <= state.keys():
         raise StateMismatchError(f"the state must be that of {loader}, got one of another loader: {str(state)[:200]}")
     if type(state["format"]) is not int or state["format"] < 1 or not isinstance(state["order"], Mapping):
-        raise StateCorruptError(f"the loader's state is damaged: {str(state)[:200]}")
+        raise StateCorruptError(
+            f"format and order of a loader's state must be a positive integer and a dict, got {str(state)[:200]}: load an "
+            "older state"
+        )
     if state["format"] != FORMAT:
         raise StateVersionError(
             f"the format of a loader's state must be {FORMAT}, got {state['format']}: another version of Penstock "

@@ -123,7 +123,7 @@ class ProgressPage:
             self._recorded += 1
 
     def end(self, epoch: int, total: int) -> None:
-        """Record that an epoch ended after its batch `total`."""
+        """Record that an epoch ended after the slot's batch `total`, counted over all epochs."""
         _END.pack_into(self._map, _ENDS_AT + self._ends % ENDS * _END.size, epoch, total)
         self._ends += 1
         self._write_head()

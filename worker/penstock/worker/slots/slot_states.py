@@ -27,8 +27,8 @@ NEXT_S = 0.5
 CHEAP_S = 5.0
 """Seconds of work since the launch up to which a helper may repeat it to make the batch after a state."""
 HELPER_SHARE = 0.7
-"""Share of the request's remaining time for a helper process: its stack must arrive before the deadline of the
-request."""
+"""Share of the time left to a state request that its helper process may take. The rest is for the report of one that
+takes longer: its stack must reach the caller before the request's deadline."""
 
 
 class _Pauses:

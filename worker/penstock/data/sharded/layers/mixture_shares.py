@@ -111,7 +111,7 @@ class MixtureSchedule:
         self._tables: dict[int, npt.NDArray[np.uint16]] = {}
 
     def at(self, position: int) -> int:
-        """Return the source at a position."""
+        """Return the number of the source that gives the sample at this position of the mixture's order."""
         if self._only is not None:
             return self._only
         block, inside = divmod(position, self._positions)
