@@ -80,8 +80,8 @@ class Lookahead(IterableDataset[Any]):
         """The loop's step; None before the first epoch, and after a state was loaded."""
         self._loads = 0
         self._over_at: int | None = None
-        """Step of a loaded state that was saved when its loop had finished the epoch, which is not resumed. None if there is
-        no such state, and once the loop gets a batch."""
+        """Step of a loaded state that was saved when its loop had finished the epoch, which is not resumed. None if
+        there is no such state, and once the loop gets a batch."""
 
     # ---- the framework's side
 
@@ -200,9 +200,9 @@ class Lookahead(IterableDataset[Any]):
         ahead = self._loader.step - self.step
         if ahead > self._depth:
             raise RuntimeError(
-                f"{self._loader.name}: the framework has fetched {self._loader.step} batches, and the loop has reported "
-                f"{self.step}, more than depth={self._depth} fewer: to report each batch, iterate handed_out(...), call "
-                "took(), or use the callback of penstock.client.integrations; for a framework that fetches further "
+                f"{self._loader.name}: the framework has fetched {self._loader.step} batches, and the loop has "
+                f"reported {self.step}, more than depth={self._depth} fewer: to report each batch, iterate "
+                "handed_out(...), call took(), or use the callback of penstock.client.integrations; for a framework that fetches further "
                 "ahead, raise depth"
             )
         return self._loader.state_at(self.step)

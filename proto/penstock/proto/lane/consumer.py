@@ -242,8 +242,8 @@ class Consumer:
         self._coming = frame
 
     def _take_ring(self, frame: Frame) -> Frame | None:
-        """Return `frame`, which announces a new ring, once the ring's descriptor has arrived and its memory is mapped; None
-        until then."""
+        """Return `frame`, which announces a new ring, once the ring's descriptor has arrived and its memory is mapped;
+        None until then."""
         try:
             data, fds, _, _ = socket.recv_fds(self._sock, 8, 4, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
