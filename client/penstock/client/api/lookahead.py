@@ -202,8 +202,8 @@ class Lookahead(IterableDataset[Any]):
             raise RuntimeError(
                 f"{self._loader.name}: the framework has fetched {self._loader.step} batches, and the loop has "
                 f"reported {self.step}, more than depth={self._depth} fewer: to report each batch, iterate "
-                "handed_out(...), call took(), or use the callback of penstock.client.integrations; for a framework that fetches further "
-                "ahead, raise depth"
+                "handed_out(...), call took(), or use the callback of penstock.client.integrations; for a framework "
+                "that fetches further ahead, raise depth"
             )
         return self._loader.state_at(self.step)
 

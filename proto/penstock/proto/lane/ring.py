@@ -52,8 +52,8 @@ BOX_BYTES = 512 << 20
 
 def grown(nbytes: int, previous: int, most: int) -> int:
     """Return the bytes of a ring entry for batches of `nbytes` that do not fit into `previous` bytes: twice `previous`
-    or more, so that slightly larger batches do not each start another ring; `nbytes` from GIANT_BYTES on. At most `most`,
-    or `nbytes`."""
+    or more, so that slightly larger batches do not each start another ring; `nbytes` from GIANT_BYTES on. At most
+    `most`, or `nbytes`."""
     doubled = min(2 * previous, GIANT_BYTES - PAGE)
     return min(max(nbytes, doubled), max(most, nbytes))
 

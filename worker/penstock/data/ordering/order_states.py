@@ -137,8 +137,8 @@ def check_format(state: Any, loader: str, *names: str) -> None:
         raise StateMismatchError(f"the state must be that of {loader}, got one of another loader: {str(state)[:200]}")
     if type(state["format"]) is not int or state["format"] < 1 or not isinstance(state["order"], Mapping):
         raise StateCorruptError(
-            f"format and order of a loader's state must be a positive integer and a dict, got {str(state)[:200]}: load an "
-            "older state"
+            f"format and order of a loader's state must be a positive integer and a dict, got {str(state)[:200]}: load "
+            "an older state"
         )
     if state["format"] != FORMAT:
         raise StateVersionError(
