@@ -34,7 +34,7 @@ def reply(version: int, *phases: pb.SlotPhase.ValueType) -> pb.WatchRunReply:
 
 
 def test_abandoned_epochs_are_reported_once(run: OpenRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that an answered report had are in the coordinator's journal; the others follow, so many at a time."""
+    """Epochs that an answered report had are in the coordinator's journal; the others follow, so many at a time."""
     sent: list[list[int]] = []
     away = False
 

@@ -128,7 +128,7 @@ def test_strange_state_files_are_not_awaited(
 
 @pytest.mark.parametrize("limit", [None, 1000])
 def test_links_below_a_cache_are_not_followed(server: ShardServer, tmp_path: Path, limit: int | None) -> None:
-    """Where others can make names in a cache's folder, one of these may be a folder of its shards."""
+    """A name that another user makes in a cache's folder may be that of a folder of shards."""
     (shard,) = make_shards(server.folder, 1, 1000)
     (server.folder / "train").mkdir()
     (server.folder / shard.name).rename(server.folder / "train" / shard.name)
@@ -201,7 +201,7 @@ def test_link_of_another_user_in_tmp_is_refused(hold: Hold, tmp_path: Path) -> N
 
 @as_root
 def test_packed_link_of_another_user_is_dropped(server: ShardServer, tmp_path: Path) -> None:
-    """What it leads to was unpacked into a file that everybody can read."""
+    """The target of the link was unpacked into a file that everybody can read."""
     (shard,) = make_shards(server.folder, 1, 1000, compression="zstd", hashes=False)
     packed = shard.files[0].packed
     assert packed is not None

@@ -300,7 +300,7 @@ assert refused > 150, refused
 
 
 def test_no_byte_of_a_footer_ends_the_process(tmp_path: Path) -> None:
-    """Statistics of sizes that do not fit the schema did: pyarrow throws them at nobody."""
+    """Statistics of sizes that do not fit the schema ended it: nothing catches that exception of pyarrow."""
     path = tmp_path / "x.parquet"
     table = pyarrow.table({"tokens": [[1, 2], [], [3]], "text": ["a", None, "b"]})
     pyarrow.parquet.write_table(table, path, row_group_size=2)

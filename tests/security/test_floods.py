@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from bearer import metadata
+from census import peak_memory
 from cluster import TOKEN, Cluster, running
 
 from penstock.appliance.model.limits import MIB
@@ -27,14 +27,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield cluster
 
 
-def peak(pid: int) -> int:
-    """The most that a process has had in memory, in bytes."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) << 10
-    raise AssertionError("the kernel does not say")
-
-
 def answers(cluster: Cluster) -> bool:
     with grpc.insecure_channel(cluster.address) as channel:
         return not CoordinatorStub(channel).Status(pb.StatusRequest(), metadata=metadata(TOKEN), timeout=30).runs
@@ -44,7 +36,7 @@ def answers(cluster: Cluster) -> bool:
 def test_a_compressed_bomb_is_not_unpacked(cluster: Cluster, token: str) -> None:
     """192 MiB of zeros, 0.2 on the wire."""
     assert answers(cluster)
-    before = peak(cluster.coordinator.pid)
+    before = peak_memory(cluster.coordinator.pid)
     options = [("grpc.max_send_message_length", -1)]
     with grpc.insecure_channel(cluster.address, options=options, compression=grpc.Compression.Gzip) as channel:
         call: Any = channel.unary_unary(METHOD)
@@ -56,13 +48,13 @@ def test_a_compressed_bomb_is_not_unpacked(cluster: Cluster, token: str) -> None
         grpc.StatusCode.UNAUTHENTICATED,
         grpc.StatusCode.UNIMPLEMENTED,
     )
-    assert peak(cluster.coordinator.pid) - before < ALLOWED
+    assert peak_memory(cluster.coordinator.pid) - before < ALLOWED
     assert answers(cluster)
 
 
 def test_headers_without_end_are_refused(cluster: Cluster) -> None:
     assert answers(cluster)
-    before = peak(cluster.coordinator.pid)
+    before = peak_memory(cluster.coordinator.pid)
     flood = tuple((f"x-{number}", "y" * 8000) for number in range(256))
     with grpc.insecure_channel(cluster.address, options=[("grpc.max_metadata_size", 1 << 30)]) as channel:
         call: Any = channel.unary_unary(METHOD)
@@ -73,5 +65,5 @@ def test_headers_without_end_are_refused(cluster: Cluster) -> None:
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 grpc.StatusCode.UNAVAILABLE,  # where the connection was ended for it
             )
-    assert peak(cluster.coordinator.pid) - before < ALLOWED
+    assert peak_memory(cluster.coordinator.pid) - before < ALLOWED
     assert answers(cluster)

@@ -70,7 +70,7 @@ REPLIES: dict[str, Callable[[int], pb.HeartbeatReply]] = {
 
 @pytest.mark.parametrize("name", REPLIES)
 def test_a_worker_outlives_hostile_replies(start: Any, name: str) -> None:
-    """It goes on, asks no more often than it should, and ends when it is told to."""
+    """The worker keeps running, polls no more often than allowed, and ends on SIGTERM."""
 
     async def run() -> None:
         hostile = Hostile(REPLIES[name])  # type: ignore[abstract]

@@ -131,7 +131,7 @@ def test_replies_have_so_many_values(monkeypatch: pytest.MonkeyPatch, limit: str
     ids=["blob", "snapshot", "state", "history"],
 )
 def test_empty_parts_are_refused(part: Any, methods: list[str]) -> None:
-    """There could be any number of them until the deadline."""
+    """A reply without a limit could hold any number of values until the deadline."""
     refused(part, ProtocolError, "must not be empty", *methods)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 from bearer import metadata
+from census import peak_memory
 from cluster import TOKEN, Cluster, running
 
 from penstock.appliance.core import views
@@ -104,14 +105,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield cluster
 
 
-def peak(pid: int) -> int:
-    """The most that a process has had in memory, in bytes."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) << 10
-    raise AssertionError("the kernel does not say")
-
-
 def used_s(pid: int) -> float:
     """Processor seconds of a process."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -127,12 +120,12 @@ def test_a_large_request_costs_little(cluster: Cluster, name: str) -> None:
     with grpc.insecure_channel(cluster.address, options=[("grpc.max_send_message_length", -1)]) as channel:
         kind: Any = channel.unary_stream if method == "FetchState" else channel.unary_unary
         call = kind(f"/penstock.proto.v1.Coordinator/{method}")
-        before, began_s = peak(pid), used_s(pid)
+        before, began_s = peak_memory(pid), used_s(pid)
         with pytest.raises(grpc.RpcError) as refused:
             list(call(data, metadata=metadata(TOKEN), timeout=60))
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT, refused.value.details()
     assert used_s(pid) - began_s < ALLOWED_S
-    assert peak(pid) - before < ALLOWED
+    assert peak_memory(pid) - before < ALLOWED
 
 
 def test_fields_are_counted_at_every_level() -> None:

@@ -1,4 +1,4 @@
-"""A small answer of whoever listens in the coordinator's place, which is large once it is unpacked."""
+"""Small compressed answer of a process in the coordinator's place: no caller unpacks it."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ def test_second_lane_ends_the_first(worker: pb.RegisterWorkerRequest) -> None:
 
 
 def descriptors(worker: pb.RegisterWorkerRequest) -> int:
-    """Of the worker and all of its children."""
+    """Return the number of open descriptors of the worker and of all its children."""
     pids = [int(worker.worker.rpartition(":")[2])]
     for pid in pids:
         pids += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())

@@ -139,6 +139,14 @@ def own_memory(pid: int) -> int:
     return 1024 * sum(int(line[1]) for line in lines if line[0] in ("RssAnon:", "RssShmem:", "VmSwap:"))
 
 
+def peak_memory(pid: int) -> int:
+    """Return the largest memory that the process has had, in bytes."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) << 10
+    raise AssertionError("the kernel does not say")
+
+
 def abandoned() -> set[str]:
     """Names in shared memory whose maker has ended: torch and multiprocessing write its pid into them. What living
     processes have there is theirs, maybe those of another test that runs meanwhile."""

@@ -1,4 +1,4 @@
-"""What a saved state describes, whichever restart points it names: those depend on what was verified by then."""
+"""Content of a saved state without its restart points, which depend on what was verified by then."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ __all__ = ["sync_folder", "write_whole"]
 def write_whole(path: Path, data: bytes | memoryview, *, mode: int | None = None, sync: bool = True) -> None:
     """Write a file under another name in the same folder, sync it to disk, and rename it.
 
-    The name is new and cannot be guessed, so nobody has put a link there before.
+    The name is new and cannot be guessed, so that no other user can put a link there first.
 
     `mode`: its permissions, if not the default of new files. The folder is synced too, and so everything written into
     it before. `sync`: False for a file that may be lost in a power failure.
