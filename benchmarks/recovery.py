@@ -164,7 +164,7 @@ def drained_waits(fleet: Fleet, lane: Literal["auto", "tcp"], drains: int) -> li
         for _ in executor:
             since += 1
             if name:
-                longest = max(longest, executor.wait_seconds)
+                longest = max(longest, executor.last_wait_seconds)
                 if executor.stats.recoveries > recoveries:
                     found.append(longest)
                     client.drain(name, undo=True)

@@ -79,7 +79,9 @@ def note(log: TextIO, executor: DataExecutor, batch: dict[str, Any], loss: float
     digest = hashlib.blake2b(batch["tokens"].numpy().tobytes(), digest_size=16).hexdigest()
     epoch = (executor.step - 1) // (NUM_WINDOWS // (BATCH_SIZE * dist.get_world_size()))
     line = {"step": executor.step, "epoch": epoch, "windows": batch["window"].tolist(), "digest": digest}
-    log.write(json.dumps({**line, "loss": loss.hex(), "waited_s": executor.wait_seconds, "time": time.time()}) + "\n")
+    log.write(
+        json.dumps({**line, "loss": loss.hex(), "waited_s": executor.last_wait_seconds, "time": time.time()}) + "\n"
+    )
 
 
 def main() -> None:

@@ -132,7 +132,7 @@ def test_every_error_crosses_with_its_traceback() -> None:
             for error in (caught.value, caught_blocking.value):
                 assert (type(error), error.message) == (entry.error, "what it says")
                 assert error.remote_traceback == "Traceback: far away"
-                cause = error.__cause__
+                cause = error.__context__
                 assert isinstance(cause, grpc.RpcError | grpc.aio.AioRpcError)
                 assert cause.code() is grpc.StatusCode[entry.status]
                 assert cause.details() == "what it says"

@@ -66,7 +66,7 @@ def fake(**settings: Any) -> FakeAppliance:
 def test_a_slow_batch_is_waited_for(step: int) -> None:
     with fake(faults=[SlowBatch(step, seconds=0.2)]) as appliance:
         executor = DataExecutor(DataLoader(streams.counter), num_steps=7, appliance=appliance)
-        waits = [executor.wait_seconds for _ in executor]
+        waits = [executor.last_wait_seconds for _ in executor]
     assert waits[step - 1] >= 0.2
     assert executor.stats.waited_s >= 0.2
     assert sum(executor.stats.waited_by_worker.values()) == pytest.approx(executor.stats.waited_s)

@@ -17,7 +17,7 @@ from penstock.client.checkpoint import AsyncCheckpointer
 
 __all__ = ["first", "rest"]
 
-OPTIONS = {"global_batch_size": 12, "tail": "carry"}
+OPTIONS: dict[str, Any] = {"global_batch_size": 12, "tail": "carry"}
 
 
 def appliance(address: str, job: str) -> Appliance:

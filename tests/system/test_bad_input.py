@@ -30,7 +30,7 @@ def still_works(appliance: Appliance) -> None:
 
 def test_not_callable() -> None:
     with pytest.raises(TypeError, match="callable"):
-        DataLoader(3)  # type: ignore[arg-type]
+        DataLoader(3)  # type: ignore[call-overload]
 
 
 def test_lambda_has_no_name_to_import() -> None:

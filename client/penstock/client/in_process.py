@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import threading
 import time
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal, NoReturn, Protocol
@@ -46,6 +45,7 @@ from penstock.proto.rpc.channel import detail_of
 from penstock.proto.state.codec import decode_state, encode_state
 from penstock.proto.state.position import Position
 from penstock.proto.state.restartable import by_own_methods
+from penstock.proto.tracebacks import warn_user
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 from penstock.runtime.process.forks import OwnerProcess
@@ -443,7 +443,7 @@ class InProcessReader:
         self.due.lose()
         run.views[slot].restarts += 1
         self.stats.recoveries += 1
-        warnings.warn(f"{self._label}: {recovered(run.box, slot, why)}", UserWarning, stacklevel=2)
+        warn_user(f"{self._label}: {recovered(run.box, slot, why)}")
 
     # ---- between batches
 

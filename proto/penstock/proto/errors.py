@@ -56,7 +56,6 @@ traceback travels with its error and is shown with it; nothing is unpickled to r
 
 from __future__ import annotations
 
-import traceback as _traceback
 from dataclasses import dataclass
 
 __all__ = [
@@ -109,7 +108,6 @@ __all__ = [
     "VersionSkewError",
     "WorkerLostError",
     "error_named",
-    "format_remote",
 ]
 
 
@@ -387,8 +385,3 @@ def error_named(name: str, message: str, remote_traceback: str = "") -> Penstock
     if entry is None:
         return PenstockError(f"{name}: {message}", remote_traceback=remote_traceback)
     return entry.error(message, remote_traceback=remote_traceback)
-
-
-def format_remote(error: BaseException) -> str:
-    """Return the traceback text that travels with an error: this process's, after any that it already carries."""
-    return "".join(_traceback.format_exception(error))

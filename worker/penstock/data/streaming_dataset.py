@@ -175,6 +175,9 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
     def __len__(self) -> int:
         return int(self._starts[-1])
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name}: {len(self)} samples in {len(self._shards)} shards>"
+
     def __getitem__(self, index: SupportsIndex) -> dict[str, Any]:
         """Return a sample; wait for its shard.
 

@@ -68,7 +68,7 @@ def name_of(box: Box, slot: Slot, place: records_pb2.Skip) -> str:
 def verdict(box: Box, slot: Slot, place: records_pb2.Skip | None, window_s: float) -> WorkerLostError:
     """Return the error of a slot that is given up after its losses."""
     losses = slot.losses
-    each = "; ".join(loss.note for loss in losses)
+    each = "; ".join(dict.fromkeys(loss.note for loss in losses))
     if place is None:
         text = (
             f"the runner of {slot} of run {slot.key.run} was lost {len(losses)} times within {window_s:g} s without "

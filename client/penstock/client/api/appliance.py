@@ -379,7 +379,7 @@ class Appliance:
                     raise CoordinatorUnavailableError(
                         f"{error.message} (tried for {min(REACH_S, self.settings.timeout_s):g} s). Is `penstock "
                         "coordinator` running there, and the address right?"
-                    ) from error
+                    ) from None
                 run.reach(error.retry_after_s if isinstance(error, OverloadedError) else RETRY_S)
 
     def _spec(self, opening: Opening) -> records_pb2.LoaderSpec:

@@ -82,7 +82,7 @@ def _resolved(kind: type[ApplianceSettings], given: dict[str, Any]) -> Appliance
     try:
         settings = kind(**explicit)
     except ValidationError as error:
-        raise InvalidArgumentError(_explain(error, explicit)) from error
+        raise InvalidArgumentError(_explain(error, explicit)) from None
     if settings.compression is not None:
         require(settings.compression)
     if not settings.address and any(name.startswith("tls_") for name in explicit):

@@ -30,9 +30,7 @@ from penstock.client.states.batch_sizes import batch_size_of
 from penstock.client.states.code_reference import forbid_in_runner
 from penstock.client.stream.checkpoint_schedule import CheckpointSchedule, CheckpointSteps, positive
 from penstock.client.stream.stream_interfaces import EPOCH_ENDED, StreamStats
-from penstock.proto.errors import (
-    EmptyInputError,
-)
+from penstock.proto.errors import EmptyInputError, PenstockError
 from penstock.proto.state.position import EPOCHS_AHEAD
 
 __all__ = ["DataExecutor", "DataLoader", "iterating", "wrap"]
@@ -66,8 +64,8 @@ class DataLoader(ResumableLoader):
             objects that can be pickled, and functions of any kind. They are copied at once.
 
     Raises:
-        TypeError: input_fn is not callable; or it is a class (or is annotated to return one) that takes `strict` in
-            only one of load_state_dict and deaggregate_state_dict.
+        TypeError: input_fn is not callable, or not with these arguments; or it is a class (or is annotated to return
+            one) that takes `strict` in only one of load_state_dict and deaggregate_state_dict.
         InvalidArgumentError, UnsupportedStateError: input_fn or an argument has neither a name to import nor a value
             to send. What can be sent only by value is refused when a run is opened on an appliance that is not
             embedded.
@@ -78,6 +76,9 @@ class DataLoader(ResumableLoader):
         return iter(DataExecutor(self))
 
     # ---- description
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.name}, step {self.step}>"
 
     @property
     def input_fn(self) -> Callable[..., Any]:
@@ -156,7 +157,7 @@ def wrap(loader: TorchLoader[Any]) -> DataLoader:
     """
     if not isinstance(loader, TorchLoader):
         raise TypeError(f"wrap() takes a torch DataLoader, got a {type(loader).__qualname__}")
-    return DataLoader(loader)  # type: ignore[arg-type]  # which the constructor takes, for this function
+    return DataLoader(loader)
 
 
 def iterating() -> DataExecutor | None:
@@ -222,6 +223,10 @@ class DataExecutor:
         """Step before this executor's first."""
         self._last: int | None = None
 
+    def __repr__(self) -> str:
+        steps = "one epoch" if self._num_steps is None else f"{self._num_steps} steps"
+        return f"<{type(self).__name__} of {self._loader!r}: {steps}, {self.user_iteration} done>"
+
     # ---- position and figures, for the loop
 
     @property
@@ -274,8 +279,8 @@ class DataExecutor:
         return step in self._schedule or (self._schedule.and_last and step == self._last)
 
     @property
-    def wait_seconds(self) -> float:
-        """Seconds that the loop waited for the batch of this step."""
+    def last_wait_seconds(self) -> float:
+        """Seconds that the loop waited for the batch of this step. `stats.waited_s` is the sum over all steps."""
         return self._session.reader.wait_s if self._session is not None else 0.0
 
     @property
@@ -307,7 +312,10 @@ class DataExecutor:
         if self._num_steps == 0:
             return iter(())
         steps = self._steps()
-        next(steps)
+        try:
+            next(steps)
+        except PenstockError as error:
+            raise error.with_traceback(None) from error.__cause__  # frames of the opening say nothing to the user
         return steps
 
     def _steps(self) -> Generator[Any, None, None]:
@@ -331,6 +339,8 @@ class DataExecutor:
                     batch = reader.next()
                 except EmptyInputError:
                     raise session.empty() from None
+                except PenstockError as error:
+                    raise error.with_traceback(None) from error.__cause__  # nor do those of the reader
                 if batch is EPOCH_ENDED:
                     session.epoch_ended()
                     if stop is None and position.step > first:

@@ -16,14 +16,15 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ParamSpec, overload
 
+from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset
 
 from penstock.client.api.appliance import Appliance, current_appliance, current_settings
 from penstock.client.api.appliance_settings import ApplianceSettings
 from penstock.client.api.session import Session
-from penstock.client.states.code_reference import ship
+from penstock.client.states.code_reference import check_arguments, ship
 from penstock.client.states.local_loader import LocalLoader, check_strict
 from penstock.client.states.run_opening import Opening
 from penstock.client.states.saved_state import BoxStart, SavedState
@@ -41,13 +42,18 @@ from penstock.proto.v1 import records_pb2
 
 __all__ = ["OpenedLoader"]
 
+_Arguments = ParamSpec("_Arguments")
 _ids = itertools.count(1)
 
 
 class OpenedLoader:
     """Run of a DataLoader and its reader, as a DataExecutor uses them: see data_loader.py."""
 
-    def __init__(self, input_fn: Callable[..., Any] | Dataset[Any], *args: Any, **kwargs: Any) -> None:
+    @overload
+    def __init__(self, input_fn: Callable[_Arguments, Any], *args: _Arguments.args, **kwargs: _Arguments.kwargs): ...
+    @overload
+    def __init__(self, input_fn: Dataset[Any] | TorchLoader[Any], *args: Any, **kwargs: Any) -> None: ...
+    def __init__(self, input_fn: Callable[..., Any] | Dataset[Any] | TorchLoader[Any], *args: Any, **kwargs: Any) -> None:
         self._replay = False
         """True: states are made by replay, whatever Appliance(replay=) says."""
         if isinstance(input_fn, Dataset) or not callable(input_fn):
@@ -56,6 +62,7 @@ class OpenedLoader:
             taken = taken_over(input_fn, *args, **kwargs)
             input_fn, args, kwargs, self._replay = taken.input_fn, taken.args, taken.kwargs, taken.replay
         else:
+            check_arguments(input_fn, args, kwargs)
             args, kwargs = copy.deepcopy(args), copy.deepcopy(kwargs)
         self._reference, self._arguments = ship(input_fn, args, kwargs)
         self.name = self._reference.name

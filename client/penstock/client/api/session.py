@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from dataclasses import dataclass, field, replace
 
 from penstock.client.api.appliance import Appliance
 from penstock.client.stream.stream_interfaces import Reader, StreamRun, StreamStats
 from penstock.proto.errors import EmptyInputError
+from penstock.proto.tracebacks import warn_user
 
 __all__ = ["Session"]
 
@@ -77,12 +77,10 @@ class Session:
             # A box that ended its epoch where this box began its own is between two epochs, as this one was.
             if self.epoch_began_at < last < step and (box, last) not in self.told_ended:
                 self.told_ended.add((box, last))
-                warnings.warn(
+                warn_user(
                     f"{self.name}: the epoch of box {box} ended at step {last}, and box {self.run.box} continues with "
                     f"step {step}: a collective between them would hang. Give all boxes the same number of batches, "
                     "or pass num_steps",
-                    UserWarning,
-                    stacklevel=3,
                 )
 
     def empty(self) -> EmptyInputError:

@@ -15,7 +15,6 @@ import gc
 import logging
 import os
 import time
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -35,6 +34,7 @@ from penstock.client.checkpoint.saving.writer_process import PendingSave, Writer
 from penstock.client.stream import open_streams
 from penstock.proto.errors import CheckpointError, InvalidArgumentError, PenstockError
 from penstock.proto.state.checkpoint_files import checkpoints, newest, step_name
+from penstock.proto.tracebacks import warn_user
 from penstock.runtime.process.forks import OwnerProcess
 
 __all__ = ["AsyncCheckpointer", "Progress"]
@@ -329,7 +329,7 @@ class AsyncCheckpointer:
         for one in checkpoints(self.folder):
             if found is not None and one.path == found.path:
                 break
-            warnings.warn(f"the checkpoint {one.path} is damaged: {one.damage}", UserWarning, stacklevel=2)
+            warn_user(f"the checkpoint {one.path} is damaged: {one.damage}")
         return None if found is None else found.step
 
     def restore(

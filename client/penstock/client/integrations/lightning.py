@@ -10,12 +10,12 @@ a position alone does not show that the epoch was over; so this is saved too.
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from penstock.client.api.lookahead import Lookahead
+from penstock.proto.tracebacks import warn_user
 
 __all__ = ["LoaderState"]
 
@@ -42,13 +42,11 @@ class LoaderState(Callback):
         count, batches = trainer.accumulate_grad_batches, loop.batch_progress
         unsized = trainer.num_training_batches == float("inf")
         if loop.restarting and unsized and batches.is_last_batch and batches.current.ready % count:
-            warnings.warn(
+            warn_user(
                 f"LoaderState: the checkpoint was saved at the last of {batches.current.ready} batches of an epoch, "
                 f"which are not a multiple of accumulate_grad_batches={count}, and the loader has no length: from here "
                 "Lightning accumulates other batches together than uninterrupted training does. Give the loader a "
                 "length, or resume from a checkpoint of the end of an epoch",
-                UserWarning,
-                stacklevel=2,
             )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

@@ -11,7 +11,6 @@ import base64
 import json
 import os
 import re
-import warnings
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +20,7 @@ from transformers.trainer_callback import ExportableState
 from penstock.client.api.lookahead import Lookahead
 from penstock.proto.errors import InvalidArgumentError, StateMismatchError
 from penstock.proto.state.codec import decode_state, encode_state
+from penstock.proto.tracebacks import warn_user
 
 __all__ = ["LoaderState", "newest_checkpoint"]
 
@@ -75,13 +75,11 @@ class LoaderState(TrainerCallback, ExportableState):
                 "without this callback. Resume from one that was saved with it"
             )
         if args.gradient_accumulation_steps > 1 and _length(ahead) % args.gradient_accumulation_steps:
-            warnings.warn(
+            warn_user(
                 f"LoaderState: the {_length(ahead)} batches of an epoch are not a multiple of "
                 f"gradient_accumulation_steps={args.gradient_accumulation_steps}: after a resume within an epoch the "
                 "Trainer accumulates its last few batches with those of the next epoch, which uninterrupted training "
                 "does not. Losses differ from there, and training may end some steps before max_steps",
-                UserWarning,
-                stacklevel=2,
             )
         ahead.load_state_dict(cast(dict[str, Any], decode_state(base64.b64decode(saved))))
 

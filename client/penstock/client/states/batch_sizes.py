@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 
 from penstock.proto.batch.structure import Structure
 from penstock.proto.errors import InvalidArgumentError
+from penstock.proto.tracebacks import warn_user
 
 __all__ = ["batch_size_of", "infer_batch_size"]
 
@@ -32,11 +32,11 @@ def infer_batch_size(data: Any, batch_size: int | None = None) -> int | None:
             "pass nested dicts, lists, tuples or dataclasses of tensors"
         )
     if len(sizes) > 1:
-        warnings.warn(f"the batch has no batch size: its tensors have {sorted(sizes)} rows", UserWarning, stacklevel=2)
+        warn_user(f"the batch has no batch size: its tensors have {sorted(sizes)} rows")
         return None
     (size,) = sizes
     if batch_size is not None and size != batch_size:
-        warnings.warn(f"the batch has {size} rows, and batches before had {batch_size}", UserWarning, stacklevel=2)
+        warn_user(f"the batch has {size} rows, and batches before had {batch_size}")
     return size
 
 

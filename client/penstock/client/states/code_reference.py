@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -28,6 +29,7 @@ __all__ = [
     "MAIN",
     "RUNNER_VARIABLE",
     "CodeReference",
+    "check_arguments",
     "encode_arguments",
     "forbid_in_runner",
     "refer",
@@ -61,6 +63,20 @@ class CodeReference:
         module, _, qualname = self.name.partition(":")
         other, _, other_qualname = name.partition(":")
         return qualname == other_qualname and (module == other or bool({MAIN, BY_VALUE} & {module, other}))
+
+
+def check_arguments(input_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raise TypeError if input_fn cannot be called with these arguments, by its signature."""
+    try:
+        signature = inspect.signature(input_fn)
+    except (TypeError, ValueError):
+        return  # a callable of C code without one
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(
+            f"input_fn {_label(input_fn)}{signature} cannot be called with the arguments that follow it: {error}"
+        ) from None
 
 
 def ship(input_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[CodeReference, bytes]:

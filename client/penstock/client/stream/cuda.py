@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -24,6 +23,7 @@ import torch
 
 from penstock.client.stream.device import DeviceEvent, copied
 from penstock.proto.lane.ring import Ring
+from penstock.proto.tracebacks import warn_user
 
 __all__ = ["CudaBackend", "PageLocks", "take_error"]
 
@@ -118,13 +118,11 @@ class PageLocks:
         self._take_error()
         if not self._told:
             self._told = True
-            warnings.warn(
+            warn_user(
                 f"{self._what} of {memory.nbytes:,} bytes could not be page-locked for {self._device}: "
                 f"{runtime.cudaGetErrorString(error)} ({int(error)}); it is copied as pageable memory instead, "
                 "which is slower. Locked memory is limited by free memory, by a container's memory limit and by "
                 f"`ulimit -l` (docker run --ulimit memlock=-1). {self._less}",
-                UserWarning,
-                stacklevel=2,
             )
         return False
 

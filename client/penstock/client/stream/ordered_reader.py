@@ -17,7 +17,6 @@ import os
 import select
 import threading
 import time
-import warnings
 from collections.abc import Sequence
 from typing import Any, Literal, NoReturn
 
@@ -48,6 +47,7 @@ from penstock.proto.lane.tcp import USER_TIMEOUT_S
 from penstock.proto.rpc.channel import error_of
 from penstock.proto.state.position import Position, advance
 from penstock.proto.state.restartable import by_own_methods
+from penstock.proto.tracebacks import warn_user
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import lane_pb2, records_pb2
 
@@ -390,9 +390,9 @@ class OrderedReader:
                     _log.info("%s: %s", self._label, what)
             if view.restarts > self._restarts[slot]:
                 self._restarts[slot] = view.restarts
-                stack = f"\nIts stack when it died:\n{view.stack}\n" if view.stack and not view.doing else ""
-                why = f"{view.note or f'moved to worker {view.worker}'}{stack}"
-                notes.append(recovered(run.box, slot, why))
+                stack = f". Its stack when it died:\n{view.stack}" if view.stack and not view.doing else ""
+                why = view.note or f"moved to worker {view.worker}"
+                notes.append(f"{recovered(run.box, slot, why)}{stack}")
             if view.doing and view.doing != self._slow[slot]:
                 notes.append(f"slow worker: slot {slot} of box {run.box} on worker {view.worker} is {view.doing}")
             self._slow[slot] = view.doing
@@ -406,7 +406,7 @@ class OrderedReader:
         self._tell_not_used(run.views)
         self.stats.skipped = sum(view.skipped for view in run.views)
         for note in notes:
-            warnings.warn(f"{self._label}: {note}", UserWarning, stacklevel=2)
+            warn_user(f"{self._label}: {note}")
 
     def _tell_not_used(self, views: Sequence[pb.SlotView]) -> None:
         """Log once why the loader's own states are not used, which makes saves and recoveries slower."""

@@ -45,7 +45,7 @@ from collections.abc import Callable
 from google.protobuf.message import DecodeError
 from xxhash import xxh3_64
 
-from penstock.proto.errors import BatchCorruptError, PenstockError, ProtocolError, format_remote
+from penstock.proto.errors import BatchCorruptError, PenstockError, ProtocolError
 from penstock.proto.lane import tcp
 from penstock.proto.lane.compression import Unpacker, check_claim, load
 from penstock.proto.lane.dialer import SHAKE_S, LaneDialer
@@ -68,6 +68,7 @@ from penstock.proto.lane.producer import FreeEntry, Producer
 from penstock.proto.lane.ring import BOX_BYTES, PAGE, RingBudget
 from penstock.proto.lane.tls_socket import TlsSocket, check_damage
 from penstock.proto.rpc.tls import Tls, host_of, load_tls
+from penstock.proto.tracebacks import format_remote
 from penstock.proto.v1 import lane_pb2, records_pb2
 from penstock.runtime.process.watch import Process
 from penstock.runtime.telemetry.logs import log_lines

@@ -5,7 +5,6 @@ progress, figures, messages."""
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NoReturn, Protocol
@@ -16,6 +15,7 @@ from penstock.proto.batch.structure import Structure
 from penstock.proto.errors import PenstockError
 from penstock.proto.rpc.calls import FetchedState
 from penstock.proto.state.position import Position
+from penstock.proto.tracebacks import warn_user
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
@@ -175,7 +175,8 @@ class Reader(Protocol):
 
 def placed(error: PenstockError, worker: str, box: int, slot: int, step: int) -> PenstockError:
     """Return the error with worker, box, slot and step added to its message."""
-    message = f"{error.message} [worker {worker or 'no worker'}, box {box}, slot {slot}, step {step}]"
+    where = f"worker {worker}, " if worker else ""
+    message = f"{error.message} [{where}box {box}, slot {slot}, step {step}]"
     return type(error)(message, remote_traceback=error.remote_traceback)
 
 
@@ -190,11 +191,9 @@ def warn_of_whole_input(label: str, views: Sequence[pb.SlotView], num_workers: i
         view.HasField("capabilities") and not view.capabilities.looked_at_assignment for view in views
     ):
         return False
-    warnings.warn(
+    warn_user(
         f"{label}: no worker read its assignment, so every worker streams the whole input, and each "
         "sample comes once from every worker. Shard it in input_fn or its dataset: a = penstock.worker."
         "current_assignment() and a.global_worker_id of a.total_num_workers, or torch's get_worker_info()",
-        UserWarning,
-        stacklevel=3,
     )
     return True

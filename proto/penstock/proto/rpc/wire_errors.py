@@ -29,9 +29,9 @@ from penstock.proto.errors import (
     PenstockError,
     VersionSkewError,
     error_named,
-    format_remote,
 )
 from penstock.proto.rpc.version import VERSION
+from penstock.proto.tracebacks import format_remote
 from penstock.proto.v1 import records_pb2
 from penstock.runtime.telemetry.logs import LONGEST, plain
 
@@ -152,7 +152,7 @@ def translating(address: str, method: str, deadline_s: float, closed: Callable[[
     try:
         yield
     except grpc.RpcError as error:
-        raise _error_of_rpc(error, address, method, deadline_s, closed()) from error
+        raise _error_of_rpc(error, address, method, deadline_s, closed()) from None  # it has all that gRPC reports
     except (grpc.aio.UsageError, ValueError) as error:
         if isinstance(error, PenstockError) or not closed():
             raise

@@ -93,6 +93,12 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         self._epoch, self._start = self._worker_batches().remainder.position_after(0)
         self._count_from_here()
 
+    def __repr__(self) -> str:
+        return (
+            f"<{type(self).__name__} over {self._name}: {len(self._order)} samples, {self._batch} in a global batch, "
+            f"epoch {self._epoch}, {self._done} batches done>"
+        )
+
     # ---- what a loader adds
 
     @abstractmethod

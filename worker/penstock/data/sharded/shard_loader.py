@@ -142,6 +142,9 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         if lengths is not None:
             self._plan.check_length(0, sum(map(int, lengths)), self._batch, identity.boxes)
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} over {self.source!r}: {self._batch} samples in a global batch>"
+
     def __len__(self) -> int:
         """Return the number of a whole epoch's batches that this process makes. Raises TypeError if it is unknown."""
         lengths = None if self.source.endless else self.source.lengths(self._begun.progress.epoch)

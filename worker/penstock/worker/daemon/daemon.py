@@ -84,6 +84,7 @@ class Daemon:
         self.blobs = Blobs(self._connect)
         self.runner_memory = settings.runner_memory
         self.starts = TurnQueue(settings.starts or cores())
+        self.embedded = settings.embedded
         user = user_of_runners(settings)
         self._groups = groups_of_runners(settings)
         self._tempdirs = TemporaryFolders(user)

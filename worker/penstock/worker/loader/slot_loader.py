@@ -12,7 +12,7 @@ from typing import Any, Self
 import xxhash
 
 from penstock.proto.batch.classes import MAX_NAME
-from penstock.proto.errors import InputFnError, NotRestartableError, PenstockError, format_remote
+from penstock.proto.errors import InputFnError, NotRestartableError, PenstockError
 from penstock.proto.state import assignment as place_of
 from penstock.proto.state.generators import derive_seed, seed_rng
 from penstock.proto.state.restartable import (
@@ -22,6 +22,7 @@ from penstock.proto.state.restartable import (
     takes_strict,
     worker_state,
 )
+from penstock.proto.tracebacks import format_remote
 from penstock.proto.v1 import records_pb2
 from penstock.runtime.process import forks
 from penstock.worker.loader.restart_points import Launch, StreamHistory, StreamPosition

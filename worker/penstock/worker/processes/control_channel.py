@@ -11,6 +11,7 @@ import fcntl
 import json
 import mmap
 import os
+import re
 import socket
 import struct
 import sys
@@ -19,7 +20,8 @@ from bdb import BdbQuit
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.proto.errors import LaneLostError, PenstockError, ProtocolError, UnsupportedStateError, format_remote
+from penstock.proto.errors import LaneLostError, PenstockError, ProtocolError, UnsupportedStateError
+from penstock.proto.tracebacks import format_remote
 from penstock.proto.v1 import records_pb2
 from penstock.runtime.process.forks import silence
 
@@ -36,6 +38,8 @@ __all__ = [
     "plain_detail",
 ]
 
+_CAUGHT_BY_TORCH = re.compile(r"Caught \S+ in (?P<where>[^\n]+)\.\nOriginal Traceback ")
+"""Text of an exception that torch raises again for one of its worker processes."""
 _HEAD = struct.Struct("<IQB")  # bytes of JSON, bytes of payload, descriptors that came along
 MAX_JSON = 1 << 20
 MAX_PAYLOAD = 1 << 30
@@ -277,6 +281,9 @@ def describe(error: BaseException) -> str:
             "breakpoint() needs a terminal, and workers have none: set num_workers_per_box=0 "
             "(PENSTOCK_NUM_WORKERS_PER_BOX=0) to run input_fn in the training process"
         )
+    if caught := _CAUGHT_BY_TORCH.match(text):
+        last = text.rstrip().rpartition("\n")[2]
+        return f"{last} (in {caught['where']})"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

@@ -10,12 +10,10 @@ from penstock.worker.processes.progress_page import ProgressPage
 __all__ = ["descriptors_closed", "how_it_ended"]
 
 
-def how_it_ended(status: int | None, name: str, progress_page: ProgressPage) -> str:
-    """Return one line on how the runner of the slot `name` ended, and where it was."""
+def how_it_ended(status: int | None, progress_page: ProgressPage) -> str:
+    """Return how a runner ended, and where it was: a sentence without its subject."""
     progress_page.refresh()
-    return (
-        f"the runner of {name} {describe_exit(status)} at batch {progress_page.total}, in {progress_page.activity[0]}"
-    )
+    return f"{describe_exit(status)} at batch {progress_page.total}, in {progress_page.activity[0]}"
 
 
 def descriptors_closed(status: int | None, name: str) -> InputFnError | None:

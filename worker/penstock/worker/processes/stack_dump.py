@@ -17,6 +17,7 @@ import signal
 import time
 from pathlib import Path
 
+from penstock.proto.tracebacks import fold_stack
 from penstock.runtime.process.watch import Process, stat_of
 
 __all__ = ["SIGNAL", "StackFile", "state_of", "write_stacks_to"]
@@ -65,7 +66,7 @@ class StackFile:
         if self.fd < 0:
             return ""
         text = os.pread(self.fd, SIZE, 0).split(b"\0", 1)[0].decode(errors="replace")
-        text = text.partition("\nExtension modules:")[0].strip()  # a long list that says nothing here
+        text = fold_stack(text.partition("\nExtension modules:")[0].strip())  # a long list that says nothing here
         return text if len(text) <= SHOWN else f"{text[:SHOWN]}\n  ... {len(text) - SHOWN} characters left out"
 
     def clear(self) -> None:

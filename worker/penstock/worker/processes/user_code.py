@@ -15,8 +15,9 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from penstock.proto.errors import InputFnError, InputFnNotAllowedError, InputFnNotFoundError, format_remote
+from penstock.proto.errors import InputFnError, InputFnNotAllowedError, InputFnNotFoundError
 from penstock.proto.state.allowed_modules import module_of, under
+from penstock.proto.tracebacks import format_remote
 from penstock.proto.v1 import records_pb2
 from penstock.worker.processes.control_channel import describe
 from penstock.worker.processes.user_path import why_not_searched

@@ -56,10 +56,10 @@ class MemoryWatch:
             far = held > HARD_LIMIT * limit
             if far and not (young and begun):
                 # The loader, or a batch: a loss, with the batch that it was making.
-                slot.lose(f"the runner of {slot.name} was killed at batch {slot.progress_page.total}, because {what}")
+                slot.lose(f"was killed at batch {slot.progress_page.total}, because {what}")
             elif far or (handing is not None and handing.done()):
                 slot.recycle, slot.outgrown = True, young
-                slot.lose(f"the runner of {slot.name} was replaced at batch {slot.progress_page.total}, because {what}")
+                slot.lose(f"was replaced at batch {slot.progress_page.total}, because {what}")
             elif handing is None and held > limit and slot.ready.is_set():
                 handing = slot.spawn(self._save_progress())
 
@@ -87,7 +87,7 @@ class MemoryWatch:
 def killed_for_memory(slot: SlotContext, whose: OutOfMemory, *, young: bool) -> None:
     """Report the slot lost after the kernel killed its runner, or one of the runner's processes. If the limit of its
     control group was the reason, treat the runner as the watch does. `young`: before the runner's second batch."""
-    at = f"the runner of {slot.name} was killed by the kernel at batch {slot.progress_page.total}, because"
+    at = f"was killed by the kernel at batch {slot.progress_page.total}, because"
     if whose is OutOfMemory.OWN:
         slot.recycle = slot.outgrown = young
         limit = _mib(slot.host.runner_memory)

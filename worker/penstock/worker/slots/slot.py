@@ -142,7 +142,7 @@ class Slot:
                     young = self.begun.is_set() and self.progress_page.total <= self._first_total + 1
                     killed_for_memory(self, self._child.out_of_memory, young=young)
                 else:
-                    self.lose(how_it_ended(status, self.name, self.progress_page), self._child.last_stack)
+                    self.lose(how_it_ended(status, self.progress_page), self._child.last_stack)
         except asyncio.CancelledError:
             raise
         except PenstockError as error:
@@ -240,25 +240,28 @@ class Slot:
         self.phase, self.error, self.lost = coordinator_pb2.FAILED, error, lost
         self._end_turn()
         self.host.tally.losses += lost
-        self.log.warning("%s: %.4000s", self.name, error.message)
+        self._log_failure(error.message, error.remote_traceback if lost else "")
         if self._child is not None:
             self._child.kill()
         self.host.slot_changed()
+
+    def _log_failure(self, message: str, stack: str = "") -> None:
+        """Log what the training job shows too: in embedded mode, where both have one screen, at a lower level."""
+        level = logging.INFO if self.host.embedded else logging.WARNING
+        self.log.log(level, "%s: %.4000s%s", self.name, message, stack and f"\n{stack}")
 
     def _end_turn(self) -> None:
         """End the turn in which the runner starts."""
         if self._turn is not None:
             self._turn.end()
 
-    def lose(self, why: str, stack: str = "") -> None:
-        """Report the runner lost: another one is to continue. `stack`: its stack at the crash."""
+    def lose(self, how: str, stack: str = "") -> None:
+        """Report the runner lost: another one is to continue. `how`: sentence without its subject, the runner;
+        `stack`: its stack at the crash."""
         making = self.progress_page.making
         if making is not None:
             self._making = records_pb2.Skip(epoch=making[0], total=self.progress_page.total, count=making[1])
-        message = f"{why} on worker {self.host.name}"
-        detail = records_pb2.ErrorDetail(name="WorkerLostError", message=message, remote_traceback=stack)
-        if stack:
-            self.log.warning("%s: its stack when it crashed:\n%s", self.name, stack)
+        detail = records_pb2.ErrorDetail(name="WorkerLostError", message=f"the runner {how}", remote_traceback=stack)
         self.fail(detail, lost=True)
 
     # ---- its health
@@ -366,7 +369,7 @@ class Slot:
         elif message.kind == "wants_resume":
             self.spawn(self._send_resume())
         elif message.kind == "broken":
-            self.log.warning("%s: %.4000s", self.name, fields["error"]["message"])
+            self._log_failure(fields["error"]["message"])
         elif message.kind == "failed":
             self.fail(cut(records_pb2.ErrorDetail(**fields["error"])), lost=False)
         self.host.slot_changed()

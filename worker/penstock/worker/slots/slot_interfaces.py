@@ -66,6 +66,8 @@ class SlotHost(ReplayHost, Protocol):
     share: SnapshotQuota
     tally: DaemonCounters
     starts: TurnQueue
+    embedded: bool
+    """Whether the daemon is a child of the training job."""
 
     def findings(self, assignment: records_pb2.WorkerAssignment) -> LoaderFindings: ...
     def found_rewinds(self, assignment: records_pb2.WorkerAssignment, crossing: str) -> None: ...
@@ -116,8 +118,8 @@ class SlotContext(Protocol):
     def fail(self, error: records_pb2.ErrorDetail, *, lost: bool) -> None:
         """End the slot: for good, or (lost) for another worker to take over."""
 
-    def lose(self, why: str, stack: str = "") -> None:
-        """Report the runner lost: another one is to continue."""
+    def lose(self, how: str, stack: str = "") -> None:
+        """Report the runner lost: another one is to continue. `how`: sentence without its subject, the runner."""
 
     def drain(self) -> None:
         """Process the messages that the runner has sent by now."""

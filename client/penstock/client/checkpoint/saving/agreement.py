@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from penstock.client.checkpoint.saving.ranks import Ranks
 from penstock.client.checkpoint.saving.replicas import compare, digests, summary
 from penstock.client.checkpoint.values.objects import load_object
 from penstock.proto.errors import CheckpointError, InvalidArgumentError
+from penstock.proto.tracebacks import warn_user
 
 __all__ = ["AgreedSave", "Agreement"]
 
@@ -156,11 +156,9 @@ class Agreement:
         new = [text for name, text in tensors.items() if name not in self._warned]
         self._warned.update(tensors)
         if new:
-            warnings.warn(
+            warn_user(
                 f"ranks have different values in {len(new)} tensors of the same name, and the checkpoint keeps those "
                 f"of one rank: {'; '.join(new[:3])}{' ...' if len(new) > 3 else ''}",
-                UserWarning,
-                stacklevel=4,
             )
 
 

@@ -14,7 +14,6 @@ records both (`notes`), and `load_optimizer` restores what `load_state_dict` has
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -22,6 +21,7 @@ import torch
 
 from penstock.client.checkpoint.values.plain_values import LEAVES
 from penstock.proto.errors import CheckpointError, InvalidArgumentError
+from penstock.proto.tracebacks import warn_user
 
 __all__ = [
     "check_order",
@@ -135,12 +135,10 @@ def warn_of_numbers(key: str, value: Any) -> None:
     key: key of the value in the state that is saved or restored.
     """
     for path in _numbered(value, (key,)):
-        warnings.warn(
+        warn_user(
             f"{'.'.join(map(str, path))!r} of the state is an optimizer's state_dict, which identifies parameters by "
             "their order only: if the order differs at the restore, each parameter gets the state of another. Put the "
             "optimizer itself into the state, at the top, beside its module",
-            UserWarning,
-            stacklevel=2,
         )
 
 

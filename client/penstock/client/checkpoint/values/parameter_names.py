@@ -8,7 +8,6 @@ in the alphabet, and the state of an optimizer goes by the names of its paramete
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -18,6 +17,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from penstock.proto.errors import InvalidArgumentError
+from penstock.proto.tracebacks import warn_user
 
 __all__ = ["clean_keys", "parameter_names", "unwrapped"]
 
@@ -116,13 +116,11 @@ def _from_several(
         names.append(name)
     shape, count = next(iter(Counter(unnamed).most_common(1)), ((), 0))
     if count > 1:
-        warnings.warn(
+        warn_user(
             f"{key!r} of the state has {count} parameters of shape {list(shape)} without names, which are identified "
             "by their order only: if the order differs at the restore, each parameter gets the state of another. Save "
             "and restore the module with its optimizer, or make it with names: "
             f"{type(optimizer).__name__}(model.named_parameters())",
-            UserWarning,
-            stacklevel=2,
         )
     return names
 

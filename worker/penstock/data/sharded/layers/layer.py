@@ -34,6 +34,10 @@ class Layer:
         self.depth = _depth(source.described()) + 1
         """Depth of the stack of sources that ends with this one."""
 
+    def __repr__(self) -> str:
+        settings = "".join(f", {name}={value!r}" for name, value in self.settings().items())
+        return f"{type(self).__name__}({self.source!r}{settings})"
+
     @property
     def num_shards(self) -> int:
         return self.source.num_shards

@@ -94,6 +94,9 @@ class Mixture:
         self._parts, self._stop, self._by = parts_of(weights), stop, by
         self.sources = [Repeated(source) if stop == "never" and not source.endless else source for source in sources]
 
+    def __repr__(self) -> str:
+        return f"Mixture({self.sources!r}, parts={list(self._parts)}, stop={self._stop!r}, by={self._by!r})"
+
     @property
     def num_shards(self) -> int:
         return self.sources[0].num_shards

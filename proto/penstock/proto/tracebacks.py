@@ -1,0 +1,93 @@
+"""Tracebacks as users read them: the frames of their own code, with the frames of Penstock around them folded.
+
+A run of Penstock's frames is one line, or none at the outer end. The innermost run stays whole: there the error is
+Penstock's own. The same holds for the stacks that faulthandler writes, which have the innermost frame first.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import traceback
+import warnings
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from typing import Any
+
+import penstock
+
+__all__ = ["fold_stack", "format_remote", "is_ours", "warn_user"]
+
+_STACK_FRAME = re.compile(r'  File "(?P<file>[^"\n]*)", line \d+ in ')
+
+
+def is_ours(filename: str) -> bool:
+    """Return whether a source file belongs to Penstock."""
+    return filename.startswith(tuple(f"{folder}/" for folder in penstock.__path__))
+
+
+def format_remote(error: BaseException) -> str:
+    """Return the traceback text that travels with an error: this process's, after any that it already carries.
+    Penstock's frames are folded."""
+    whole = traceback.TracebackException.from_exception(error)
+    for one in _chain(whole):
+        one.stack = _FoldedStack(one.stack)
+    return "".join(whole.format())
+
+
+def _chain(error: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
+    """Yield the error, its causes and contexts, and the members of exception groups."""
+    waiting: list[traceback.TracebackException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is not None:
+            yield one
+            waiting += [one.__cause__, one.__context__, *(getattr(one, "exceptions", None) or ())]
+
+
+class _FoldedStack(traceback.StackSummary):
+    """The outermost frame comes first."""
+
+    def format(self, **options: Any) -> list[str]:  # 3.13 has options
+        runs = [(ours, list(frames)) for ours, frames in groupby(self, key=lambda frame: is_ours(frame.filename))]
+        lines = []
+        for number, (ours, frames) in enumerate(runs):
+            if not ours or number == len(runs) - 1:
+                lines += traceback.StackSummary.from_list(frames).format(**options)
+            elif number:
+                lines.append(f"  {_folded(frames)}\n")
+        return lines
+
+
+def fold_stack(text: str) -> str:
+    """Return the text of faulthandler with Penstock's frames folded: in each thread, all but the innermost run."""
+    lines: list[str] = []
+    innermost = True
+    for ours, group in groupby(text.splitlines(), key=_kind):
+        frames = list(group)
+        if ours and not innermost:
+            lines.append(f"  {_folded(frames)}")
+            continue
+        lines += frames
+        innermost = ours is None  # what follows a line that is no frame
+    return "\n".join(lines)
+
+
+def _kind(line: str) -> bool | None:
+    """Return whether a frame is Penstock's; None for a line that is no frame. The interpreter's entry counts as ours:
+    `<string>`, which starts the fork server."""
+    frame = _STACK_FRAME.match(line)
+    return None if frame is None else is_ours(frame["file"]) or frame["file"] == "<string>"
+
+
+def _folded(frames: Iterable[Any]) -> str:
+    count = len(list(frames))
+    return f"[{count} frame{'s' if count > 1 else ''} of Penstock]"
+
+
+def warn_user(message: str) -> None:
+    """Issue a UserWarning that names the line of the user's code: the innermost frame that is not Penstock's."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and is_ours(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, UserWarning, stacklevel=level)

@@ -1,0 +1,110 @@
+"""Tracebacks with Penstock's frames folded, and warnings that name the user's line."""
+
+from __future__ import annotations
+
+import faulthandler
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.client.states.batch_sizes import infer_batch_size
+from penstock.data import MapLoader
+from penstock.proto.errors import PenstockError
+from penstock.proto.tracebacks import fold_stack, format_remote
+from penstock.worker.processes.control_channel import describe
+
+
+class Broken:
+    """A dataset whose third sample cannot be read."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, number: int) -> int:
+        if number == 2:
+            raise ValueError("no such image")
+        return number
+
+
+def raised(loader: MapLoader) -> BaseException:
+    with pytest.raises(ValueError, match="no such image") as caught:
+        list(loader)
+    return caught.value
+
+
+def test_a_run_of_our_frames_is_one_line() -> None:
+    text = format_remote(raised(MapLoader(Broken(), batch_size=2)))
+    assert "of Penstock]" in text
+    assert "map_loader.py" not in text
+    user = text.partition("of Penstock]")
+    assert "in raised" in user[0]
+    assert "in __getitem__" in user[2]
+
+
+def test_our_frames_at_the_outer_end_are_left_out() -> None:
+    error = raised(MapLoader(Broken(), batch_size=2))
+    assert error.__traceback__ is not None
+    text = format_remote(error.with_traceback(error.__traceback__.tb_next))
+    assert "of Penstock]" not in text
+    assert text.splitlines()[1].strip().endswith("in __getitem__")
+
+
+def test_our_frames_at_the_inner_end_stay() -> None:
+    with pytest.raises(PenstockError) as caught:
+        MapLoader(Broken(), batch_size=0)
+    assert "map_loader.py" in format_remote(caught.value)
+
+
+def test_causes_and_groups_are_folded_too() -> None:
+    inner = raised(MapLoader(Broken(), batch_size=2))
+    try:
+        try:
+            raise KeyError("outer") from ExceptionGroup("several", [inner])  # type: ignore[type-var]
+        except KeyError as error:
+            raise RuntimeError("last") from error
+    except RuntimeError as error:
+        text = format_remote(error)
+    assert "RuntimeError: last" in text
+    assert "of Penstock]" in text
+    assert "map_loader.py" not in text
+
+
+class Stuck(Broken):
+    def __getitem__(self, number: int) -> int:
+        with tempfile.TemporaryFile("w+") as file:
+            faulthandler.dump_traceback(file)
+            file.seek(0)
+            raise LookupError(file.read())
+
+
+def test_the_stack_of_a_crash_is_folded() -> None:
+    with pytest.raises(LookupError) as caught:
+        list(MapLoader(Stuck(), batch_size=2))
+    text = fold_stack(caught.value.args[0])
+    first, ours = text.index("in __getitem__"), text.index("of Penstock]")
+    assert first < ours < text.index("in test_the_stack_of_a_crash_is_folded")
+    assert "map_loader.py" not in text
+
+
+def test_an_error_of_a_torch_worker_is_told_once() -> None:
+    text = (
+        "Caught ValueError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
+        '  File "x.py", line 1, in f\nValueError: no such image\n'
+    )
+    assert describe(ValueError(text)) == "ValueError: no such image (in DataLoader worker process 0)"
+
+
+def test_a_warning_names_the_users_line() -> None:
+    def rows() -> Iterator[int | None]:
+        yield infer_batch_size([torch.ones(2), torch.ones(3)])  # the line that calls Penstock
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        list(rows())
+    (warning,) = caught
+    assert warning.filename == __file__
+    assert "the line that calls Penstock" in Path(__file__).read_text().splitlines()[warning.lineno - 1]

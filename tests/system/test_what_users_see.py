@@ -1,0 +1,87 @@
+"""What a training script prints when user code fails: once, the user's frames, and the line of the loop."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.client import DataExecutor, DataLoader
+from penstock.data import MapLoader
+
+SCRIPT = """
+import ctypes
+import torch
+from torch.utils import data
+from penstock.client import Appliance, DataLoader
+
+class Rows(data.Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, number):
+        if number == 5:
+            {fault}
+        return torch.tensor(number)
+
+def make(**options):
+    return data.DataLoader(Rows(), batch_size=2, **options)
+
+if __name__ == "__main__":
+    with Appliance(num_workers_per_box=1, seed=1):
+        for batch in DataLoader(make{options}):
+            print(batch.tolist(), flush=True)
+"""
+
+
+def said(folder: Path, fault: str, options: str = "") -> list[str]:
+    """Lines of standard error of a script in which a sample fails."""
+    script = folder / "train.py"
+    script.write_text(SCRIPT.format(fault=fault, options=options))
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.splitlines() == ["[0, 1]", "[2, 3]"]
+    return done.stderr.splitlines()
+
+
+@pytest.mark.parametrize("options", ["", ", num_workers=1"], ids=["here", "in torch's processes"])
+def test_an_exception_is_shown_once(tmp_path: Path, options: str) -> None:
+    lines = said(tmp_path, 'raise ValueError("no such image")', options)
+    assert lines[0].startswith("Traceback")
+    assert sum("in __getitem__" in line for line in lines) == 1
+    assert not [line for line in lines if "/worker/penstock/" in line]
+    assert [line for line in lines if "InputFnError: " in line and "raised ValueError: no such image" in line]
+    assert len([line for line in lines if "/client/penstock/" in line]) == 1
+
+
+def test_a_crash_of_a_sample_is_short(tmp_path: Path) -> None:
+    """Four deaths: one warning at the loop's line, and the error. 181 lines before."""
+    lines = said(tmp_path, "ctypes.string_at(0)")
+    assert "train.py:20: UserWarning: " in lines[0]
+    assert sum("SIGSEGV" in line for line in lines) == 2
+    assert sum("in __getitem__" in line for line in lines) == 2
+    assert len(lines) < 40
+
+
+def test_arguments_are_checked_before_anything_starts() -> None:
+    def rows(count: int, *, start: int = 0) -> list[torch.Tensor]:
+        return []
+
+    assert DataLoader(rows, 3).step == 0
+    with pytest.raises(TypeError, match=r"rows\(count: .*\).* cannot be called .*: missing a required argument: 'count'"):
+        DataLoader(rows)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'end'"):
+        DataLoader(rows, 3, end=1)  # type: ignore[call-overload]
+    DataLoader(int, "3")
+    DataLoader(dict, a=1)
+
+
+def test_loaders_have_a_readable_repr() -> None:
+    loader = DataLoader(MapLoader, range(4), batch_size=2)
+    assert repr(loader) == "<DataLoader of penstock.data.loading.map_loader:MapLoader, step 0>"
+    assert repr(DataExecutor(loader, num_steps=3)) == f"<DataExecutor of {loader!r}: 3 steps, 0 done>"
+    assert repr(MapLoader(range(4), batch_size=2)) == (
+        "<MapLoader over range: 4 samples, 2 in a global batch, epoch 0, 0 batches done>"
+    )
