@@ -70,7 +70,9 @@ def test_arguments_are_checked_before_anything_starts() -> None:
         return []
 
     assert DataLoader(rows, 3).step == 0
-    with pytest.raises(TypeError, match=r"rows\(count: .*\).* cannot be called .*: missing a required argument: 'count'"):
+    with pytest.raises(
+        TypeError, match=r"rows\(count: .*\).* cannot be called .*: missing a required argument: 'count'"
+    ):
         DataLoader(rows)  # type: ignore[call-overload]
     with pytest.raises(TypeError, match="unexpected keyword argument 'end'"):
         DataLoader(rows, 3, end=1)  # type: ignore[call-overload]

@@ -34,7 +34,9 @@ class Away:
 
 def watched(coordinator: Away) -> Slot:
     """A slot whose runner is ready and has begun, with one snapshot that is not durable."""
-    host: Any = SimpleNamespace(name="w", coordinator=coordinator, slot_changed=lambda: None, tally=DaemonCounters())
+    host: Any = SimpleNamespace(
+        name="w", coordinator=coordinator, slot_changed=lambda: None, tally=DaemonCounters(), embedded=False
+    )
     host.findings = lambda assignment: LoaderFindings()
     slot = Slot(host, records_pb2.WorkerAssignment(run="job/0", attempt=1, num_workers_per_box=1))
     child: Any = SimpleNamespace(pid=1, kill=lambda: None)
