@@ -46,7 +46,7 @@ $(BIN)/python -m grpc_tools.protoc \
 	$(PROTOS:proto/%=%)
 endef
 
-.PHONY: help setup lock proto proto-check proto-baseline manifests lint format format-check types docs collect pytest test simulate chaos fuzz demo
+.PHONY: help setup lock dist proto proto-check proto-baseline manifests lint format format-check types docs collect pytest test simulate chaos fuzz demo
 .PHONY: soak demo-streaming signals slurm loaders node helm bench bench-peers storm peers pythons clean
 
 help: ## list the targets
@@ -114,6 +114,12 @@ pytest: $(STAMP) ## the tests alone; PYTEST_ARGS replaces "-n 4 --dist loadfile 
 test: $(STAMP) ## all checks and tests: what CI runs
 	$(MAKE) --no-print-directory -j 2 lint format-check proto-check collect
 	$(MAKE) --no-print-directory -j 3 types docs pytest  # the tests wait now and then, and leave room for the other two
+
+dist: $(STAMP) ## the sdist and the wheel in dist/, checked as the package index checks them; installs twine
+	rm -rf dist
+	$(BIN)/python -m pip install --quiet twine==7.0.0
+	$(BIN)/python -m build --no-isolation --outdir dist .
+	$(BIN)/python -m twine check --strict dist/*
 
 pythons: $(STAMP) ## mypy, bytecode and tests on Python 3.12 and 3.13, where they are; PYTHONS_ARGS="3.13 --torch"
 	$(BIN)/python tests/pythons.py $(PYTHONS_ARGS)

@@ -34,6 +34,9 @@ GIB = 1 << 30
         (machine_findings.check_packages(["torch>=2.4"], {"torch": "2.13.0+cpu"})[0], "ok", "2.13.0"),
         (machine_findings.check_packages(["torch>=2.4"], {"torch": "2.3.1"})[0], "problem", "2.4 or newer"),
         (machine_findings.check_packages(["typer"], {})[0], "problem", "not installed"),
+        (machine_findings.check_torch_build(0, 0), "ok", "without CUDA"),
+        (machine_findings.check_torch_build(18, 8), "ok", "8 NVIDIA devices"),
+        (machine_findings.check_torch_build(18, 0), "warning", "no NVIDIA device"),
         (machine_findings.check_kernel("6.1", {}), "ok", "pidfd"),
         (machine_findings.check_kernel("6.1", {"O_DIRECT": "no"}), "ok", "optional"),
         (

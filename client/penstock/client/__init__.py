@@ -1,5 +1,8 @@
 """The training job: an ordinary iterator that can be saved at any step and resumed exactly."""
 
+from penstock.runtime.process import linux_only  # noqa: F401  # before the imports that fail elsewhere
+
+# isort: split
 from penstock.client.api.appliance import Appliance
 from penstock.client.api.checkpoint_closure import checkpoint_closure
 from penstock.client.api.data_loader import DataExecutor, DataLoader, wrap

@@ -11,6 +11,10 @@ __all__ = ["main"]
 def main() -> None:
     """Entry point."""
     try:
+        try:
+            from penstock.runtime.process import linux_only  # noqa: F401
+        except ImportError as error:
+            sys.exit(f"penstock: {error}")
         from penstock.deploy.cli.main import main as run
 
         run()

@@ -53,7 +53,9 @@ class OpenedLoader:
     def __init__(self, input_fn: Callable[_Arguments, Any], *args: _Arguments.args, **kwargs: _Arguments.kwargs): ...
     @overload
     def __init__(self, input_fn: Dataset[Any] | TorchLoader[Any], *args: Any, **kwargs: Any) -> None: ...
-    def __init__(self, input_fn: Callable[..., Any] | Dataset[Any] | TorchLoader[Any], *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, input_fn: Callable[..., Any] | Dataset[Any] | TorchLoader[Any], *args: Any, **kwargs: Any
+    ) -> None:
         self._replay = False
         """True: states are made by replay, whatever Appliance(replay=) says."""
         if isinstance(input_fn, Dataset) or not callable(input_fn):

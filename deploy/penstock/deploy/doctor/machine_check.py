@@ -74,6 +74,7 @@ def check_machine(asked: MachineQuestion) -> Iterator[Finding]:
     yield machine_findings.check_python(sys.version_info[:3])
     requires = machine_probes.requirements()
     yield from machine_findings.check_packages(requires, machine_probes.installed(requires))
+    yield machine_findings.check_torch_build(machine_probes.cuda_packages(), machine_probes.nvidia_devices())
     yield machine_findings.check_kernel(platform.release(), machine_probes.kernel_gaps())
     yield machine_findings.check_cage(sandbox.why_not_whole())
     yield _groups(off=bool(_value(WorkerSettings, "no_groups", asked)))

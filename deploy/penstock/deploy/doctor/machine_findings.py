@@ -27,6 +27,7 @@ __all__ = [
     "check_python",
     "check_runner_user",
     "check_tls",
+    "check_torch_build",
 ]
 
 MIB = 1 << 20
@@ -85,6 +86,23 @@ def check_packages(requires: Iterable[str], installed: Mapping[str, str]) -> lis
         else:
             found.append(ok(name, has))
     return found
+
+
+def check_torch_build(cuda_packages: int, gpus: int) -> Finding:
+    """Check that torch is the build for this machine.
+
+    Args:
+        cuda_packages: installed packages of CUDA, which torch's default build on Linux brings. gpus: NVIDIA devices.
+    """
+    check = "torch build"
+    if cuda_packages and not gpus:
+        return warning(
+            check,
+            f"{cuda_packages} packages of CUDA, some 5 GB, and no NVIDIA device",
+            "A worker needs no CUDA: install torch's CPU build first, from the index that PyTorch's install page gives "
+            "for Compute Platform CPU, and Penstock after it.",
+        )
+    return ok(check, f"{cuda_packages} packages of CUDA, {gpus} NVIDIA devices" if cuda_packages else "without CUDA")
 
 
 def check_kernel(release: str, missing: Mapping[str, str]) -> Finding:

@@ -28,11 +28,13 @@ __all__ = [
     "cgroup_room",
     "clock_source",
     "clock_synchronised",
+    "cuda_packages",
     "fsync_s",
     "installed",
     "kernel_gaps",
     "memory_available",
     "nearest",
+    "nvidia_devices",
     "requirements",
 ]
 
@@ -61,6 +63,16 @@ def installed(requires: list[str]) -> dict[str, str]:
         except metadata.PackageNotFoundError:
             pass
     return found
+
+
+def cuda_packages() -> int:
+    """Return the number of installed packages of CUDA's libraries."""
+    return sum((each.name or "").lower().startswith("nvidia-") for each in metadata.distributions())
+
+
+def nvidia_devices() -> int:
+    """Return the number of NVIDIA devices that the kernel shows."""
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
 def kernel_gaps() -> dict[str, str]:

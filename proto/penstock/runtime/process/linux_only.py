@@ -1,0 +1,15 @@
+"""Import of this module raises ImportError on another system than Linux, before anything else of Penstock fails."""
+
+from __future__ import annotations
+
+import sys
+
+__all__: list[str] = []
+
+_NAMES = {"darwin": "macOS", "win32": "Windows"}
+
+if sys.platform != "linux":
+    raise ImportError(
+        f"Penstock must run on Linux, got {_NAMES.get(sys.platform, sys.platform)}: it uses memfd, pidfd and seccomp. "
+        "Use a Linux machine, a container (deploy/docker), or WSL 2 on Windows"
+    )
