@@ -18,7 +18,7 @@ LOCKS = {
     "worker-plain": ("3.12", (), ("torch",)),
     "worker": ("3.12", ("compression", "http", "metrics", "otel", "s3", "streaming"), ("torch",)),
 }
-"""Lock -> Python, extras, and excluded packages. All locks but the first are those of the images: ../docker/Dockerfile."""
+"""Lock -> Python, extras, and excluded packages. All but the first are of the images: ../docker/Dockerfile."""
 HEADER = "# {name}: what pip may install on Python {python} and Linux, by hash. Written by `make lock`; not by hand.\n"
 
 
