@@ -38,7 +38,7 @@ __all__ = ["Interleave", "ShardedOrder"]
 Interleave = Literal["shards", "samples", "batches"]
 
 KEPT_EPOCHS = 2
-"""Epochs in memory: the present one, and the next, whose shards are prefetched already."""
+"""Epochs whose plans stay in memory: the present one and the next, whose shards are prefetched already."""
 MOST = 1 << 48
 """Exclusive upper bound of an epoch's samples: positions in it are divided as floats of 53 bits."""
 
@@ -116,7 +116,7 @@ class ShardedOrder:
         return needed[np.sort(first)]
 
     def _split(self, epoch: int, at: Ints) -> Iterator[tuple[PartSequence, Ints, Ints]]:
-        """Yield (sequence, indexes of its positions, positions in it)."""
+        """Yield (sequence, indexes in `at` that belong to it, positions in the sequence)."""
         sequences = self._epoch(epoch)
         if len(sequences) == 1:
             yield sequences[0], np.arange(len(at)), at

@@ -23,7 +23,7 @@ __all__ = ["UnshardedOrder"]
 MOST = 1 << 48
 """Exclusive upper bound of a dataset's samples, and of an epoch's."""
 _BLOCKS, _SHORT, _INSIDE = 0, 1, 2
-"""Purposes of keys."""
+"""Constants that distinguish the keys: of a repeat's blocks, of the short block's place, of the samples in a block."""
 
 
 class UnshardedOrder:
@@ -52,7 +52,7 @@ class UnshardedOrder:
 
     def ids(self, epoch: int, positions: npt.ArrayLike) -> Ints:
         """Return the numbers of the samples at these positions, which lie in [0, len(self))."""
-        repeat, first = divmod(epoch * self._length, self._count)  # Python's int: the epoch is unbounded
+        repeat, first = divmod(epoch * self._length, self._count)  # a Python int: epoch * length may exceed 64 bits
         at = np.asarray(positions, np.int64) + first
         if not self._shuffle:
             ids: Ints = at % self._count
@@ -65,7 +65,7 @@ class UnshardedOrder:
         if block == count:
             return permuted(at, count, keys)
         blocks, rest = divmod(count, block)
-        # The short block follows a keyed number of whole ones, and holds the dataset's last samples.
+        # A keyed number of whole blocks precedes the short block, which has the dataset's last samples.
         short = _chosen(keys, blocks + 1) * block
         inside_short = (at >= short) & (at < short + rest)
         whole = np.where(at >= short + rest, at - rest, at)
