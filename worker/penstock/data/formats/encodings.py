@@ -1,11 +1,11 @@
 """Encodings of MDS columns, by mosaicml-streaming's names: from values to bytes, and back to the same values.
 
 A decoder gets the sample's bytes and the value's position in them, to avoid copies. It uses all of the value's bytes or
-raises, and allocates no more than these need. Arrays are writable copies: mosaicml-streaming's are copies too, but
-read-only, about which torch.from_numpy warns.
+raises an error, and allocates no more memory than these need. Arrays are writable copies. mosaicml-streaming's are
+copies too, but read-only, and torch.from_numpy warns about read-only arrays.
 
-As in mosaicml-streaming "int" and "str_float" become Python's numbers, "uint8" to "float64" numpy's scalars, and images
-PIL's, which are decoded only when they are used.
+As in mosaicml-streaming, "int" and "str_float" become Python's numbers, "uint8" to "float64" numpy's scalars, and
+images PIL's, which are decoded only when they are used.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Encoding:
     decode: Callable[[bytes, int, int], Any]
     """(sample, begin, end) -> value. Raises any exception for bytes that are not a value."""
     encode: Callable[[Any], bytes]
-    """value -> bytes. Raises TypeError, ValueError or OverflowError for a value that it would change."""
+    """value -> bytes. Raises TypeError, ValueError or OverflowError for a value that cannot be stored unchanged."""
 
 
 def encoding_of(name: str, *, allow_unsafe_types: bool = False) -> Encoding:
@@ -122,7 +122,7 @@ def _scalar(dtype: type[np.generic]) -> Encoding:
     return Encoding(size, decode, encode)
 
 
-# Numbers of dtypes in MDS; everything else about an array is in `_decode_array`.
+# Numbers of dtypes in MDS. `_decode_array` has the rest of the format.
 _DTYPES: dict[int, np.dtype[Any]] = {
     8: np.dtype(np.uint8),
     9: np.dtype(np.int8),
@@ -144,7 +144,7 @@ MOST_DIMENSIONS = 63
 
 
 def _ndarray(config: str) -> Encoding:
-    """Return the encoding "ndarray:dtype:shape"; dtype or shape, if left out, is stored before each value."""
+    """Return the encoding "ndarray:dtype:shape". If dtype or shape is left out, it is stored before each value."""
     name, colon, dims = config.partition(":")
     if not config:
         return ENCODINGS["ndarray"]
@@ -222,7 +222,7 @@ def _encode_json(value: Any) -> bytes:
 
 
 def _unpickle(sample: bytes, begin: int, end: int) -> Any:
-    # The only unpickling of foreign data: available with allow_unsafe_types=True alone.
+    # The only unpickling of foreign data, available only with allow_unsafe_types=True.
     return pickle.loads(sample[begin:end])
 
 
