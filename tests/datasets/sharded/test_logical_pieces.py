@@ -287,7 +287,7 @@ def test_piece_with_other_records_is_named() -> None:
     token = token_after(along([1], [5, 6, 7, 8]), 4)
     assert rest(along([1], [5, 6, 7, 8]), token) == [8]
     with pytest.raises(
-        ReplayMismatchError, match=r"piece 1 \(1.txt\): it was read again to resume, and its samples differ"
+        ReplayMismatchError, match=r"piece 1 \(1.txt\) was read again to resume, and its samples differ"
     ):
         rest(along([1], [5, 66, 7, 8]), token)
     with pytest.raises(DatasetError, match=r"piece 1 \(1.txt\): it ends after 2 samples, but 3 had been read"):

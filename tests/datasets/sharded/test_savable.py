@@ -361,7 +361,7 @@ def test_unseeded_draws_are_found_by_the_replay() -> None:
     source = Savable(lambda shard: (os.urandom(4) for _ in range(9)), shards=1)
     token = token_after(source, 5)
     with pytest.raises(
-        ReplayMismatchError, match="stream 0 of 1: it was read again to resume, and its samples differ from the 5"
+        ReplayMismatchError, match="stream 0 of 1 was read again to resume, and its samples differ from the 5"
     ):
         rest(source, token)
 

@@ -1,8 +1,8 @@
-"""Any stateful iterable of a user's as a source in logical shards: one shard is one stream.
+"""Any stateful iterable of the user as a source in logical shards: one shard is one stream.
 
-opaque.py saves and resumes a stream, randomness.py provides its random generators; this module has the user's settings,
-and makes a source of it. An opaque stream cannot be split, so there are as many shards as the user gives, and
-additional workers have nothing to do. Nor can it be skipped cheaply: skipping its samples reads them.
+opaque.py saves and resumes a stream, and randomness.py provides its random generators. This module has the user's
+settings, and makes a source of the streams. An opaque stream cannot be split, so there are as many shards as the user
+gives, and additional workers have nothing to do. It cannot be skipped cheaply either: skipping samples reads them.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Savable:
         return _Cursor(stream, name, self._rows, None if self._collect is None else GarbageCollection(self._collect))
 
     def _mark(self, token: Token, name: str) -> StreamMark:
-        """Return the token's position, counted in batches of our size."""
+        """Return the token's position, converted to batches of this source's `batch_rows`."""
         mark = StreamMark.of(token, name)
         rows = token.get("rows")
         if rows == self._rows:
@@ -184,7 +184,7 @@ class _Cursor:
 
 
 def _json(name: str, value: Any) -> Any:
-    """Return a value as it comes back from JSON."""
+    """Return a value as it would be after saving it as JSON."""
     try:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError) as error:
