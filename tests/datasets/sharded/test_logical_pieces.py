@@ -290,7 +290,7 @@ def test_piece_with_other_records_is_named() -> None:
         ReplayMismatchError, match=r"piece 1 \(1.txt\) was read again to resume, and its samples differ"
     ):
         rest(along([1], [5, 66, 7, 8]), token)
-    with pytest.raises(DatasetError, match=r"piece 1 \(1.txt\): it ends after 2 samples, but 3 had been read"):
+    with pytest.raises(DatasetError, match=r"piece 1 \(1.txt\) ends after 2 samples, but 3 had been read"):
         rest(along([1], [5, 6]), token)
 
 
