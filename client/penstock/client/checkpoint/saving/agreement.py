@@ -1,7 +1,7 @@
-"""Agreement of the ranks before each save: the step, what each rank writes, and the length of it.
+"""Agreement of the ranks before each save: on the step, and on what each rank writes and how long it is.
 
-One exchange of a few hundred bytes, as long as no rank's state has another structure than at the last save. Every rank
-decides by itself, from the same answers: so all continue, or all raise.
+The agreement is one exchange of a few hundred bytes, unless a rank's state has another structure than at the last save.
+Every rank decides by itself from the same answers, so either all continue or all raise an error.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class AgreedSave:
     """Id of the save, hexadecimal."""
     plan: GlobalPlan
     lengths: list[dict[Key, int]]
-    """Bytes of each item that is not framed, by rank."""
+    """Bytes of each unframed item (see LocalItem.frame), by rank."""
     collected: CollectedState
     objects: dict[Key, bytes]
-    """Bytes of this rank's items that are not framed."""
+    """Contents of this rank's unframed items."""
     flying: list[str]
     """Ids of the saves that are in flight on any rank."""
 
 
 class Agreement:
-    """The plan that the ranks agreed on, kept for as long as it holds.
+    """Plan on which the ranks agreed, kept as long as it holds.
 
     Args:
         threads, hint: files of each rank; see `assign`.
@@ -62,7 +62,7 @@ class Agreement:
         self._plan: GlobalPlan | None = None
         self._warned: set[str] = set()
         self._tried: set[str] = set()
-        """Names of objects for which a load was tried."""
+        """Names of objects for which a trial load was made."""
 
     def on(
         self, step: int, folder: Path, state: Mapping[str, Any], earlier: list[CheckpointError], flying: list[str]
@@ -72,7 +72,7 @@ class Agreement:
         earlier: failures of this rank's earlier saves that no rank has raised yet; emptied when they are raised.
         flying: ids of this rank's saves in flight.
 
-        Raises what AsyncCheckpointer.save does, on all ranks.
+        Raises the errors of AsyncCheckpointer.save, on all ranks.
         """
         collected: CollectedState | None = None
         objects: dict[Key, bytes] = {}
@@ -122,7 +122,7 @@ class Agreement:
         return AgreedSave(answers[0]["save"], self._plan, lengths, collected, objects, everywhere)
 
     def _warn_of_opaque(self, collected: CollectedState, objects: dict[Key, bytes]) -> None:
-        """Log once, at the save, which objects a restore loads only with allow_unsafe_types."""
+        """Log once, at the save, the objects that a restore loads only with allow_unsafe_types."""
         for name, kind in collected.opaque.items():
             if name in self._tried or (name, None) not in objects:
                 continue

@@ -1,10 +1,10 @@
-"""Lock that lets one call into a checkpointer at a time, across threads and signal handlers.
+"""Lock that allows one call into a checkpointer at a time, across threads and signal handlers.
 
 A signal handler runs between any two instructions of the main thread, also within a `save`, and may call `save` itself,
-as handlers for preemption do. It would find everything half done. So while a call holds the checkpointer, signals are
-recorded, and their handlers run at the end of the call, on the same thread and before it returns. That takes
-milliseconds: waiting for a save or another thread is done with signals let through. A second signal of a kind is let
-through at any time, so that a second Ctrl-C always works.
+as handlers for preemption do. It would find data that are half changed. So while a call holds the checkpointer, signals
+are recorded, and their handlers run at the end of the call, on the same thread and before the call returns. The call
+holds it for milliseconds only: during waits for a save or another thread, handlers run at once. The handler of a second
+signal of one kind runs at once at any time, so that a second Ctrl-C always works.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock.proto.errors import CheckpointError, InvalidArgumentError
 __all__ = ["CallLock", "SignalWatch"]
 
 POLL_S = 0.002
-"""Seconds between two checks whether another thread has finished."""
+"""Seconds between two checks for the end of another thread's call."""
 
 Handler = Callable[[int, Any], Any]
 
@@ -79,13 +79,13 @@ class CallLock:
 
 
 class _HeldSignals:
-    """Recorder of signals, in place of the program's handlers, until `let_through`."""
+    """Recorder of signals. It replaces the program's handlers until `let_through`."""
 
     def __init__(self) -> None:
         self._handlers: dict[int, Handler] = {}
         self._noted: list[int] = []
         self.firm = True
-        """True while a second signal of a kind is dropped; else its handler runs at once."""
+        """True if a second signal of one kind is dropped; False if its handler runs at once."""
         if threading.current_thread() is not threading.main_thread():
             return  # handlers run on the main thread
         try:
@@ -94,7 +94,7 @@ class _HeldSignals:
                 if callable(handler):
                     self._handlers[number] = handler
                     signal.signal(number, self._note)
-        except BaseException:  # from a handler that was not replaced yet
+        except BaseException:  # raised by a handler that was not replaced yet
             self.let_through()
             raise
 
@@ -105,7 +105,7 @@ class _HeldSignals:
             self._handlers[number](number, frame)
 
     def let_through(self) -> None:
-        """Restore the handlers, and run those whose signals arrived. Raises what they raise."""
+        """Restore the handlers, and run those whose signals arrived. Raises the errors of these handlers."""
         raised: BaseException | None = None
         left = [*self._handlers.items()]
         while left:
@@ -115,7 +115,7 @@ class _HeldSignals:
                     if signal.getsignal(number) == self._note:
                         signal.signal(number, handler)
                     left.pop()
-            except BaseException as error:  # from a restored handler; restore the others too
+            except BaseException as error:  # raised by a restored handler; restore the others too
                 raised = raised or error
         noted, self._noted = self._noted, []
         for number in noted:
@@ -128,13 +128,14 @@ class _HeldSignals:
 
 
 class SignalWatch:
-    """Recorder of signals for a loop that checks after each step. A second signal acts as if nothing were recorded."""
+    """Recorder of signals for a loop that checks after each step. A second signal has the effect that it has without a
+    recorder."""
 
     def __init__(self, numbers: int | Iterable[int]) -> None:
-        """Install the handlers. Raises InvalidArgumentError for an invalid signal, or outside of the main thread."""
+        """Install the handlers. Raises InvalidArgumentError for an invalid signal, or outside the main thread."""
         wanted = [numbers] if isinstance(numbers, int) else [*numbers]
         self.received = 0
-        """Number of the last signal; 0: none."""
+        """Number of the last signal; 0 if there was none."""
         self._before: dict[int, Any] = {}
         if wanted and threading.current_thread() is not threading.main_thread():
             raise InvalidArgumentError(
