@@ -1,13 +1,13 @@
 """Metrics of the training job, for Prometheus.
 
-A job that already exports metrics registers `collector()` beside its own:
+A job that already exports metrics registers `collector()` in addition:
 
     REGISTRY.register(penstock.client.metrics.collector())
 
 Another job passes `Appliance(http="127.0.0.1:9400")`, or sets PENSTOCK_HTTP. That starts a small server, one for the
 process however many appliances it opens, which runs until the process ends.
 
-A scrape reads, on its own thread, figures that the loop keeps anyway; it has no cost for the loop.
+A scrape reads, on its own thread, figures that the loop keeps anyway, so it costs the loop nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def collector() -> Collector:
 
 def _readings() -> MetricReadings:
     found = MetricReadings("client")
-    # If a run was opened again in this process, only its newest attempt is a stream.
+    # If a run was opened again in this process, only its newest attempt is an open stream.
     feeds = {
         (reader.run.name, reader.run.box): reader
         for reader in sorted(_open_feeds(), key=lambda reader: reader.run.attempt)
@@ -78,7 +78,7 @@ def _count_reader(found: MetricReadings, reader: Reader) -> None:
     for slot, seconds in enumerate(list(run.progress.waited_by_slot)):
         if seconds:
             found.add("penstock_client_slot_wait_seconds_total", seconds, slot=slot, **of)
-    # Copied in one go: the loop may enter another worker meanwhile.
+    # Copied in one step, because the loop may add another worker meanwhile.
     for worker, seconds in stats.waited_by_worker.copy().items():
         found.add("penstock_client_worker_wait_seconds_total", seconds, worker=worker or "none", **of)
     found.add("penstock_client_copied_batches_total", reader.copies, **of)
@@ -95,7 +95,7 @@ def _count_reader(found: MetricReadings, reader: Reader) -> None:
 
 
 def _resident(pid: int) -> int:
-    """Return the resident memory of a process in bytes; 0 if it is gone."""
+    """Return the resident memory of a process in bytes; 0 if the process has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

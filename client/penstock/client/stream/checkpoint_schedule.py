@@ -23,10 +23,10 @@ __all__ = ["CheckpointSchedule", "CheckpointSteps", "positive"]
 CheckpointSteps = int | Iterable[int | range] | Callable[[int], bool] | None
 
 HORIZON = 256
-"""Steps ahead for which a callable is called, to announce its next checkpoint step."""
+"""Number of steps ahead for which a callable is called, to announce its next checkpoint step."""
 FEWEST_AHEAD = 2
-"""Smallest number of checkpoint steps that are announced ahead, at any distance. Those within the horizon are all
-announced: a worker takes no snapshot at a step that was not announced, and its state would have to be replayed."""
+"""Smallest number of checkpoint steps that are announced ahead, at any distance. All those within the horizon are
+announced, because a worker takes no snapshot at a step that was not announced, and would have to replay to it."""
 
 
 def positive(name: str, value: Any, least: int = 1) -> int:
@@ -41,11 +41,11 @@ def positive(name: str, value: Any, least: int = 1) -> int:
 
 @dataclass(frozen=True)
 class CheckpointSchedule:
-    """A set of checkpoint steps."""
+    """Set of checkpoint steps."""
 
     every: int = 0
     steps: tuple[int, ...] = ()
-    """Single steps, rising."""
+    """Single steps, in ascending order."""
     ranges: tuple[range, ...] = ()
     ask: Callable[[int], bool] | None = None
     and_last: bool = field(default=False)
@@ -85,7 +85,8 @@ class CheckpointSchedule:
         return (index > 0 and self.steps[index - 1] == step) or any(step in entry for entry in self.ranges)
 
     def after(self, step: int) -> int | None:
-        """Return the first checkpoint step after `step`; None if there is none, or none within a callable's HORIZON."""
+        """Return the first checkpoint step after `step`; None if there is none, or for a callable none within HORIZON
+        steps."""
         if self.every:
             return (step // self.every + 1) * self.every
         if self.ask is not None:

@@ -69,8 +69,9 @@ class Agreement:
     ) -> AgreedSave:
         """Agree on a save.
 
-        earlier: failures of this rank's earlier saves that no rank has raised yet; emptied when they are raised.
-        flying: ids of this rank's saves in flight.
+        Args:
+            earlier: failures of this rank's earlier saves that no rank has raised yet; emptied when they are raised.
+            flying: ids of this rank's saves in flight.
 
         Raises the errors of AsyncCheckpointer.save, on all ranks.
         """

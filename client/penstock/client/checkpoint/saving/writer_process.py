@@ -110,8 +110,8 @@ class WriterProcess:
         """Submit a save.
 
         Args:
-            image: memory with the save's files; None for a save that failed in this process, and is only reported to the
-                other ranks.
+            image: memory with the save's files; None for a save that failed in this process, and is only reported to
+                the other ranks.
             images: all images in use, including this one.
         """
         with self._lock:
