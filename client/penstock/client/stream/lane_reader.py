@@ -180,8 +180,9 @@ class SlotLane:
         hello.abandoned.extend(records_pb2.EpochEnd(epoch=epoch, total=total) for epoch, total in self.abandoned)
         hello.wanted.extend(self.wanted)
         if self.abandons and self.unsettled and self.abandoned and hello.next_total - 1 <= self.abandoned[-1][1]:
-            # The producer may not know of the last abandoned epochs. If it does, it detects the repetition by the
-            # count, or by a later batch that the loop has received.
+            # The producer may not have received the last abandoned epochs. A producer that has received them detects
+            # the repetition by the count. The condition excludes producers that sent a later batch, because these have
+            # received them.
             hello.abandon_epoch = self.abandoned_epoch + 1
             hello.epoch = self.abandoned_epoch
 

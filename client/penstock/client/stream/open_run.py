@@ -201,8 +201,7 @@ class OpenRun:
         return reply
 
     def _unconfirmed(self) -> tuple[tuple[int, int], ...]:
-        """Return the abandoned epochs that are not confirmed yet, in ascending order, because the coordinator requires
-        it."""
+        """Return the abandoned epochs that are not confirmed yet, in ascending order, because epochs only increase."""
         abandoned = self.progress.abandoned
         return abandoned[bisect_right(abandoned, self._confirmed_epoch, key=itemgetter(0)) :]
 

@@ -241,7 +241,8 @@ class OrderedReader:
         ]
 
     def _pass_over(self, lane: SlotLane) -> None:
-        """Count an unneeded frame. Raise ProtocolError above MAX_UNUSED, because such frames restart no deadline."""
+        """Count an unneeded frame. Raise ProtocolError above MAX_UNUSED, because the deadline is not checked while such
+        frames arrive."""
         lane.unused += 1
         if lane.unused > MAX_UNUSED:
             raise self._confused(lane, f"{lane.unused} batches and messages that are not needed")
