@@ -127,7 +127,7 @@ def test_shards_are_below_the_limit_and_not_empty(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("writer", [MDSWriter, JSONWriter, CSVWriter])
 def test_no_shard_outgrows_its_offsets(writer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writers, "MOST_BYTES", 1000)  # in place of 4 GiB
+    monkeypatch.setattr(writers, "MAX_BYTES", 1000)  # in place of 4 GiB
     with writer(tmp_path, {"a rather long name": "str"}, size_limit=None) as out:
         for _ in range(5):
             out.write({"a rather long name": "x" * 90})

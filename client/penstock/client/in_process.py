@@ -321,7 +321,7 @@ class InProcessReader:
         self._backend: DeviceBackend | None = backend_of(device) if device not in ("", "cpu") else None
         self._faults = sorted(faults, key=lambda fault: fault.step)
         self._assemblers: OrderedDict[int, Assembler] = OrderedDict()
-        self._told_whole_input = False
+        self._warned_unsharded = False
         run.progress.position = self._report
         run.progress.waited_by_slot = [0.0] * run.num_slots
         open_streams.feeds.add(self)
@@ -361,8 +361,8 @@ class InProcessReader:
         batch = self._assembled(made)
         box.deliver(made)
         self.layout = made.structure, made.shapes
-        if not self._told_whole_input:
-            self._told_whole_input = warn_of_whole_input(self._label, run.views, run.num_workers)
+        if not self._warned_unsharded:
+            self._warned_unsharded = warn_of_whole_input(self._label, run.views, run.num_workers)
         return batch
 
     def _make(self, box: _Box) -> MadeBatch | None:

@@ -111,7 +111,7 @@ class _Server:
 
     lock = threading.Lock()
     web: WebServer | None = None
-    asked = ""
+    listen = ""
 
 
 def open_web(listen: str, local_rank: int, tokens: str, tls: Tls | None) -> str:
@@ -133,11 +133,11 @@ def open_web(listen: str, local_rank: int, tokens: str, tls: Tls | None) -> str:
     check_address(listen)
     with _Server.lock:
         if _Server.web is None:
-            _Server.web, _Server.asked = _opened(listen, local_rank, tokens, tls), listen
+            _Server.web, _Server.listen = _opened(listen, local_rank, tokens, tls), listen
             _log.info("metrics at %s/metrics", _Server.web.url)
-        elif listen != _Server.asked:
+        elif listen != _Server.listen:
             raise InvalidArgumentError(
-                f"Appliance(http={listen!r}): this process already serves its metrics at {_Server.asked}, and one "
+                f"Appliance(http={listen!r}): this process already serves its metrics at {_Server.listen}, and one "
                 "server shows all of its appliances: pass the same address, or none"
             )
         return f"{_Server.web.url}/metrics"

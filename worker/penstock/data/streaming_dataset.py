@@ -26,7 +26,7 @@ import xxhash
 
 from penstock.data.arguments import byte_count, sample_count, whole
 from penstock.data.cache.index_watch import IndexWatch
-from penstock.data.cache.open_shards import FEWEST_OPEN, OpenShards
+from penstock.data.cache.open_shards import MIN_OPEN, OpenShards
 from penstock.data.cache.shard_cache import HeldShard, ShardCache
 from penstock.data.formats.index import read_index
 from penstock.data.formats.mds import columns_of
@@ -222,7 +222,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
     def fetch_ahead(self, shards: Ints) -> None:
         """Fetch these shards in the background, in this order. Replaces the list of the call before."""
-        self._open.most = max(FEWEST_OPEN, len(shards))
+        self._open.most = max(MIN_OPEN, len(shards))
         wanted: list[list[Shard]] = [[] for _ in self._caches]
         for number in shards.tolist():
             stream, shard = self._shards[number]
@@ -269,10 +269,10 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
     def _relieve_caches(self) -> None:
         """Let each cache close this dataset's open shards when the cache needs space. The cache has a weak reference,
         so it does not keep the dataset alive."""
-        relief = weakref.ref(self._open)
+        open_shards = weakref.ref(self._open)
 
         def relieve() -> None:
-            shards = relief()
+            shards = open_shards()
             if shards is not None:
                 shards.clear()
 

@@ -198,7 +198,7 @@ class Appliance:
         settings = self.settings
         self._place: DaemonAddresses | None = None
         self._daemons: Embedded | None = None
-        self._meeting: SharedAppliance | None = None
+        self._rendezvous: SharedAppliance | None = None
         if settings.otel:
             tracing.start("penstock-client")
         self._receiver = Receiver(settings.max_batch_bytes, self._tls)
@@ -211,11 +211,11 @@ class Appliance:
         elif settings.num_boxes == 1:
             self._embed()
         elif self._torchrun.one_host:
-            self._meeting = SharedAppliance(self._torchrun)
-            if self._meeting.hosts:
+            self._rendezvous = SharedAppliance(self._torchrun)
+            if self._rendezvous.hosts:
                 self._embed()
                 assert self._place is not None
-                self._meeting.publish(self._place)
+                self._rendezvous.publish(self._place)
         else:
             where = "several hosts" if self._torchrun.present else "several processes"
             raise InvalidArgumentError(
@@ -274,8 +274,8 @@ class Appliance:
         """Return the coordinator's address. An embedded coordinator is waited for until it is up."""
         self._check_open()
         if self._place is None:
-            assert self._meeting is not None
-            self._place = self._meeting.join(deadline, self.settings.timeout_s)
+            assert self._rendezvous is not None
+            self._place = self._rendezvous.join(deadline, self.settings.timeout_s)
         if self._daemons is not None:
             self._daemons.wait_until_up(deadline)
         return self._place
@@ -429,8 +429,8 @@ class Appliance:
     def _disconnect(self) -> None:
         self._receiver.stop()
         stop = self._daemons.close if self._daemons is not None else _nothing
-        if self._meeting is not None:
-            self._meeting.leave(stop)
+        if self._rendezvous is not None:
+            self._rendezvous.leave(stop)
         else:
             stop()
 

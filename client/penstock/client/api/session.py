@@ -29,7 +29,7 @@ class Session:
     """Step before the first batch of the present epoch."""
     whole_epoch: bool
     """True if the session reads the present epoch from its beginning, False if from a restored position."""
-    told_ended: set[tuple[int, int]] = field(default_factory=set)
+    warned_ended: set[tuple[int, int]] = field(default_factory=set)
     """Epoch ends of other boxes, (box, last step), of which the loop was warned."""
     warned_of_abandoned: bool = False
     cut_due: bool = False
@@ -78,8 +78,8 @@ class Session:
         for box, last in self.run.ended_boxes.items():
             # If the other box's epoch ended at the step where this box's epoch began, both are between the same two
             # epochs.
-            if self.epoch_began_at < last < step and (box, last) not in self.told_ended:
-                self.told_ended.add((box, last))
+            if self.epoch_began_at < last < step and (box, last) not in self.warned_ended:
+                self.warned_ended.add((box, last))
                 warnings.warn(
                     f"{self.name}: the epoch of box {box} ended at step {last}, and box {self.run.box} continues with "
                     f"step {step}: a collective between them would hang. Give all boxes the same number of batches, "

@@ -141,7 +141,7 @@ class AsyncCheckpointer:
         self._buffers = [StagingBuffer() for _ in range(buffers)]
         self._pending: list[PendingSave] = []
         """Saves in flight, and ended saves whose result has not been taken yet."""
-        self._unheard: list[CheckpointError] = []
+        self._unraised: list[CheckpointError] = []
         """Failures of saves that were not raised yet."""
         self._last: PendingSave | None = None
         self._closed = False
@@ -184,8 +184,8 @@ class AsyncCheckpointer:
             if len(self._in_flight) >= len(self._buffers):
                 return False
             self._collect_ended()
-            flying = [one.request["save"] for one in self._in_flight]
-            self._submit(step, self._agreement.on(step, self.folder, state, self._unheard, flying))
+            in_flight = [one.request["save"] for one in self._in_flight]
+            self._submit(step, self._agreement.on(step, self.folder, state, self._unraised, in_flight))
         return True
 
     def signalled(self) -> bool:
@@ -217,15 +217,15 @@ class AsyncCheckpointer:
                 if self._in_flight:
                     continue
                 self._collect_ended()
-                agreed = self._agreement.on(0, self.folder, state, self._unheard, [])
+                agreed = self._agreement.on(0, self.folder, state, self._unraised, [])
                 for buffer in self._buffers:
                     self._stage(agreed, buffer)
                 return
 
     def _submit(self, step: int, agreed: AgreedSave) -> None:
         ranks = self._ranks
-        flying = [one.buffer for one in self._in_flight]
-        buffer = next(one for one in self._buffers if one not in flying)
+        in_flight = [one.buffer for one in self._in_flight]
+        buffer = next(one for one in self._buffers if one not in in_flight)
         request: dict[str, Any] = {
             "save": agreed.save,
             "step": step,
@@ -240,7 +240,7 @@ class AsyncCheckpointer:
             "timeout_s": self._timeout_s,
             "keep_last": self._keep_last,
             "keep_every": self._keep_every,
-            "flying": agreed.flying,
+            "in_flight": agreed.in_flight,
             "commit": None,
         }
         failure: Exception | None = None
@@ -272,9 +272,9 @@ class AsyncCheckpointer:
 
     def _make_room(self) -> None:
         """Wait until a buffer is free. While all are in flight, wait for the oldest save."""
-        flying = self._in_flight
-        if len(flying) >= len(self._buffers):
-            wait_all(self._writer, flying[: len(flying) - len(self._buffers) + 1], None)
+        in_flight = self._in_flight
+        if len(in_flight) >= len(self._buffers):
+            wait_all(self._writer, in_flight[: len(in_flight) - len(self._buffers) + 1], None)
 
     @property
     def _in_flight(self) -> list[PendingSave]:
@@ -285,16 +285,16 @@ class AsyncCheckpointer:
         for one in [one for one in self._pending if one.ended.is_set()]:
             self._pending.remove(one)
             if one.error is not None:
-                self._unheard.append(one.error)
+                self._unraised.append(one.error)
 
     # ---- afterwards
 
     @property
     def progress(self) -> Progress:
         """Return the progress of the saves in flight."""
-        flying = self._in_flight
-        step = flying[0].step if flying else None
-        return Progress(step, sum(one.written for one in flying), sum(one.total for one in flying))
+        in_flight = self._in_flight
+        step = in_flight[0].step if in_flight else None
+        return Progress(step, sum(one.written for one in in_flight), sum(one.total for one in in_flight))
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until all saves are on the disk.
@@ -307,8 +307,8 @@ class AsyncCheckpointer:
         wait_all(self._writer, list(self._pending), timeout_s)
         with self._calls.one("wait"):
             self._collect_ended()
-            errors = [*self._unheard]
-            self._unheard.clear()
+            errors = [*self._unraised]
+            self._unraised.clear()
         if errors:
             raise errors[0]
 

@@ -152,12 +152,12 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
                 "retrieve_write_results() must be called after prepare_write_data(), but nothing was staged"
             )
         if self._buffer is not None:
-            said = self.write_buckets.heard()
-            if said is None:  # the process may still be writing, so its memory must not be reused
+            result = self.write_buckets.result()
+            if result is None:  # the process may still be writing, so its memory must not be reused
                 self._failure = "ended before it had written everything, or has not ended yet"
                 self._buffer.close()
             else:
-                self._failure = said["error"] and f"failed: {said['error']}"
+                self._failure = result["error"] and f"failed: {result['error']}"
                 _buffers.put(self._buffer)
             self._buffer = None
         if self._failure:
@@ -205,7 +205,7 @@ class StagedFiles:
                     task.result()
         except Exception as failed:
             error = f"{type(failed).__name__}: {failed}"
-        self._say({"error": error})
+        self._put_result({"error": error})
 
     def _write_one(self, region: memoryview, name: str, size: int) -> None:
         path = Path(self._folder, name)
@@ -217,7 +217,7 @@ class StagedFiles:
         if self._received and self._image is not None:
             self._image.close()
 
-    def _say(self, what: dict[str, Any]) -> None:
+    def _put_result(self, what: dict[str, Any]) -> None:
         """Write the result. Its length is written last, so that a half-written result is not read."""
         assert self._image is not None
         data = json.dumps(what).encode()
@@ -226,7 +226,7 @@ class StagedFiles:
         self._image.put(self._verdict + LENGTH, data)
         self._image.put(self._verdict, len(data).to_bytes(LENGTH))
 
-    def heard(self) -> dict[str, Any] | None:
+    def result(self) -> dict[str, Any] | None:
         """Return the result; None if there is none."""
         assert self._image is not None
         begin = self._verdict + LENGTH

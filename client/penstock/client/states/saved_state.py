@@ -159,17 +159,17 @@ class SavedState:
         if self.methods == 4:
             record["aggregated"] = self.aggregated
         envelope = encode_state(record)
-        ours = {KEY: {"format": FORMAT, "step": self.step, "record": envelope, "of": {_digest(envelope): {}}}}
+        own_part = {KEY: {"format": FORMAT, "step": self.step, "record": envelope, "of": {_digest(envelope): {}}}}
         if self.methods != 4:
-            return ours
+            return own_part
         if type(self.aggregated) is not dict:
-            return {STATE: self.aggregated, **ours}
+            return {STATE: self.aggregated, **own_part}
         if KEY in self.aggregated:
             raise StateMismatchError(
                 f"aggregate_state_dict of {self.input_fn} returned a dict with the key {KEY!r}, which is reserved: "
                 "rename it"
             )
-        return {**self.aggregated, **ours}
+        return {**self.aggregated, **own_part}
 
     def start(self, box: int, num_boxes: int, num_workers_per_box: int, *, strict: bool) -> BoxStart:
         """Return a box's start on this topology. Raises StateMismatchError if the loader cannot change topology."""

@@ -107,7 +107,7 @@ class PageLocks:
         self._device = device
         self._take_error = take_error
         self._what, self._less = what, less
-        self._told = False
+        self._warned = False
 
     def lock(self, memory: Mapped) -> bool:
         """Lock memory; return True if it is page-locked now. The first failure is a UserWarning."""
@@ -119,8 +119,8 @@ class PageLocks:
             weakref.finalize(memory, _unlock, runtime, memory.address, memory.map, os.getpid()).atexit = False
             return True
         self._take_error()
-        if not self._told:
-            self._told = True
+        if not self._warned:
+            self._warned = True
             warnings.warn(
                 f"{self._what} of {memory.nbytes:,} bytes could not be page-locked for {self._device}: "
                 f"{runtime.cudaGetErrorString(error)} ({int(error)}); it is copied as pageable memory instead, "

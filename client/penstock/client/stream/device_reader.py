@@ -70,7 +70,7 @@ class DeviceReader(OrderedReader):
         does not."""
         if self._version != self._run.version:
             self._refresh()
-        self._land()
+        self._release_copied()
         load = self._staged
         if load is None:
             load = super().next()
@@ -126,18 +126,18 @@ class DeviceReader(OrderedReader):
 
     # ---- ring entries
 
-    def _land(self) -> bool:
+    def _release_copied(self) -> bool:
         """Release the ring entries whose copies have ended. Return True if there were any."""
-        lent, landed = self._lent, False
+        lent, released = self._lent, False
         while lent and lent[0].done:
             load = lent.popleft()
             load.lane.release.append(load.token)
-            landed, self._stuck_since = True, 0.0
-        return landed
+            released, self._stuck_since = True, 0.0
+        return released
 
     def flush(self) -> bool:
         try:
-            self._land()
+            self._release_copied()
         except RuntimeError:
             pass  # the device has failed, but a state can still be requested
         return super().flush()
@@ -153,7 +153,7 @@ class DeviceReader(OrderedReader):
         if now - self._stuck_since > self._timeout_s:
             raise self._late(now - self._stuck_since)
         time.sleep(LOOK_S)
-        if self._land():
+        if self._release_copied():
             for other in self._lanes:
                 if len(other.release) >= other.group:
                     other.ack(self.position.total[other.slot])

@@ -86,20 +86,20 @@ class SlotLane:
         "generation",
         "group",
         "last_digest",
+        "last_failure",
         "layout",
         "name",
+        "network_works",
         "poll",
         "release",
         "retry_at",
         "rings",
         "slot",
         "tried_failed",
-        "trouble",
         "unacked",
         "unreachable",
         "unsettled",
         "unused",
-        "vouched",
         "wanted",
     )
 
@@ -138,12 +138,12 @@ class SlotLane:
         """Announced snapshots that are not taken yet: step, the slot's batches up to it, step, batches ..."""
         self.retry_at = 0.0
         self.backoff_s = FIRST_BACKOFF_S
-        self.trouble = ""
+        self.last_failure = ""
         """Reason why the last attempt to open the lane failed."""
         self.cut_off_since = self.cut_off_at = 0.0
         """Time since which the worker's host is unreachable, and time at which this end first noticed it; 0:
         reachable."""
-        self.vouched = False
+        self.network_works = False
         """True if the coordinator replied between `cut_off_at` and the last try, which shows that this end's network
         works."""
         self.unreachable = ""
@@ -198,7 +198,7 @@ class SlotLane:
         self.poll.register(consumer.fileno(), select.POLLIN)
         self.poll.register(wake_fd, select.POLLIN)
         self.unsettled = True
-        self.trouble = ""
+        self.last_failure = ""
 
     def _consumer(self, sock: socket.socket) -> Consumer:
         """Return the consumer that reads a connection."""
@@ -211,9 +211,9 @@ class SlotLane:
         self.cut_off_since = self.cut_off_at = 0.0
         self.unreachable = ""
 
-    def dials(self, heard_at: float) -> None:
-        """Record the start of a try to open the lane. `heard_at`: time of the coordinator's last reply."""
-        self.vouched = heard_at > self.cut_off_at > 0.0
+    def begin_try(self, replied_at: float) -> None:
+        """Record the start of a try to open the lane. `replied_at`: time of the coordinator's last reply."""
+        self.network_works = replied_at > self.cut_off_at > 0.0
 
     def cut_off(self, now: float, silent_s: float, why: str) -> bool:
         """Record that the worker's host could not be reached, or did not answer for `silent_s`. Return True if another
@@ -223,7 +223,7 @@ class SlotLane:
         if not self.cut_off_at:
             self.cut_off_since, self.cut_off_at = now - silent_s, now
             self.retry_at = max(self.retry_at, now + CHECK_S)
-        elif self.vouched and now - self.cut_off_since >= CUT_OFF_S:
+        elif self.network_works and now - self.cut_off_since >= CUT_OFF_S:
             self.unreachable = why
         return bool(self.unreachable)
 
@@ -232,7 +232,7 @@ class SlotLane:
         if self.consumer is not None:
             self.consumer.close(say_so=False)
             self.consumer = None
-        self.trouble = why
+        self.last_failure = why
         self.retry_at = now + self.backoff_s
         self.backoff_s = min(2 * self.backoff_s, MAX_BACKOFF_S)
 

@@ -125,7 +125,7 @@ class OpenRun:
         """Reason for which the run is over, such as a newer attempt."""
         self.away_since: float | None = None
         """Monotonic time since which the coordinator has not answered; None while it answers."""
-        self.heard_at = 0.0
+        self.replied_at = 0.0
         """Monotonic time of the coordinator's last reply."""
         self._reporting: threading.Thread | None = None
         self.away_because = ""
@@ -217,13 +217,13 @@ class OpenRun:
             if self.abandoned:
                 self.close()
                 return
-            asked = time.monotonic()
+            called_at = time.monotonic()
             try:
                 reply = self._report(seen, hold_s)
             except AWAY as error:
                 self.away_because = error.message
                 if self.away_since is None:
-                    self.away_since = asked
+                    self.away_since = called_at
                 self.reach(backoff)
                 backoff = min(2 * backoff, MAX_BACKOFF_S)
                 continue
@@ -234,7 +234,7 @@ class OpenRun:
                     self.fail(error)
                 self._linger()
                 return
-            self.away_since, self.heard_at, backoff = None, time.monotonic(), SHORTEST_BACKOFF_S
+            self.away_since, self.replied_at, backoff = None, time.monotonic(), SHORTEST_BACKOFF_S
             hold_s, self._lease_s = intervals(reply)
             self._commit_mark = reply.commit_mark
             self.ended_boxes = {end.box: end.step for end in reply.ended}
@@ -303,7 +303,7 @@ class OpenRun:
             reply = self._report(0, 0.0)
         except PenstockError:
             return
-        self.heard_at = time.monotonic()
+        self.replied_at = time.monotonic()
         self._take(reply)
 
     def report_soon(self) -> None:
@@ -362,19 +362,19 @@ class OpenRun:
         longer of AWAY_S and `deadline_s`. `call` gets the seconds of absence so far, to add to its deadline."""
         away_s, since, warn_at = 0.0, 0.0, AWAY_WARN_S
         while True:
-            asked = time.monotonic()
+            called_at = time.monotonic()
             try:
                 return call(away_s)
             except (CoordinatorUnavailableError, JournalError) as error:
-                since = since or asked
-                if self._closing.is_set() or asked - since > max(AWAY_S, deadline_s):
+                since = since or called_at
+                if self._closing.is_set() or called_at - since > max(AWAY_S, deadline_s):
                     raise
-                if asked - since > warn_at:
+                if called_at - since > warn_at:
                     warn_at *= 2
-                    waited = asked - since
+                    waited = called_at - since
                     _log.warning("%s: the coordinator has not answered for %.0f s: %s", what, waited, error.message)
                 self.reach(MAX_BACKOFF_S)
-                away_s += time.monotonic() - asked
+                away_s += time.monotonic() - called_at
 
     def aggregate(self, states: bytes, deadline_s: float) -> bytes:
         """Run the loader's aggregate_state_dict on a worker. `states`: envelope of the list of states. Returns the

@@ -96,7 +96,7 @@ class OrderedReader:
         self._waiting_since = 0.0
         self._moving = False
         self._abandoned: list[tuple[int, int]] = []
-        self._told_unsharded = self._told_not_used = False
+        self._warned_unsharded = self._logged_not_used = False
         run.progress.waited_by_slot = [0.0] * run.num_slots
         run.progress.position = self.snapshot
         run.progress.unreachable = self._unreachable
@@ -355,11 +355,13 @@ class OrderedReader:
             queued = f"number {view.start_queue_position} of {view.start_queue_length}"
             starting = f"its runner is {queued} in the worker's queue of runners to start"
         doing = {pb.STARTING: starting, pb.READY: "its next batch has not arrived"}
-        trouble = f"; its lane cannot be opened: {lane.trouble}" if lane.consumer is None and lane.trouble else ""
+        why_closed = (
+            f"; its lane cannot be opened: {lane.last_failure}" if lane.consumer is None and lane.last_failure else ""
+        )
         what = f"its runner is {view.doing}" if view.doing else doing.get(view.phase, "it has failed")
         return DeadlineError(
             f"{self._label}: box {run.box} waited {waited:.0f} s for step {step} from slot {slot} on worker "
-            f"{view.worker or 'unknown'}: {what}{trouble}{away} (timeout_s={self._timeout_s:g})",
+            f"{view.worker or 'unknown'}: {what}{why_closed}{away} (timeout_s={self._timeout_s:g})",
             remote_traceback=view.stack if view.doing else "",
         )
 
@@ -404,18 +406,18 @@ class OrderedReader:
             self._start_places[slot] = view.start_queue_position
             if lane.consumer is None and view.phase == pb.READY:
                 self._connect(lane, view, now)
-        if not self._told_unsharded:
-            self._told_unsharded = warn_of_whole_input(self._label, run.views, run.num_workers)
-        self._tell_not_used(run.views)
+        if not self._warned_unsharded:
+            self._warned_unsharded = warn_of_whole_input(self._label, run.views, run.num_workers)
+        self._log_not_used(run.views)
         self.stats.skipped = sum(view.skipped for view in run.views)
         for note in notes:
             warnings.warn(f"{self._label}: {note}", UserWarning, stacklevel=2)
 
-    def _tell_not_used(self, views: Sequence[pb.SlotView]) -> None:
+    def _log_not_used(self, views: Sequence[pb.SlotView]) -> None:
         """Log once why the loader's own states are not used. Saves and recoveries are slower without them."""
         why = next((view.capabilities.not_used for view in views if view.capabilities.not_used), "")
-        if why and not self._told_not_used:
-            self._told_not_used = True
+        if why and not self._logged_not_used:
+            self._logged_not_used = True
             _log.warning("%s: %s", self._label, why)
 
     def _connect(self, lane: SlotLane, view: pb.SlotView, now: float) -> bool:
@@ -432,7 +434,7 @@ class OrderedReader:
         hello.delivered = total
         hello.open_epochs = self._open_epochs
         lane.hello(hello)
-        lane.dials(run.heard_at)
+        lane.begin_try(run.replied_at)
         try:
             sock = run.dial(view, hello)
         except (OSError, PenstockError) as error:

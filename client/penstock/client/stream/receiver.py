@@ -110,12 +110,12 @@ class ReceiverLane:
         self._tcp: socket.socket | None = None
         self._tcp_fd = -1
         self._address = ""  # address of the daemon
-        self._heard = False  # True once bytes have come over TCP
-        self._silent: PenstockError | None = None  # reason of the end: the other host acknowledges nothing
+        self._tcp_answered = False  # True once bytes have come over TCP
+        self._silence: PenstockError | None = None  # reason of the end: the other host acknowledges nothing
         most = (max_batch_bytes + PAGE - 1) // PAGE * PAGE  # rounded as the sender rounds its entries
         self._producer = Producer(most, budget=loop.rings)
         self._producer.on_ack = self._relay
-        self._greeted = False
+        self._has_hello = False
         self._ended = False  # True if TCP is not read any more
         self._inbox = tcp.SealedInbox()
         self._out: deque[bytes | memoryview] = deque()  # hello and acks that wait to be sent to the sender
@@ -127,7 +127,7 @@ class ReceiverLane:
         self._unpacker: Unpacker | None = None  # for the present payload, if it is compressed
         self._hasher: xxh3_64 | None = None  # for the present payload, if a check follows it
         self._whole = False  # True if the payload is complete; its check may be missing
-        self._unwanted = 0  # bytes of an unneeded payload that are still to come
+        self._to_skip = 0  # bytes of an unneeded payload that are still to come
         self._wake_at = 1  # bytes that must arrive before TCP counts as readable
         self._limit = 1 << 20  # largest receive into the buffer, in bytes
         self._slot_bytes: dict[int, int] = {}  # entry sizes of the sender's rings
@@ -140,7 +140,7 @@ class ReceiverLane:
             if fd != self._consumer_fd:
                 if events & ~select.EPOLLOUT:
                     self._receive()
-            elif self._greeted:
+            elif self._has_hello:
                 if events & ~select.EPOLLOUT:
                     self._producer.take_acks()
                 if self._waiting:
@@ -193,7 +193,7 @@ class ReceiverLane:
         except (OSError, DecodeError, ProtocolError) as error:
             self.end(f"the consumer sent no valid Hello: {error}")
             return
-        self._greeted = True
+        self._has_hello = True
         self.deadline = time.monotonic() + 2 * SHAKE_S
         self._producer.attach(self._consumer, hello)
         hello_target = hello.target
@@ -257,15 +257,15 @@ class ReceiverLane:
                 except BlockingIOError:
                     return
                 except OSError as error:
-                    check_damage(error, heard=self._heard)
-                    if not self._heard:
+                    check_damage(error, heard=self._tcp_answered)
+                    if not self._tcp_answered:
                         self._loop.dialer.check_refusal(error, self._address)
-                    self._silent = self._silent or tcp.silence(self._address, error)
+                    self._silence = self._silence or tcp.silence(self._address, error)
                     size = 0
                 if not size:
                     self._ended = True
                     return
-                self._heard = True
+                self._tcp_answered = True
                 inbox.add(behind)
                 if not self._work_through() or self._crowded():
                     return
@@ -287,14 +287,14 @@ class ReceiverLane:
         while True:
             if self._waiting and not self._open_slot():
                 return False
-            if self._unwanted:
-                self._unwanted -= len(inbox.take_bytes(self._unwanted))
-                if self._unwanted:
+            if self._to_skip:
+                self._to_skip -= len(inbox.take_bytes(self._to_skip))
+                if self._to_skip:
                     return True
             if self._target is not None:
                 if not self._fill():
                     return True
-                if self._unwanted:
+                if self._to_skip:
                     continue
             if self._whole:
                 if self._hasher is not None and not inbox.take_check(self._hasher):
@@ -358,7 +358,7 @@ class ReceiverLane:
         frame, producer = self._frame, self._producer
         size = frame.nbytes + 8 * frame.size
         if frame.abandons < producer.abandons:
-            self._unwanted = (frame.wire if frame.codec else size) + tcp.CHECK_BYTES * tcp.is_checked(frame)
+            self._to_skip = (frame.wire if frame.codec else size) + tcp.CHECK_BYTES * tcp.is_checked(frame)
         else:
             reserved = producer.reserve(self._slot_bytes[frame.ring])
             if reserved is None:
@@ -379,7 +379,7 @@ class ReceiverLane:
         if self._frame.abandons < self._producer.abandons:  # the epoch was abandoned meanwhile: do not unpack
             assert self._reserved is not None
             self._producer.return_unused(self._reserved)
-            self._unwanted = unpacker.left + tcp.CHECK_BYTES
+            self._to_skip = unpacker.left + tcp.CHECK_BYTES
             unpacker.drop()
             self._reserved = self._target = self._unpacker = None
             return
@@ -401,7 +401,7 @@ class ReceiverLane:
 
     def _settle(self) -> None:
         """Send pending bytes to the sender, check for the lane's end, and set the events to wait for."""
-        if self.over or not self._greeted:
+        if self.over or not self._has_hello:
             return
         sock, out, producer = self._tcp, self._out, self._producer
         producer.flush()
@@ -415,7 +415,7 @@ class ReceiverLane:
         except BlockingIOError:
             pass
         except OSError as error:
-            self._silent = self._silent or tcp.silence(self._address, error)
+            self._silence = self._silence or tcp.silence(self._address, error)
             out.clear()  # the code that reads detects the end, after the last frames
         if not producer.attached:
             if sock is None or not out:
@@ -426,9 +426,9 @@ class ReceiverLane:
             self._loop.watch(self, self._consumer_fd, 0)
         else:
             if self._ended and not producer.blocked:
-                if self._silent is not None:
+                if self._silence is not None:
                     self._loop.dialer.fell_silent(host_of(self._address), sock)
-                    self._cut_off(self._silent)
+                    self._cut_off(self._silence)
                 else:
                     self.end("the connection ended")
                 return

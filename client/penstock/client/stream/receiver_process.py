@@ -79,14 +79,14 @@ class Receiver:
                 session=False,
             )
             try:
-                said = ready.line(START_S)
+                first_line = ready.line(START_S)
             except TimeoutError:
                 self._end()
                 raise DeadlineError(
                     f"waited {START_S:g} s for the receiver, the process that takes batches from other hosts, to "
                     "start: see its standard error"
                 ) from None
-        if said is None:
+        if first_line is None:
             how = exit_words(process.result())
             self._end()
             raise PenstockError(

@@ -51,7 +51,7 @@ class BoxProgress:
     """(slot, generation, why) of workers that this host cannot reach."""
     abandoned: tuple[tuple[int, int], ...] = field(default=())
     """Pairs (epoch, last step) of the epochs that the loop left by `break`."""
-    _told: tuple[list[float], list[float]] = field(default=([], []))
+    _reported_waits: tuple[list[float], list[float]] = field(default=([], []))
 
     def waits(self) -> list[float]:
         """Return the seconds waited so far, by slot, including the present wait.
@@ -62,10 +62,10 @@ class BoxProgress:
         seconds, slot = list(counted), self.waiting_for - 1
         if 0 <= slot < len(seconds):
             seconds[slot] += max(0.0, time.monotonic() - self.waiting_since)
-        of, before = self._told
+        of, before = self._reported_waits
         if of is counted:
             seconds = [max(pair) for pair in zip(before, seconds, strict=True)]
-        self._told = (counted, seconds)
+        self._reported_waits = (counted, seconds)
         return seconds
 
 

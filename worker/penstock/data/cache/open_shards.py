@@ -19,9 +19,9 @@ from collections.abc import Callable
 from penstock.data.cache.shard_cache import HeldShard
 from penstock.data.formats.shards import ShardReader
 
-__all__ = ["FEWEST_OPEN", "OpenShards"]
+__all__ = ["MIN_OPEN", "OpenShards"]
 
-FEWEST_OPEN = 64
+MIN_OPEN = 64
 """Least number of shards kept open, if the limit of file descriptors allows it."""
 
 
@@ -36,7 +36,7 @@ class OpenShards:
     """Open shards by number. Safe for threads; empty in a forked child."""
 
     def __init__(self) -> None:
-        self.most = FEWEST_OPEN
+        self.most = MIN_OPEN
         self._reset()
         _all.add(self)
 

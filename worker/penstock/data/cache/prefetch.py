@@ -33,14 +33,14 @@ class Prefetcher:
     """Prefetch threads of one process. They start with the first list."""
 
     def __init__(
-        self, state: CacheState, threads: int, bring: Callable[[Shard, str, Callable[[], None]], bool]
+        self, state: CacheState, threads: int, fetch: Callable[[Shard, str, Callable[[], None]], bool]
     ) -> None:
-        """`bring(shard, key, decided)` fetches a shard, or returns False if there is no space for it. It calls
+        """`fetch(shard, key, decided)` fetches a shard, or returns False if there is no space for it. It calls
         `decided` once it has space, or must wait for another process. Only then does the next shard begin, so shards
         get space in order."""
         self._state = state
         self._threads = threads
-        self._bring = bring
+        self._fetch_shard = fetch
         self._changed = threading.Condition()
         self._wanted: set[str] = set()
         """Keys of the last list that have not been used since."""
@@ -50,7 +50,7 @@ class Prefetcher:
         """Keys that a thread has taken."""
         self._deciding = ""
         """Key that was taken last, while it is unknown whether there is space for it; "" otherwise."""
-        self._there: dict[str, FileLock] = {}
+        self._marks: dict[str, FileLock] = {}
         """Marks (locks) of this process on prefetched shards, by key."""
         self._full_until = 0.0
         """Time (monotonic) until which no space is assumed."""
@@ -60,7 +60,7 @@ class Prefetcher:
         """Replace the list of shards to prefetch. `but`: keys in use, which are left out."""
         with self._changed:
             self._wanted = {key for key, _ in shards}.difference(but)
-            dropped = [self._there.pop(key) for key in tuple(self._there) if key not in self._wanted]
+            dropped = [self._marks.pop(key) for key in tuple(self._marks) if key not in self._wanted]
             self._queue = deque(shards)
             self._full_until = 0.0
             while len(self._workers) < min(self._threads, len(shards)):
@@ -75,7 +75,7 @@ class Prefetcher:
         """Remove the mark of a shard that this process uses now."""
         with self._changed:
             self._wanted.discard(key)
-            lock = self._there.pop(key, None)
+            lock = self._marks.pop(key, None)
         if lock:
             _drop(lock)
 
@@ -89,7 +89,7 @@ class Prefetcher:
         """End the threads. A thread in a transfer ends when the transfer breaks off, so the caller sets
         `CacheState.closing` first."""
         with self._changed:
-            there, self._there = self._there, {}
+            there, self._marks = self._marks, {}
             workers, self._workers = self._workers, []
             self._changed.notify_all()
         until = time.monotonic() + 1.0
@@ -107,7 +107,7 @@ class Prefetcher:
                 if self._state.closing.is_set():
                     return
                 key, shard = self._queue.popleft()
-                if key not in self._wanted or key in self._there or key in self._moving:
+                if key not in self._wanted or key in self._marks or key in self._moving:
                     continue
                 self._moving.add(key)
                 self._deciding = key
@@ -139,11 +139,11 @@ class Prefetcher:
         mark = self._state.wait(f"{self._state.prefetched}/{key}", until, shard.name, shared=True)
         kept = False
         try:
-            if not self._bring(shard, key, lambda: self._decided(key)):
+            if not self._fetch_shard(shard, key, lambda: self._decided(key)):
                 return False
             with self._changed:
                 if key in self._wanted and not self._state.closing.is_set():
-                    kept = self._there.setdefault(key, mark) is mark
+                    kept = self._marks.setdefault(key, mark) is mark
             return True
         finally:
             if not kept:

@@ -143,7 +143,7 @@ class ShardCache:
         self._lock = threading.RLock()  # reentrant, as a RemoteFolder's
         self._held: dict[str, _InUse] = {}
         self._state = CacheState(self.folder, self.remote, self._timeout_s, self._group)
-        self._prefetcher = Prefetcher(self._state, self._threads, self._bring)
+        self._prefetcher = Prefetcher(self._state, self._threads, self._prefetch_one)
         self._warned = False
         self._eviction = Eviction(self._state, self._limit, self._fetchable) if self._limit else None
 
@@ -338,8 +338,8 @@ class ShardCache:
                 return True
         # A shard that is being prefetched or checked cannot be evicted until that ends.
         now = time.monotonic()
-        soon, patience = min(until, now + LOOK_S), min(until, now + YIELD_S)
-        while now < soon or (now < patience and self._others_fetch_ahead(key)):
+        check_until, yield_until = min(until, now + LOOK_S), min(until, now + YIELD_S)
+        while now < check_until or (now < yield_until and self._others_fetch_ahead(key)):
             self._state.check_open("")
             self._state.closing.wait(LONGEST_PAUSE_S)
             if self._try_claim(key, lock, need, until, demand=True):
@@ -394,7 +394,7 @@ class ShardCache:
             [(key_of(shard.name), shard) for shard in shards if not self._found_in_place(shard)], held
         )
 
-    def _bring(self, shard: Shard, key: str, decided: Callable[[], None]) -> bool:
+    def _prefetch_one(self, shard: Shard, key: str, decided: Callable[[], None]) -> bool:
         """Fetch a shard that no reader waits for. Returns False if there is no space."""
         until = time.monotonic() + self._timeout_s
         lock = self._state.wait(f"{self._state.shards}/{key}", until, shard.name, shared=True)

@@ -140,7 +140,7 @@ _NUMBERS = {dtype: number for number, dtype in _DTYPES.items()}
 _BY_NAME = {dtype.name: dtype for dtype in _NUMBERS}
 _SHAPES = tuple(struct.Struct(f"={letter}") for letter in "BHIQ")
 """Formats of a dimension, by the two lowest bits of the byte that holds the number of dimensions."""
-MOST_DIMENSIONS = 63
+MAX_DIMENSIONS = 63
 
 
 def _ndarray(config: str) -> Encoding:
@@ -154,7 +154,7 @@ def _ndarray(config: str) -> Encoding:
     shape = None
     if colon:
         parts = dims.split(",")
-        if len(parts) > MOST_DIMENSIONS or not all(dim.isascii() and dim.isdigit() and int(dim) for dim in parts):
+        if len(parts) > MAX_DIMENSIONS or not all(dim.isascii() and dim.isdigit() and int(dim) for dim in parts):
             raise DatasetError(f"encoding 'ndarray:{config}': the shape must be numbers >= 1, such as 3,224,224")
         shape = tuple(map(int, parts))
     size = None if shape is None else prod(shape) * dtype.itemsize
@@ -186,8 +186,8 @@ def _encode_array(dtype: np.dtype[Any] | None, shape: tuple[int, ...] | None, va
         raise TypeError(f"the array's dtype must be {dtype or ', '.join(_BY_NAME)}, got {value.dtype}")
     if shape is not None and value.shape != shape:
         raise ValueError(f"the array's shape must be {shape}, got {value.shape}")
-    if not value.ndim or value.ndim > MOST_DIMENSIONS or not value.size:
-        raise ValueError(f"the array must have 1 to {MOST_DIMENSIONS} axes, none empty, got shape {value.shape}")
+    if not value.ndim or value.ndim > MAX_DIMENSIONS or not value.size:
+        raise ValueError(f"the array must have 1 to {MAX_DIMENSIONS} axes, none empty, got shape {value.shape}")
     head = bytearray() if dtype is not None else bytearray([number])
     if shape is None:
         width = next(i for i, dim in enumerate(_SHAPES) if max(value.shape) < 1 << 8 * dim.size)

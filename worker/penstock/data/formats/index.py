@@ -34,7 +34,7 @@ FORMATS: Mapping[str, tuple[str, ...]] = {
 }
 """Files of each format, in the order of `Shard.files`."""
 
-MOST_BYTES = (1 << 32) - 1
+MAX_BYTES = (1 << 32) - 1
 """Largest size in bytes of a file with offsets, which have 32 bits."""
 
 MOST = 1 << 44
@@ -145,8 +145,8 @@ def _shard(entry: Any, known: dict[str, Mapping[str, Any]], files: dict[str, Sto
         if (packed is None) == bool(compression):
             what = "is missing, though compression is" if compression else "must be absent, because compression is"
             raise _Bad(f"zip_{part}", f"{what} {compression or None!r}")
-        if form != "parquet" and raw.size > MOST_BYTES:
-            raise _Bad(f"raw_{part}.bytes", f"must be at most {MOST_BYTES}, the limit of its offsets, got {raw.size}")
+        if form != "parquet" and raw.size > MAX_BYTES:
+            raise _Bad(f"raw_{part}.bytes", f"must be at most {MAX_BYTES}, the limit of its offsets, got {raw.size}")
         pairs.append(ShardFile(raw, packed))
     rest = {**_DEFAULTS[form], **{name: value for name, value in entry.items() if name not in _OWN}}
     key = f"{form} {rest!r}"
@@ -224,7 +224,7 @@ def _check_mds(rest: dict[str, Any]) -> None:
     if not isinstance(sizes, list) or len(sizes) != len(columns):
         raise _Bad("column_sizes", f"must be a list with {len(columns)} sizes")
     for name, size in zip(columns, sizes, strict=True):
-        if size is not None and (type(size) is not int or not 0 <= size <= MOST_BYTES):
+        if size is not None and (type(size) is not int or not 0 <= size <= MAX_BYTES):
             raise _Bad("column_sizes", f"must be a number of bytes or null for column {name!r}, got {size!r}")
 
 

@@ -25,9 +25,9 @@ import numpy as np
 
 from penstock.data.ordering.permutation import Ints
 
-__all__ = ["FARTHEST_OFF", "Interleaving"]
+__all__ = ["MAX_DEVIATION", "Interleaving"]
 
-FARTHEST_OFF = 1.68
+MAX_DEVIATION = 1.68
 """Largest deviation of a sequence from its share, in units."""
 
 

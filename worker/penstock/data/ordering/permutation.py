@@ -21,7 +21,7 @@ Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 
 ROUNDS = 8
-LEAST_BITS = 6
+MIN_BITS = 6
 """Smallest width of the network, in bits: halves of one or two bits have too few permutations to choose from."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -69,13 +69,13 @@ def permuted(positions: npt.ArrayLike, count: npt.ArrayLike, keys: npt.ArrayLike
 
 
 def _bits(size: Words) -> Words:
-    """Return the number of bits of the smallest power of two that is at least `size`, at least LEAST_BITS."""
+    """Return the number of bits of the smallest power of two that is at least `size`, at least MIN_BITS."""
     _, exponent = np.frexp((size - _ONE).astype(np.float64))
     exponent = exponent.astype(np.uint64)
     # A float of 53 bits may have been rounded up to the next power of two. One bit too many would still be correct, but
     # only a decision in integers gives the same result on every machine.
     exponent = np.where((size - _ONE) >> np.maximum(exponent, _ONE) - _ONE == 0, exponent - _ONE, exponent)
-    return np.maximum(exponent, np.uint64(LEAST_BITS))
+    return np.maximum(exponent, np.uint64(MIN_BITS))
 
 
 def _feistel(words: Words, bits: Words, key: Words) -> Words:

@@ -21,7 +21,7 @@ __all__ = ["KeptPositions", "Ranges", "added_before", "ranges_of"]
 Ranges = tuple[tuple[int, int], ...]
 """Pairs of (first, end), ascending; no range is empty, and there is a gap between any two."""
 
-FARTHEST = 1 << 61
+MAX_DISTANCE = 1 << 61
 """Largest distance from an epoch's beginning; it makes 64 bits enough."""
 
 
@@ -29,7 +29,7 @@ def ranges_of(skip: Iterable[range]) -> Ranges:
     """Return the ranges of numbers in `skip`. Raises InvalidArgumentError for anything else in it."""
     found = []
     for piece in skip:
-        if not isinstance(piece, range) or piece.step != 1 or not 0 <= piece.start <= piece.stop <= FARTHEST:
+        if not isinstance(piece, range) or piece.step != 1 or not 0 <= piece.start <= piece.stop <= MAX_DISTANCE:
             raise InvalidArgumentError(
                 f"skip must hold ranges of sample numbers, such as range(6400, 12800), got {piece!r}"
             )
@@ -62,7 +62,7 @@ class KeptPositions:
 
     def __init__(self, ranges: Sequence[tuple[int, int]], begin: int) -> None:
         """`begin`: number of the epoch's first sample."""
-        near = [(first - begin, end - begin) for first, end in ranges if -FARTHEST < first - begin < FARTHEST]
+        near = [(first - begin, end - begin) for first, end in ranges if -MAX_DISTANCE < first - begin < MAX_DISTANCE]
         self._firsts = [first for first, _ in near]
         self._ends = [end for _, end in near]
         before = sum(max(0, min(end, 0) - first) for first, end in near)

@@ -55,7 +55,7 @@ LAST_PAUSE_S = 0.2
 """Seconds before the deadline in which no new try begins."""
 QUIET_TRIES = 5
 """Failures in a row, some two seconds, before the first log line."""
-SLOWEST = 1 << 16
+MIN_PROGRESS_BYTES = 1 << 16
 """Bytes that must arrive in each `stall_s`. If fewer arrive, the transfer is broken off and continued."""
 _SERVERS = ("endpoint_url", "endpoint", "host", "port", "account_name")
 """Options of fsspec's filesystems that name the server of a URL."""
@@ -461,7 +461,7 @@ class RemoteFolder:
                     return future.result()
                 if time.monotonic() >= until:
                     raise TransferBroken("time ran out")
-                if not target or target.at - before < SLOWEST:
+                if not target or target.at - before < MIN_PROGRESS_BYTES:
                     received = f"{target.at - before} bytes" if target else "nothing"
                     raise TransferBroken(f"{received} arrived in {stall_s:g} s")
         finally:

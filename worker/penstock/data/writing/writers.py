@@ -31,7 +31,7 @@ from penstock.data.arguments import at_least_one, byte_count
 from penstock.data.cache.file_hashes import digest_of
 from penstock.data.formats.compressed_files import extension_of, pack
 from penstock.data.formats.encodings import encoding_of
-from penstock.data.formats.index import FORMATS, INDEX, MOST_BYTES, write_index
+from penstock.data.formats.index import FORMATS, INDEX, MAX_BYTES, write_index
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.data.remote.folders import RemoteFolder
 from penstock.data.writing.uploads import Uploads, local_folder, writable_remote
@@ -111,7 +111,7 @@ class Writer(ABC):
         self._ended = False
         # Bytes of a shard besides its samples, and of each sample besides its values, as the size limit counts them.
         self._shard_bytes = self._sample_bytes = self._bytes = 0
-        self._most = MOST_BYTES
+        self._most = MAX_BYTES
         self._keeps, self._temporary = keep_local, remote is not None and not isinstance(out, tuple | list)
         if keep_local and (remote is None or self._temporary):
             raise InvalidArgumentError("keep_local=True needs out=(local folder to keep it in, remote)")
@@ -138,7 +138,7 @@ class Writer(ABC):
             self._bytes = self._shard_bytes
         if self._bytes + size > self._most:
             raise DatasetError(
-                f"{self.name}: sample {self._written}: its shard would have more than {MOST_BYTES} bytes, more than "
+                f"{self.name}: sample {self._written}: its shard would have more than {MAX_BYTES} bytes, more than "
                 "its offsets can address; give a size_limit, or split the sample"
             )
         self._samples.append(data)
@@ -290,8 +290,8 @@ def _size_limit(out: str, value: int | str | None) -> int | None:
         limit = byte_count("size_limit", value)
     except InvalidArgumentError as error:
         raise DatasetError(f"{out}: {error.message}") from None
-    if limit is not None and limit > MOST_BYTES:
-        raise DatasetError(f"{out}: size_limit must be at most {MOST_BYTES} bytes, or None, got {value!r}")
+    if limit is not None and limit > MAX_BYTES:
+        raise DatasetError(f"{out}: size_limit must be at most {MAX_BYTES} bytes, or None, got {value!r}")
     return limit
 
 

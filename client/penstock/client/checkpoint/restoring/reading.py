@@ -40,7 +40,7 @@ RUN = 16 << 20
 SMALL = 8 << 20
 """Largest number of bytes of a checkpoint that is read without threads, because Python's work for each entry takes
 longer than reading."""
-WASTE = 4 << 10
+MAX_UNNEEDED_BYTES = 4 << 10
 """Largest number of unneeded bytes, for each tensor to fill, in a read buffer that is kept."""
 GAP = 64 << 10
 """Largest gap between archives, in bytes, that is read together with them to save another read."""
@@ -271,7 +271,7 @@ def _is_kept(run: list[_Archive], nbytes: int) -> bool:
             if not piece.is_new:
                 needed += math.prod(piece.item.lengths if piece.item else shape) * dtype.itemsize
                 count += 1
-    return nbytes - needed <= WASTE * count
+    return nbytes - needed <= MAX_UNNEEDED_BYTES * count
 
 
 def _values(archive: memoryview, name: str, shape: tuple[torch.dtype, tuple[int, ...]]) -> torch.Tensor:

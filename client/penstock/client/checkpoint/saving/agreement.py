@@ -39,7 +39,7 @@ class AgreedSave:
     collected: CollectedState
     objects: dict[Key, bytes]
     """Contents of this rank's unframed items."""
-    flying: list[str]
+    in_flight: list[str]
     """Ids of the saves that are in flight on any rank."""
 
 
@@ -58,20 +58,20 @@ class Agreement:
         self._signature: list[Any] | None = None
         self._items: list[LocalItem] = []
         """Items of this rank."""
-        self._everybody: list[list[LocalItem]] = []
+        self._by_rank: list[list[LocalItem]] = []
         self._plan: GlobalPlan | None = None
         self._warned: set[str] = set()
         self._tried: set[str] = set()
         """Names of objects for which a trial load was made."""
 
     def on(
-        self, step: int, folder: Path, state: Mapping[str, Any], earlier: list[CheckpointError], flying: list[str]
+        self, step: int, folder: Path, state: Mapping[str, Any], earlier: list[CheckpointError], in_flight: list[str]
     ) -> AgreedSave:
         """Agree on a save.
 
         Args:
             earlier: failures of this rank's earlier saves that no rank has raised yet; emptied when they are raised.
-            flying: ids of this rank's saves in flight.
+            in_flight: ids of this rank's saves in flight.
 
         Raises the errors of AsyncCheckpointer.save, on all ranks.
         """
@@ -95,7 +95,7 @@ class Agreement:
                 "folder": str(folder),
                 "save": secrets.token_hex(4),
                 "earlier": [error.message for error in earlier],
-                "flying": flying,
+                "in_flight": in_flight,
                 "loaders": collected.loaders,
                 "planned": self._plan is not None,
                 "lengths": [len(objects[one.key]) for one in self._items if one.frame is None],
@@ -116,10 +116,10 @@ class Agreement:
             self._compare(known)
         lengths = [
             dict(zip((one.key for one in items if one.frame is None), answer["lengths"], strict=True))
-            for items, answer in zip(self._everybody, answers, strict=True)
+            for items, answer in zip(self._by_rank, answers, strict=True)
         ]
         assert self._plan is not None
-        everywhere = sorted({save for answer in answers for save in answer["flying"]})
+        everywhere = sorted({save for answer in answers for save in answer["in_flight"]})
         return AgreedSave(answers[0]["save"], self._plan, lengths, collected, objects, everywhere)
 
     def _warn_of_opaque(self, collected: CollectedState, objects: dict[Key, bytes]) -> None:
@@ -139,12 +139,12 @@ class Agreement:
 
     def _replan(self, collected: CollectedState) -> GlobalPlan:
         self._plan = None
-        everybody = [(self._items, collected.paths)]
+        by_rank = [(self._items, collected.paths)]
         if self._ranks.size > 1:
             described = self._ranks.exchange(encode_items(self._items, collected.paths))
-            everybody = [decode_items(value) for value in described]
-        self._plan = agree(everybody, self._threads, self._hint)
-        self._everybody = [items for items, _ in everybody]
+            by_rank = [decode_items(value) for value in described]
+        self._plan = agree(by_rank, self._threads, self._hint)
+        self._by_rank = [items for items, _ in by_rank]
         return self._plan
 
     def _compare(self, known: dict[Key, tuple[str, str]]) -> None:
@@ -168,8 +168,8 @@ class Agreement:
 def _check(answers: list[dict[str, Any]]) -> None:
     for what in ("step", "folder"):
         if any(answer[what] != answers[0][what] for answer in answers):
-            said = ", ".join(f"rank {rank}: {answer[what]!r}" for rank, answer in enumerate(answers))
-            raise InvalidArgumentError(f"all ranks must save the same {what}, got {said}")
+            values = ", ".join(f"rank {rank}: {answer[what]!r}" for rank, answer in enumerate(answers))
+            raise InvalidArgumentError(f"all ranks must save the same {what}, got {values}")
     for key, (_, num_boxes) in (pair for answer in answers for pair in answer["loaders"].items()):
         boxes = sorted(answer["loaders"][key][0] for answer in answers if key in answer["loaders"])
         if num_boxes > 1 and len(answers) > 1 and 0 not in boxes:

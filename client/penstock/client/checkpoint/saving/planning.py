@@ -211,22 +211,22 @@ class GlobalPlan:
 
 
 def agree(
-    everybody: Sequence[tuple[list[LocalItem], dict[str, tuple[Any, ...]]]], buckets: int, hint: str | None
+    by_rank: Sequence[tuple[list[LocalItem], dict[str, tuple[Any, ...]]]], buckets: int, hint: str | None
 ) -> GlobalPlan:
     """Return the plan for all ranks. Every rank computes it from the same input, and so gets the same plan.
 
     Args:
-        everybody: results of `decode_items`, by rank.
+        by_rank: results of `decode_items`, by rank.
         buckets, hint: as for `assign`.
 
     Raises CheckpointError if ranks contradict each other: one name for tensors of two shapes or dtypes, or for a tensor
     and an object.
     """
-    metadata = _plan_alone(*everybody[0]) if len(everybody) == 1 else None
-    saved, shared = [everybody[0][0]], {}
+    metadata = _plan_alone(*by_rank[0]) if len(by_rank) == 1 else None
+    saved, shared = [by_rank[0][0]], {}
     if metadata is None:
-        shared = _compare(everybody)
-        saved, metadata = _plan_together(everybody)
+        shared = _compare(by_rank)
+        saved, metadata = _plan_together(by_rank)
     metadata.storage_meta, metadata.version = StorageMeta(), DCP_VERSION
     layouts = [lay_out(items, f"__{rank}_", buckets, hint) for rank, items in enumerate(saved)]
     return GlobalPlan(layouts, metadata, shared)
@@ -252,27 +252,27 @@ def _plan_alone(items: list[LocalItem], paths: dict[str, tuple[Any, ...]]) -> Me
 
 
 def _plan_together(
-    everybody: Sequence[tuple[list[LocalItem], dict[str, tuple[Any, ...]]]],
+    by_rank: Sequence[tuple[list[LocalItem], dict[str, tuple[Any, ...]]]],
 ) -> tuple[list[list[LocalItem]], Metadata]:
     """Return the items that each rank saves, and the index, from torch's planner. If several ranks have the same item,
     one of them saves it."""
-    plans = [SavePlan([one.item for one in items], planner_data=paths) for items, paths in everybody]
+    plans = [SavePlan([one.item for one in items], planner_data=paths) for items, paths in by_rank]
     try:
         deduplicated, metadata = DefaultSavePlanner().create_global_plan(plans)
     except (ValueError, AssertionError) as error:
         raise CheckpointError(f"the ranks' states cannot be combined into one checkpoint: {error}") from error
     saved = []
-    for plan, (items, _) in zip(deduplicated, everybody, strict=True):
+    for plan, (items, _) in zip(deduplicated, by_rank, strict=True):
         own = {one.key: one for one in items}
         indexes = [item.index for item in plan.items]
         saved.append([own[index.fqn, index.offset]._replace(hint=index.index) for index in indexes])
     return saved, metadata
 
 
-def _compare(everybody: Sequence[tuple[list[LocalItem], Any]]) -> dict[Key, list[int]]:
+def _compare(by_rank: Sequence[tuple[list[LocalItem], Any]]) -> dict[Key, list[int]]:
     holders: dict[Key, list[int]] = {}
     kinds: dict[str, tuple[int, str]] = {}
-    for rank, (items, _) in enumerate(everybody):
+    for rank, (items, _) in enumerate(by_rank):
         for one in items:
             data = one.data
             kind = f"a {data.properties.dtype} tensor of {list(data.size)}" if data is not None else "an object"

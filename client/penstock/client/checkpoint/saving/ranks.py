@@ -63,13 +63,13 @@ class Ranks:
             )
         if self._group is None:
             return [value]
-        mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         try:
             lengths = [torch.empty(1, dtype=torch.int64, device="cpu") for _ in range(self.size)]
-            dist.all_gather(lengths, torch.tensor([mine.numel()], device="cpu"), group=self._group)
+            dist.all_gather(lengths, torch.tensor([own.numel()], device="cpu"), group=self._group)
             longest = max(int(length) for length in lengths)
             padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
-            padded[: mine.numel()] = mine
+            padded[: own.numel()] = own
             values = [torch.empty(longest, dtype=torch.uint8, device="cpu") for _ in range(self.size)]
             dist.all_gather(values, padded, group=self._group)
         except RuntimeError as error:
@@ -89,15 +89,15 @@ class Ranks:
             call: name of the method, which must be the same on all ranks.
             what: beginning of the error: "step 5 was not saved".
         """
-        mine: dict[str, Any] = {}
+        own: dict[str, Any] = {}
         failure: BaseException | None = None
         try:
-            mine = part()
+            own = part()
         # also for an interrupt: the others wait for this rank's answer, so send it before raising
         except BaseException as error:
             failure = error
-        said = None if failure is None else [type(failure).__name__, str(failure)]
-        answers = self.exchange({"call": call, "value": mine, "error": said})
+        named = None if failure is None else [type(failure).__name__, str(failure)]
+        answers = self.exchange({"call": call, "value": own, "error": named})
         if failure is not None:
             raise failure
         failed = [(rank, *answer["error"]) for rank, answer in enumerate(answers) if answer["error"]]

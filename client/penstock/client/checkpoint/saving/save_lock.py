@@ -48,24 +48,24 @@ class CallLock:
         held = self._enter(call)
         try:
             if hold:
-                held.firm = False
+                held.drops_repeats = False
             else:
-                held.let_through()
+                held.restore_handlers()
             yield
         finally:
             if hold:
-                held.firm = True
+                held.drops_repeats = True
             else:
                 held = _HeldSignals()
             self._owner = 0
             self._lock.release()
-            held.let_through()
+            held.restore_handlers()
 
     def _enter(self, call: str) -> _HeldSignals:
         while True:
             held = _HeldSignals()
             if self._owner == threading.get_ident():
-                held.let_through()
+                held.restore_handlers()
                 raise CheckpointError(
                     f"{call}() was called while {self._call}() of the same AsyncCheckpointer runs in this thread, by a "
                     "signal handler or by a value that is being saved: nothing was done. Use "
@@ -74,17 +74,17 @@ class CallLock:
             if self._lock.acquire(blocking=False):
                 self._owner, self._call = threading.get_ident(), call
                 return held
-            held.let_through()
+            held.restore_handlers()
             time.sleep(POLL_S)
 
 
 class _HeldSignals:
-    """Recorder of signals. It replaces the program's handlers until `let_through`."""
+    """Recorder of signals. It replaces the program's handlers until `restore_handlers`."""
 
     def __init__(self) -> None:
         self._handlers: dict[int, Handler] = {}
-        self._noted: list[int] = []
-        self.firm = True
+        self._recorded: list[int] = []
+        self.drops_repeats = True
         """True if a second signal of one kind is dropped; False if its handler runs at once."""
         if threading.current_thread() is not threading.main_thread():
             return  # handlers run on the main thread
@@ -93,18 +93,18 @@ class _HeldSignals:
                 handler = signal.getsignal(number)
                 if callable(handler):
                     self._handlers[number] = handler
-                    signal.signal(number, self._note)
+                    signal.signal(number, self._record)
         except BaseException:  # raised by a handler that was not replaced yet
-            self.let_through()
+            self.restore_handlers()
             raise
 
-    def _note(self, number: int, frame: Any) -> None:
-        if number not in self._noted:
-            self._noted.append(number)
-        elif not self.firm:
+    def _record(self, number: int, frame: Any) -> None:
+        if number not in self._recorded:
+            self._recorded.append(number)
+        elif not self.drops_repeats:
             self._handlers[number](number, frame)
 
-    def let_through(self) -> None:
+    def restore_handlers(self) -> None:
         """Restore the handlers, and run those whose signals arrived. Raises the errors of these handlers."""
         raised: BaseException | None = None
         left = [*self._handlers.items()]
@@ -112,12 +112,12 @@ class _HeldSignals:
             try:
                 while left:
                     number, handler = left[-1]
-                    if signal.getsignal(number) == self._note:
+                    if signal.getsignal(number) == self._record:
                         signal.signal(number, handler)
                     left.pop()
             except BaseException as error:  # raised by a restored handler; restore the others too
                 raised = raised or error
-        noted, self._noted = self._noted, []
+        noted, self._recorded = self._recorded, []
         for number in noted:
             try:
                 signal.raise_signal(number)
@@ -143,12 +143,12 @@ class SignalWatch:
             )
         for number in wanted:
             try:
-                self._before[number] = signal.signal(number, self._note)
+                self._before[number] = signal.signal(number, self._record)
             except (OSError, ValueError, TypeError) as error:
                 self.close()
                 raise InvalidArgumentError(f"AsyncCheckpointer(on_signal={number!r}): {error}") from error
 
-    def _note(self, number: int, frame: Any) -> None:
+    def _record(self, number: int, frame: Any) -> None:
         before = self._before[number]
         if self.received:
             self._restore(number)
@@ -159,7 +159,7 @@ class SignalWatch:
             before(number, frame)
 
     def _restore(self, number: int) -> None:
-        if signal.getsignal(number) == self._note:
+        if signal.getsignal(number) == self._record:
             before = self._before[number]
             signal.signal(number, signal.SIG_DFL if before is None else before)
 

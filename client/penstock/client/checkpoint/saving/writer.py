@@ -108,7 +108,7 @@ class SaveJob:
         self,
         request: dict[str, Any],
         image: memoryview,
-        tell: Callable[[dict[str, Any]], None],
+        send_reply: Callable[[dict[str, Any]], None],
         orphaned: Callable[[], bool] = lambda: False,
     ) -> None:
         self.request = request
@@ -130,8 +130,8 @@ class SaveJob:
         self._signs: dict[int, tuple[int, float]] = {}
         """Rank -> its last sign of life, and the time at which that sign changed."""
         self._signed_at = 0.0
-        self._tell = tell
-        self._told_at = time.monotonic()
+        self._send_reply = send_reply
+        self._reported_at = time.monotonic()
 
     def run(self) -> None:
         """Write and commit, or wait for the commit. Raises WriteFailed if this leaves no checkpoint."""
@@ -161,7 +161,7 @@ class SaveJob:
             with locked(self.folder, self._left(), heartbeats=True):
                 self._check_final()
                 put_back(self.folder)
-                if left := leftovers(self.folder, besides=[self.save, *self.request["flying"]]):
+                if left := leftovers(self.folder, besides=[self.save, *self.request["in_flight"]]):
                     sync_folder(self.folder)  # makes the renamed names durable before their contents are deleted
                     for path in left:
                         with claimed(path) as free:
@@ -287,12 +287,12 @@ class SaveJob:
         """
         with suppress(OSError), ExitStack() as claims:
             free = [step for step in steps if claims.enter_context(claimed(self.folder / step_name(step)))]
-            doomed = [(self.folder / step_name(step), self.folder / temporary_name(step, self.save)) for step in free]
-            for path, aside in doomed:
+            surplus = [(self.folder / step_name(step), self.folder / temporary_name(step, self.save)) for step in free]
+            for path, aside in surplus:
                 os.rename(path, aside)
-            if doomed:
+            if surplus:
                 sync_folder(self.folder)
-            for _, aside in doomed:
+            for _, aside in surplus:
                 shutil.rmtree(aside, ignore_errors=True)
 
     def _gather(self) -> dict[int, dict[str, Any]]:
@@ -444,9 +444,9 @@ class SaveJob:
             if (self.temporary / ASKED).exists():
                 with suppress(OSError):
                     sign_of_life(self._inside.path / sign_name(self.rank))
-        if now - self._told_at >= PROGRESS_S:
-            self._told_at = now
-            self._tell({"save": self.save, "kind": "progress", "written": self.written})
+        if now - self._reported_at >= PROGRESS_S:
+            self._reported_at = now
+            self._send_reply({"save": self.save, "kind": "progress", "written": self.written})
 
     def _read(self, path: Path) -> dict[str, Any] | None:
         """Return the contents of another writer's file for this save; None if there is none yet."""
@@ -520,7 +520,7 @@ class Parent:
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RD)
 
-    def tell(self, reply: dict[str, Any]) -> None:
+    def send_reply(self, reply: dict[str, Any]) -> None:
         with self._lock, suppress(OSError):  # the parent may have ended; the save continues
             self._sock.sendall(json.dumps(reply).encode() + b"\n")
 
@@ -541,11 +541,13 @@ def serve(parent: Parent, parent_watch: int) -> None:
     """Process requests until the training process closes the connection."""
     watched: list[SaveJob] = []
     threading.Thread(target=exit_after_parent, args=(parent, watched, parent_watch), daemon=True).start()
-    parent.tell({"kind": "ready"})
+    parent.send_reply({"kind": "ready"})
     while (request := parent.receive()) is not None:
         if os.getppid() != parent_watch and not request["finish"]:
             return
-        save = SaveJob(request, parent.images.get(request["image"], memoryview(b"")), parent.tell, parent.gone.is_set)
+        save = SaveJob(
+            request, parent.images.get(request["image"], memoryview(b"")), parent.send_reply, parent.gone.is_set
+        )
         watched[:] = [save]
         try:
             save.run()
@@ -555,7 +557,7 @@ def serve(parent: Parent, parent_watch: int) -> None:
         except Exception as error:  # a bug makes this save fail, but the writer continues
             reply = {"kind": "failed", "causes": {str(save.rank): f"{type(error).__name__}: {error}"}}
         watched.clear()
-        parent.tell({"save": save.save, **reply})
+        parent.send_reply({"save": save.save, **reply})
 
 
 def main() -> None:

@@ -33,9 +33,9 @@ import numpy.typing as npt
 from penstock.data.ordering.permutation import Ints, mix
 from penstock.proto.errors import InvalidArgumentError
 
-__all__ = ["MOST_PARTS", "MixtureSchedule", "parts_of", "schedule_of"]
+__all__ = ["MAX_PARTS", "MixtureSchedule", "parts_of", "schedule_of"]
 
-MOST_PARTS = 1 << 16
+MAX_PARTS = 1 << 16
 """Largest sum of the whole numbers that weights are converted to."""
 POSITIONS = 1 << 12
 """Smallest number of positions in a table. With usual weights these are enough periods for each position of a period to
@@ -56,7 +56,7 @@ Weight = float | int | Fraction | Decimal
 def parts_of(weights: Sequence[Weight]) -> tuple[int, ...]:
     """Return the weights as whole numbers in the same ratio: 0.7, 0.2 and 0.1 become 7, 2 and 1.
 
-    A weight is the fraction in its decimal text. If that takes more than MOST_PARTS parts in all, they are rounded to
+    A weight is the fraction in its decimal text. If that takes more than MAX_PARTS parts in all, they are rounded to
     that many, the largest remainders up. Raises InvalidArgumentError for invalid weights.
     """
     exact = [_fraction(number, weight) for number, weight in enumerate(weights)]
@@ -65,16 +65,16 @@ def parts_of(weights: Sequence[Weight]) -> tuple[int, ...]:
         raise InvalidArgumentError(f"at least one weight must be above 0, got {list(weights)}")
     shares = [weight / total for weight in exact]
     period = math.lcm(*(share.denominator for share in shares))
-    if period <= MOST_PARTS:
+    if period <= MAX_PARTS:
         return tuple(int(share * period) for share in shares)
-    parts = [int(share * MOST_PARTS) for share in shares]
-    largest = sorted(range(len(parts)), key=lambda number: (parts[number] - shares[number] * MOST_PARTS, number))
-    for number in largest[: MOST_PARTS - sum(parts)]:
+    parts = [int(share * MAX_PARTS) for share in shares]
+    largest = sorted(range(len(parts)), key=lambda number: (parts[number] - shares[number] * MAX_PARTS, number))
+    for number in largest[: MAX_PARTS - sum(parts)]:
         parts[number] += 1
     for number, (part, weight) in enumerate(zip(parts, weights, strict=True)):
         if weight and not part:
             raise InvalidArgumentError(
-                f"weights[{number}] must be at least 1/{MOST_PARTS:,} of the sum of all weights, {float(total):g}, got "
+                f"weights[{number}] must be at least 1/{MAX_PARTS:,} of the sum of all weights, {float(total):g}, got "
                 f"{weight}: its source would never be read. Make it larger, or 0"
             )
     return _reduced(tuple(parts))

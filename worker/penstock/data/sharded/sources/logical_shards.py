@@ -27,7 +27,7 @@ from penstock.proto.state.generators import derive_seed
 
 __all__ = ["LogicalShards"]
 
-MOST_OPEN = 128
+MAX_OPEN = 128
 """Default for max_open. A process reads all shards of a finite source in turn, so each should have an open piece. 128
 is an eighth of the usual limit of file descriptors."""
 LISTED = 16
@@ -71,7 +71,7 @@ class LogicalShards:
         counts: Sequence[int] | None = None,
         shuffle: bool = False,
         shuffle_block: int | None = BLOCK,
-        max_open: int = MOST_OPEN,
+        max_open: int = MAX_OPEN,
         names: Sequence[str] | None = None,
         capture_rng: bool = True,
     ) -> None:
