@@ -101,7 +101,7 @@ def _from_arguments(
         raise _refused("in_order", False, "batches come in one order, so that a position is exact; leave it out")
     unknown = ahead.keys() - _AHEAD
     if unknown:
-        raise TypeError(f"torch's DataLoader has no argument {min(unknown)!r}, and neither has Penstock's")
+        raise TypeError(f"neither torch's DataLoader nor Penstock's has an argument {min(unknown)!r}: leave it out")
     if batch_sampler is not None:
         raise _refused("batch_sampler", batch_sampler, _INPUT_FN)
     if isinstance(dataset, IterableDataset):

@@ -17,8 +17,8 @@ __all__ = ["forbid_stop_iteration", "stop_iteration_error"]
 def stop_iteration_error(what: str) -> DatasetError:
     """Return the error to raise instead of a StopIteration. `what`: the function that raised it."""
     return DatasetError(
-        f"StopIteration came out of {what}, where it would look like the end of the data. Was next() called on "
-        "something that is empty?"
+        f"StopIteration came out of {what}, where it would look like the end of the data: call next() only on "
+        "iterators that are not empty, or pass it a default"
     )
 
 

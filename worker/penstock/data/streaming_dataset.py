@@ -166,7 +166,9 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         self._bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate(self.sizes))])
         self._starts: list[int] = self._bounds.tolist()  # indexing a list is faster than an array for a single sample
         if not len(self):
-            raise DatasetError(f"{self.name}: the index lists no samples: was the dataset written to its end?")
+            raise DatasetError(
+                f"{self.name}: the index lists no samples: write the dataset to its end, or give another folder"
+            )
         for stream, sizes, (_, _, name) in zip(self.streams, self.sizes, remotes, strict=True):
             if (stream.proportion or stream.repeat or stream.choose) and not sizes.sum():
                 raise DatasetError(f"{name}: the index lists no samples, but an epoch needs some of this stream")

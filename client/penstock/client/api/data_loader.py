@@ -221,7 +221,7 @@ class DataExecutor:
             loader.expect(appliance)
         self._session: Session | None = None
         self._first = 0
-        """Step before this executor's first."""
+        """Step before this executor's first step."""
         self._last: int | None = None
 
     # ---- position and figures, for the loop

@@ -155,7 +155,9 @@ class Downloads:
             path, was_there = self._raw(shard, file, _Numbered(temporary, number), until)
             size_and_time = file_stat(str(path))
             if size_and_time is None:
-                raise ShardUnavailableError(f"{path} was removed while it was fetched: keep other programs out of it")
+                raise ShardUnavailableError(
+                    f"{path} was removed while it was fetched: let no other program change the cache folder"
+                )
             in_place = path != self._own(file.raw)
             raw.append((str(path) if in_place else file.raw.name, *size_and_time))
             if in_place or self._remote is None:

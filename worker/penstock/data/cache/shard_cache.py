@@ -244,7 +244,7 @@ class ShardCache:
                 paths = self._fill(shard, key, lock, until)
             if paths is None:
                 raise ShardUnavailableError(
-                    f"{shard.name} was changed in {self.folder} while it was fetched: keep other programs out"
+                    f"{shard.name} was changed in {self.folder} while it was fetched: let no other program change it"
                 )
         except BaseException as error:
             lock.release()

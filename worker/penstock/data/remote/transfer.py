@@ -1,4 +1,4 @@
-"""One try to fetch a file's bytes through fsspec, and classification of failures.
+"""Attempt to fetch a file's bytes through fsspec, and classification of failures.
 
 HTTP is read as one stream, and each response is checked before its body. A broken stream continues at its byte if the
 server's validator (ETag or Last-Modified) shows that the file is unchanged. Everything else that fsspec reaches (object

@@ -76,7 +76,7 @@ class EpochStream:
         if self._round_robin.length < self._start:
             raise DatasetError(
                 f"the epoch must continue after sample {self._start}, but has only {self._round_robin.length} samples. "
-                "Have the data changed?"
+                "The data may have changed since the state was saved: use the same data, or start without the state"
             )
         if number >= partition.batches:
             return None

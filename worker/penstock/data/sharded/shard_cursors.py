@@ -87,7 +87,7 @@ class ShardReaders:
             raise DatasetError(
                 f"shard {shard} of {self._source.num_shards} ended before sample {index} of epoch {self._epoch}: "
                 + ("its source declares itself endless" if self._source.endless else "its source declared it longer")
-                + ". Have the data changed?"
+                + ". The data may have changed: use the data with which the run began"
             )
         return self._held[shard, index]
 

@@ -220,7 +220,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         except StopIteration:
             raise DatasetError(
                 f"shard {found.shard} of epoch {found.epoch} ends before sample {found.index}, which the restore key "
-                "names. Have the data changed?"
+                "names. The data may have changed: use the data from which the key was made"
             ) from None
         finally:
             cursor.close()

@@ -81,11 +81,13 @@ class SharePlan:
         """Raise DatasetError for an epoch that has no batch."""
         if Partition(length, 0, batch, boxes, self.fixed_order.tail).batches == 0 or length == 0:
             hint = (
-                "with tail='drop'; use a smaller batch, or another tail" if length else "; is the source's list empty?"
+                " with tail='drop'; use a smaller batch, or another tail"
+                if length
+                else ": make sure that its list of files or pieces is not empty"
             )
             raise DatasetError(
                 f"epoch {epoch} of {self.fixed_order.source.num_shards} shards: {length} samples make no batch of "
-                f"{batch} {hint}"
+                f"{batch}{hint}"
             )
 
 

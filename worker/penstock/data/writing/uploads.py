@@ -57,7 +57,8 @@ class Uploads:
         names = self._remote.names(deadline_s=self._timeout_s)
         if names and not exist_ok:
             raise DatasetError(
-                f"{self._remote.url} is not empty; exist_ok=True replaces the dataset in it and keeps other files"
+                f"{self._remote.url} must be empty: give another folder, or pass exist_ok=True, which replaces the "
+                "dataset in it and keeps other files"
             )
         for name in sorted(names, key=lambda name: name != INDEX):  # the index first
             if name == INDEX or is_shard(name):

@@ -262,7 +262,8 @@ class Writer(ABC):
             return
         if not exist_ok:
             raise DatasetError(
-                f"{self.name} is not empty; exist_ok=True replaces the dataset in it and keeps other files"
+                f"{self.name} must be empty: give another folder, or pass exist_ok=True, which replaces the dataset "
+                "in it and keeps other files"
             )
         # Remove the index first, then the files that it lists.
         (self.out / INDEX).unlink(missing_ok=True)

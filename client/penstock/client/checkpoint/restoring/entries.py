@@ -111,9 +111,9 @@ class RestoreContext:
     containers: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Descriptions of dicts by path, see `with_containers`."""
     notes: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
-    """For each optimizer's key, the result of `optimizers.notes` at the save, merged over all ranks."""
+    """Results of `optimizers.notes` at the save, merged over all ranks, by the optimizer's key."""
     orders: dict[int, list[int]] = field(default_factory=dict)
-    """For each optimizer's id, the result of `group_order`. Optimizers are restored before the entries that need it."""
+    """Results of `group_order`, by the optimizer's id. Optimizers are restored before the entries that need them."""
 
 
 class StateEntry(ABC):

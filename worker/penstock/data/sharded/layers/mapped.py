@@ -32,8 +32,8 @@ _Taken = Callable[[Any, int], tuple[bool, Any]]
 
 
 class SkipSample(Exception):
-    """Error for the function of a `Mapped(..., skip_failures=n)` to raise, which leaves the sample out without counting
-    a failure."""
+    """Exception that the function of a `Mapped(..., skip_failures=n)` raises to leave a sample out, without counting a
+    failure."""
 
 
 class _PerSample(Layer):

@@ -35,7 +35,8 @@ def given_of(token: Token | None, count: int) -> list[int]:
     if isinstance(given, list) and len(given) == count and all(type(n) is int and 0 <= n < MOST for n in given):
         return list(given)
     raise StateCorruptError(
-        f"the saved position of a Mixture(by='tokens') of {count} sources is damaged: {token!r:.200}"
+        f"the saved position of a Mixture(by='tokens') of {count} sources is damaged: {token!r:.200}. "
+        "Load an older state"
     )
 
 

@@ -21,7 +21,9 @@ def members_of(token: Token | None, count: int) -> tuple[list[Token | None], set
         numbers = {number for number in ended if type(number) is int and 0 <= number < count}
         if len(numbers) == len(ended):
             return tokens, numbers
-    raise StateCorruptError(f"the saved position of a Mixture of {count} sources is damaged: {token!r:.200}")
+    raise StateCorruptError(
+        f"the saved position of a Mixture of {count} sources is damaged: {token!r:.200}. Load an older state"
+    )
 
 
 class MixtureMembers:

@@ -100,7 +100,8 @@ class RangeCursor(Iterator[Any]):
         each record's own random generators; None: records have none."""
         if token is not None and (type(token) is not int or not 0 <= token <= end - begin):
             raise StateCorruptError(
-                f"the saved position in a shard of {end - begin} records is damaged: {token!r:.200}"
+                f"the saved position in a shard of {end - begin} records is damaged: {token!r:.200}. Load an "
+                "older state"
             )
         self._parts, self._order, self._epoch, self._ahead = parts, order, epoch, ahead
         self._begin, self._end, self._at = begin, end, begin + (token or 0)

@@ -92,7 +92,9 @@ class StreamMark:
                 if type(passed) is not int or not 0 <= passed < MOST or not (digest is None or type(digest) is int):
                     raise ValueError(f"values out of range: {passed!r} samples with the digest {digest!r}")
         except (KeyError, TypeError, ValueError) as error:
-            raise StateCorruptError(f"{name}: its saved position is damaged: {error!r}") from error
+            raise StateCorruptError(
+                f"the saved position of {name} is damaged: {error!r}. Load an older state"
+            ) from error
         return mark
 
 

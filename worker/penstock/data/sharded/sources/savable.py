@@ -130,7 +130,9 @@ class Savable:
             return mark
         if type(rows) is not int or rows < 1 or self._rows is None:
             if not (rows is None or (type(rows) is int and rows > 0)):
-                raise StateCorruptError(f"{name}: its saved position is damaged: batch_rows is {rows!r}")
+                raise StateCorruptError(
+                    f"the saved position of {name} is damaged: batch_rows is {rows!r}. Load an older state"
+                )
             raise StateMismatchError(
                 f"{name}: batch_rows was {rows} when the state was saved, and is {self._rows} now: give {rows}, or a "
                 "divisor of it"

@@ -247,11 +247,13 @@ class RunCursor(Iterator[Any]):
         try:
             turn, piece, stream = token["turn"], token["piece"], token["stream"]
         except (KeyError, TypeError) as error:
-            raise StateCorruptError(f"the saved position in a shard of pieces is damaged: {token!r:.200}") from error
+            raise StateCorruptError(
+                f"the saved position in a shard of pieces is damaged: {token!r:.200}. Load an older state"
+            ) from error
         if type(turn) is not int or not 0 <= turn <= len(self._run) or piece != self._piece(turn):
             raise StateCorruptError(
                 f"the saved position in a shard of {len(self._run)} pieces is damaged: it names piece {piece!r} as "
-                f"number {turn!r}"
+                f"number {turn!r}. Load an older state"
             )
         self._turn = turn
         if turn == len(self._run):
