@@ -78,7 +78,7 @@ class Appliance:
     Args:
         address: "host:port" of the coordinator. None: embedded; coordinator and workers are started and stopped here.
         num_workers_per_box: processes that run input_fn for each box (1). 0: no process is started and no coordinator
-            used, even with an address; input_fn runs in this process and thread when the loop asks for a batch, so that
+            used, even with an address; input_fn runs in this process and thread when the loop requests a batch, so that
             breakpoint(), print() and profilers work (docs/debugging.md). Batches and states are those of 1.
         box: number of this box, from 0 (0).
         num_boxes: number of boxes (1).

@@ -62,11 +62,13 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
         queue.schedule_async_request(request)
 
     Args:
-        path: folder of this checkpoint. single_file_per_rank: True; each rank writes `thread_count` files, as with
-        theirs. sync_files: sync all files to disk before a save is done. thread_count: number of files of each rank,
-        and of threads that write them. separation_hint: prefix of names whose values go into separate files, the same
-        number again. use_msc: False; NVIDIA's multi-storage client is not supported. overwrite: False: a folder that
-        holds a checkpoint is an error.
+        path: folder of this checkpoint.
+        single_file_per_rank: True; each rank writes `thread_count` files, as with their writers.
+        sync_files: sync all files to disk before a save is done.
+        thread_count: number of files of each rank, and of threads that write them.
+        separation_hint: prefix of names whose values go into separate files, as many again.
+        use_msc: False; NVIDIA's multi-storage client is not supported.
+        overwrite: False: a folder that contains a checkpoint is an error.
 
     Attributes:
         write_buckets: staged files; None before `prepare_write_data`. Its length is the number of files.
@@ -170,8 +172,11 @@ class StagedFiles:
     """Files in shared memory for another process.
 
     Args:
-        image: memory of the files; None if there are none. files: name, offset and size of each, in bytes. verdict:
-        offset of the result.
+        image: memory of the files; None if there are none.
+        files: name, offset and size of each file, in bytes.
+        verdict: offset of the result in the memory.
+        folder: path of the folder to write into.
+        durable: True to sync the files to the disk.
     """
 
     def __init__(

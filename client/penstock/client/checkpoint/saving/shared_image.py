@@ -36,8 +36,9 @@ class SharedImage:
     Attributes:
         number: id of the image, unique in this process.
         fd: the memfd, for the writer process; closed with the image.
-        map: the mapping. address: where it starts in this process.
-        tensor: all of it, uint8, [nbytes].
+        map: the mapping.
+        address: start of the mapping in this process.
+        tensor: the whole memory as uint8, of shape [nbytes].
     """
 
     def __init__(self, nbytes: int) -> None:
