@@ -37,7 +37,7 @@ FORMATS: Mapping[str, tuple[str, ...]] = {
 MAX_BYTES = (1 << 32) - 1
 """Largest size in bytes of a file with offsets, which have 32 bits."""
 
-MOST = 1 << 44
+MAX_NUMBER = 1 << 44
 """Largest size of a file in bytes, and largest number of its samples: sums over all shards stay below 64 bits."""
 
 _OWN = {"version", "format", "samples", "compression", "hashes"}
@@ -192,8 +192,8 @@ def _count(entry: dict[str, Any], key: str, field: str) -> int:
         raise _Bad(field, f"must be an integer, got {_kind(value)}" if key in entry else "is missing")
     if value < 0:
         raise _Bad(field, f"must be at least 0, got {value}")
-    if value > MOST:
-        raise _Bad(field, f"must be at most {MOST}, got more")
+    if value > MAX_NUMBER:
+        raise _Bad(field, f"must be at most {MAX_NUMBER}, got more")
     return value
 
 

@@ -41,7 +41,7 @@ __all__ = [
 
 FORMAT = 3
 """Version of the state's format."""
-MOST = 1 << 62
+NUMBER_LIMIT = 1 << 62
 """Exclusive upper bound of every number in a state."""
 
 
@@ -82,7 +82,7 @@ class OrderProgress:
         progress = cls(state["epoch"], state["start"], state["done"], topology, state["first"])
         numbers = [progress.epoch, progress.done, topology.boxes - 1, topology.workers - 1, topology.batch - 1]
         numbers += [progress.first, topology.workers - 1 - progress.first]
-        if any(type(number) is not int or not 0 <= number < MOST for number in numbers):
+        if any(type(number) is not int or not 0 <= number < NUMBER_LIMIT for number in numbers):
             raise ValueError(f"values out of range: {progress}")
         return progress
 
@@ -111,7 +111,7 @@ def progress_of(state: Any) -> OrderProgress:
     check_format(state, "a StreamingLoader or MapLoader")
     try:
         progress = OrderProgress.parsed(state)
-        if type(progress.start) is not int or not -MOST < progress.start < MOST:
+        if type(progress.start) is not int or not -NUMBER_LIMIT < progress.start < NUMBER_LIMIT:
             raise ValueError(f"values out of range: {progress}")
         skip_of(state)
     except (KeyError, TypeError, ValueError) as error:
@@ -125,7 +125,7 @@ def skip_of(state: Mapping[str, Any]) -> Ranges:
     skip = tuple((first, end) for first, end in state.get("skip", ()))
     last = -1
     for number in (number for piece in skip for number in piece):
-        if type(number) is not int or not last < number < MOST:
+        if type(number) is not int or not last < number < NUMBER_LIMIT:
             raise ValueError(f"skip must be rising ranges of sample numbers, got {state['skip']!r:.200}")
         last = number
     return skip

@@ -39,7 +39,7 @@ Interleave = Literal["shards", "samples", "batches"]
 
 KEPT_EPOCHS = 2
 """Epochs whose plans stay in memory: the present one and the next, whose shards are prefetched already."""
-MOST = 1 << 48
+SAMPLE_LIMIT = 1 << 48
 """Exclusive upper bound of an epoch's samples: positions in it are divided as floats of 53 bits."""
 
 
@@ -72,8 +72,10 @@ class ShardedOrder:
         self._sizes = np.concatenate([np.zeros(0, np.int64), *self._streams])
         self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._sizes)])
         self._length = sum(self._shares)
-        if not 0 < self._length < MOST:
-            raise DatasetError(f"an epoch must have at least 1 sample and fewer than {MOST}, got {self._length}")
+        if not 0 < self._length < SAMPLE_LIMIT:
+            raise DatasetError(
+                f"an epoch must have at least 1 sample and fewer than {SAMPLE_LIMIT}, got {self._length}"
+            )
         self._seed, self._shuffle, self._block = seed, shuffle, block
         self.partitions = partitions
         taken = [number for number, share in enumerate(self._shares) if share]

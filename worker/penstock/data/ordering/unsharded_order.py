@@ -20,7 +20,7 @@ from penstock.proto.state.generators import derive_seed
 
 __all__ = ["UnshardedOrder"]
 
-MOST = 1 << 48
+SAMPLE_LIMIT = 1 << 48
 """Exclusive upper bound of a dataset's samples, and of an epoch's."""
 _BLOCKS, _SHORT, _INSIDE = 0, 1, 2
 """Constants that distinguish the keys: of a repeat's blocks, of the short block's place, of the samples in a block."""
@@ -38,9 +38,10 @@ class UnshardedOrder:
 
         Raises DatasetError for an epoch without samples, or with too many.
         """
-        if not 0 < count < MOST or not 0 < epoch_size < MOST:
+        if not 0 < count < SAMPLE_LIMIT or not 0 < epoch_size < SAMPLE_LIMIT:
             raise DatasetError(
-                f"dataset and epoch must have at least 1 sample and fewer than {MOST}, got {count} and {epoch_size}"
+                f"dataset and epoch must have at least 1 sample and fewer than {SAMPLE_LIMIT}, got {count} "
+                f"and {epoch_size}"
             )
         self._count, self._length, self._shuffle = count, epoch_size, shuffle
         self._block = count if block is None else min(block, count)

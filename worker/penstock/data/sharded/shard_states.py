@@ -30,7 +30,7 @@ from penstock.proto.errors import (
 
 __all__ = ["FixedOrder", "ShardedPosition", "check_order", "differences"]
 
-MOST = 1 << 62
+NUMBER_LIMIT = 1 << 62
 """Exclusive upper bound of every number in a state."""
 KIND = ("a ShardLoader", "shards")
 """Arguments with which `check_format` recognizes the states of a ShardLoader."""
@@ -98,7 +98,7 @@ class FixedOrder:
         if not self.source.endless:
             return None
         block = state["block"]
-        if type(block) is not int or not 1 <= block < MOST:
+        if type(block) is not int or not 1 <= block < NUMBER_LIMIT:
             raise ValueError(f"block must be an int >= 1, got {block!r:.100}")
         if self.block not in (None, block):
             raise StateMismatchError(
@@ -121,7 +121,7 @@ class FixedOrder:
             ended = {} if endless_order is not None else dict(zip(state["ended"], state["lengths"], strict=True))
             numbers += [*ended.values(), *(self.source.num_shards - 1 - shard for shard in (*cursors.indices, *ended))]
             numbers += [*cursors.indices, *ended]
-            if any(type(number) is not int or not 0 <= number < MOST for number in numbers):
+            if any(type(number) is not int or not 0 <= number < NUMBER_LIMIT for number in numbers):
                 raise ValueError(f"values out of range: {progress}, {ended}, cursors at {state['indices']}"[:400])
             length = None if endless_order is not None else self.round_robin(progress.epoch, ended).length
             if length is not None and progress.start > length:

@@ -23,7 +23,7 @@ from penstock.proto.errors import DatasetError, InvalidArgumentError
 __all__ = ["Chunked", "Packed"]
 
 
-MOST = (1 << 63) - 1
+MAX_TOKEN = (1 << 63) - 1
 """Largest token id: lines and pieces are int64."""
 
 
@@ -216,7 +216,7 @@ class _Documents:
                 array = np.asarray(sample, object)
             if array.shape == (0,):  # an empty list has no dtype
                 return np.zeros(0, np.int64)
-            if array.dtype == np.uint64 and array.size and array.max() > MOST:
+            if array.dtype == np.uint64 and array.size and array.max() > MAX_TOKEN:
                 raise DatasetError(f"{self.where}: tokens must fit int64, got {array.max()}")
             if array.ndim == 1 and array.dtype.kind in "iu":
                 return array.astype(np.int64, copy=False)
@@ -394,7 +394,7 @@ class _PackedCursor:
 
 def _token(name: str, value: int | None) -> int | None:
     number = whole(name, value)
-    if number is not None and not -MOST - 1 <= number <= MOST:
+    if number is not None and not -MAX_TOKEN - 1 <= number <= MAX_TOKEN:
         raise InvalidArgumentError(f"{name} must be a token, which is an int64, got {number}")
     return number
 

@@ -23,7 +23,7 @@ e^-100."""
 
 
 _LAYERS = ("Chunked", "Filtered", "Grouped", "Mapped", "Packed", "Repeated", "WindowShuffled")
-MOST = 1 << 62
+NUMBER_LIMIT = 1 << 62
 """Exclusive upper bound of every number in a token."""
 
 
@@ -99,12 +99,12 @@ def entered(token: Token | None, layer: str, *names: str) -> tuple[list[int], To
             f"the saved position of {layer} must be a dict of integers, got {token!r:.200}: load an older state"
         )
     found = [token.get(name) for name in names]
-    numbers = [number for number in found if type(number) is int and 0 <= number < MOST]
+    numbers = [number for number in found if type(number) is int and 0 <= number < NUMBER_LIMIT]
     if len(numbers) < len(names):
         damaged = dict(zip(names, found, strict=True))
         raise StateCorruptError(
-            f"each value of the saved position of {layer} must be an integer from 0 to {MOST - 1}, got {damaged}: load "
-            "an older state"
+            f"each value of the saved position of {layer} must be an integer from 0 to {NUMBER_LIMIT - 1}, got "
+            f"{damaged}: load an older state"
         )
     return numbers, token.get("source")
 

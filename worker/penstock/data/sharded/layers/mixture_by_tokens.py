@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.data.sharded.layers.layer import MOST
+from penstock.data.sharded.layers.layer import NUMBER_LIMIT
 from penstock.data.sharded.layers.mixture_members import MixtureMembers
 from penstock.data.sharded.protocol import Token
 from penstock.proto.errors import DatasetError, StateCorruptError
@@ -32,7 +32,7 @@ def given_of(token: Token | None, count: int) -> list[int]:
     if token is None:
         return [0] * count
     given = token.get("given")
-    if isinstance(given, list) and len(given) == count and all(type(n) is int and 0 <= n < MOST for n in given):
+    if isinstance(given, list) and len(given) == count and all(type(n) is int and 0 <= n < NUMBER_LIMIT for n in given):
         return list(given)
     raise StateCorruptError(
         f"the saved position of a Mixture(by='tokens') of {count} sources is damaged: {token!r:.200}. "

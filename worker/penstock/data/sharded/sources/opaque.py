@@ -54,7 +54,7 @@ SNAPSHOT_EVERY = 1000
 SNAPSHOT_S = 60.0
 """Default number of seconds between snapshots. A resume reads again for about a minute at most, however slow the
 samples are."""
-MOST = 1 << 62
+NUMBER_LIMIT = 1 << 62
 """Exclusive upper bound of every number in a token."""
 
 
@@ -89,7 +89,11 @@ class StreamMark:
                         f"{own['passed']}"
                     )
             for passed, digest in numbers:
-                if type(passed) is not int or not 0 <= passed < MOST or not (digest is None or type(digest) is int):
+                if (
+                    type(passed) is not int
+                    or not 0 <= passed < NUMBER_LIMIT
+                    or not (digest is None or type(digest) is int)
+                ):
                     raise ValueError(f"values out of range: {passed!r} samples with the digest {digest!r}")
         except (KeyError, TypeError, ValueError) as error:
             raise StateCorruptError(
@@ -231,7 +235,7 @@ class OpaqueStream(Iterator[Any]):
     def _consider_snapshot(self) -> None:
         holder = self._stateful()
         if holder is None:
-            self._next_at, self._next_s = MOST, float("inf")
+            self._next_at, self._next_s = NUMBER_LIMIT, float("inf")
         elif self._cadence.due(time.monotonic()):
             with self._cadence.timed():
                 self._take(holder)
@@ -278,7 +282,7 @@ class OpaqueStream(Iterator[Any]):
                 self._replay(mark, None)
                 self._snapshots = []
                 # the states of this iterable are unusable: take no more
-                self._next_at, self._next_s = MOST, float("inf")
+                self._next_at, self._next_s = NUMBER_LIMIT, float("inf")
         except BaseException as error:
             self.close()
             self._reset_to(mark)
