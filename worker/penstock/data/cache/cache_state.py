@@ -39,8 +39,11 @@ class CacheState:
     """State of one cache folder, for one process."""
 
     def __init__(self, folder: Path, remote: RemoteFolder | None, timeout_s: float, group: int | None = None) -> None:
-        """`group`: group whose members share the folder; None: the folder belongs to this user alone. Paths in the
-        state are relative to the folder."""
+        """
+        Args:
+            group: group whose members share the folder; None: the folder belongs to this user alone. Paths in the state
+                are relative to the folder.
+        """
         self.root = str(folder)
         self._group = group
         self._remote = remote

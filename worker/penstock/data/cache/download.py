@@ -81,7 +81,10 @@ class Downloads:
     def __init__(
         self, remote: RemoteFolder | None, folder: Path, *, validate: str | Literal[False] | None, keep_packed: bool
     ) -> None:
-        """`validate`: as in ShardCache."""
+        """
+        Args:
+            validate: as in ShardCache.
+        """
         self._remote = remote
         self._folder = folder
         self._validate = validate

@@ -35,7 +35,10 @@ class Eviction:
     """Eviction by one process. Version files are cached, and read again only after a change."""
 
     def __init__(self, state: CacheState, limit: int, fetchable: Callable[[str, int], bool]) -> None:
-        """`fetchable(name, size)`: returns whether the remote has that file."""
+        """
+        Args:
+            fetchable: `fetchable(name, size)` returns whether the remote has that file.
+        """
         self._state = state
         self._limit = limit
         self._fetchable = fetchable

@@ -35,9 +35,12 @@ class Prefetcher:
     def __init__(
         self, state: CacheState, threads: int, fetch: Callable[[Shard, str, Callable[[], None]], bool]
     ) -> None:
-        """`fetch(shard, key, decided)` fetches a shard, or returns False if there is no space for it. It calls
-        `decided` once it has space, or must wait for another process. Only then does the next shard begin, so shards
-        get space in order."""
+        """
+        Args:
+            fetch: `fetch(shard, key, decided)` fetches a shard, or returns False if there is no space for it. It calls
+                `decided` once it has space, or must wait for another process. Only then does the next shard begin, so
+                shards get space in order.
+        """
         self._state = state
         self._threads = threads
         self._fetch_shard = fetch

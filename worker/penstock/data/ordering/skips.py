@@ -61,7 +61,10 @@ class KeptPositions:
     the first of these in the epoch; earlier ones are negative."""
 
     def __init__(self, ranges: Sequence[tuple[int, int]], begin: int) -> None:
-        """`begin`: number of the epoch's first sample."""
+        """
+        Args:
+            begin: number of the epoch's first sample.
+        """
         near = [(first - begin, end - begin) for first, end in ranges if -MAX_DISTANCE < first - begin < MAX_DISTANCE]
         self._firsts = [first for first, _ in near]
         self._ends = [end for _, end in near]

@@ -146,9 +146,12 @@ class RemoteFolder:
         tries: int | None = None,
         stall_s: float = 30.0,
     ) -> None:
-        """`storage_options`: options of fsspec's filesystem. `tries`: failures in a row, without a new byte, that end a
-        transfer; None: only the deadline ends it. `stall_s`: seconds without progress after which a transfer is broken
-        off."""
+        """
+        Args:
+            storage_options: options of fsspec's filesystem.
+            tries: failures in a row, without a new byte, that end a transfer; None: only the deadline ends it.
+            stall_s: seconds without progress after which a transfer is broken off.
+        """
         if (tries is not None and tries < 1) or stall_s <= 0:
             raise InvalidArgumentError(f"tries must be at least 1 and stall_s above 0, got {tries} and {stall_s}")
         self._url = os.fspath(url)

@@ -27,7 +27,10 @@ class RoundRobin:
     """Positions of one epoch."""
 
     def __init__(self, shards: int, lengths: Sequence[int] | Mapping[int, int]) -> None:
-        """`lengths`: samples of each shard, or a mapping with those that are known."""
+        """
+        Args:
+            lengths: samples of each shard, or a mapping with those that are known.
+        """
         self._lengths: Ints = np.full(shards, UNKNOWN, np.int64)
         if isinstance(lengths, Mapping):
             for shard, length in lengths.items():

@@ -45,7 +45,10 @@ class Uploads:
     """Uploads of one dataset's files. Threads send them; `send` waits while two files for each thread are pending."""
 
     def __init__(self, remote: RemoteFolder, *, keep_local: bool, threads: int, timeout_s: float) -> None:
-        """`timeout_s`: seconds for each file."""
+        """
+        Args:
+            timeout_s: seconds for each file.
+        """
         self._remote, self._keep_local, self._timeout_s = remote, keep_local, timeout_s
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="penstock-upload")
         self._free = threading.Semaphore(2 * threads)

@@ -146,7 +146,11 @@ class _Documents:
         strip: frozenset[int] = frozenset(),
         least: int = 1,
     ) -> None:
-        """`strip`: tokens to remove from both ends. `least`: documents with fewer tokens are left out."""
+        """
+        Args:
+            strip: tokens to remove from both ends.
+            least: documents with fewer tokens are left out.
+        """
         self._strip, self._least = strip, least
         self._name, self._inner, self._shard, self._epoch = type(layer).__name__, inner, shard, epoch
         self._limit = SearchLimit(layer.source, self._name, shard)

@@ -130,7 +130,10 @@ class _Cursor:
         where: str,
         limit: SearchLimit | None = None,
     ) -> None:
-        """`limit`: given if a window may yield nothing. None: a window yields as many samples as it has."""
+        """
+        Args:
+            limit: given if a window may yield nothing. None: a window yields as many samples as it has.
+        """
         self._inner, self._window, self._arrange, self._where = inner, window, arrange, where
         self._limit = limit
         self._number = number

@@ -96,8 +96,12 @@ class RangeCursor(Iterator[Any]):
         token: Token,
         key: int | None = None,
     ):
-        """`order`: None if there are no records at all. `ahead`: positions whose parts are prefetched. `key`: key of
-        each record's own random generators; None: records have none."""
+        """
+        Args:
+            order: None if there are no records at all.
+            ahead: positions whose parts are prefetched.
+            key: key of each record's own random generators; None: records have none.
+        """
         if token is not None and (type(token) is not int or not 0 <= token <= end - begin):
             raise StateCorruptError(
                 f"the saved position in a shard of {end - begin} records is damaged: {token!r:.200}. Load an "
