@@ -180,7 +180,7 @@ def save_of(folder: Path, rank: int) -> SaveJob:
         "files": [],
         "error": None,
         "timeout_s": 20,
-        "flying": [],
+        "in_flight": [],
         "fsync": False,
         "keep_last": None,
         "keep_every": None,

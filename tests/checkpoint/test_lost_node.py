@@ -45,7 +45,7 @@ def save_of(folder: Path, rank: int, orphaned: bool, step: int = 2) -> SaveJob:
         "files": [],
         "error": None,
         "timeout_s": 1800,
-        "flying": [],
+        "in_flight": [],
         "fsync": False,
         "keep_last": None,
         "keep_every": None,

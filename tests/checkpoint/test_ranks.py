@@ -139,7 +139,7 @@ def test_a_report_into_a_folder_being_cleared(tmp_path: Path, monkeypatch: pytes
         "folder": str(tmp_path),
         "files": [],
         "timeout_s": 30,
-        "flying": [],
+        "in_flight": [],
     }
     saves = [
         SaveJob({**shared, "rank": rank, "error": error}, memoryview(b""), lambda reply: None)

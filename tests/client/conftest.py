@@ -116,7 +116,7 @@ class FakeRun:
         self.error: PenstockError | None = None
         self.closed = False
         self.away_since: float | None = None
-        self.heard_at = 0.0
+        self.replied_at = 0.0
         self.num_workers = num_slots
         self.progress = BoxProgress()
         self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.data.ordering.interleave import FARTHEST_OFF, Interleaving
+from penstock.data.ordering.interleave import MAX_DEVIATION, Interleaving
 from penstock.data.ordering.permutation import Ints
 from penstock.data.ordering.sharded_order import Interleave, ShardedOrder
 from penstock.proto.errors import DatasetError
@@ -102,7 +102,7 @@ def test_streams_take_turns_evenly(shares: list[int], shuffle: bool) -> None:
     for number, share in enumerate(shares):
         taken = np.cumsum(stream == number)
         target = np.arange(1, total + 1) * share / len(found)
-        assert np.abs(taken - target).max() <= (0.5 if len(shares) == 2 else FARTHEST_OFF)
+        assert np.abs(taken - target).max() <= (0.5 if len(shares) == 2 else MAX_DEVIATION)
 
 
 weights = st.one_of(st.integers(0, 3), st.integers(0, 300), st.sampled_from([1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144]))
@@ -119,7 +119,7 @@ def test_turns_keep_each_share_at_every_prefix(units: list[int]) -> None:
         chosen = sequence == number
         assert place[chosen].tolist() == list(range(own)), "its units, each once and in order"
         off = np.cumsum(chosen) - np.arange(1, total + 1) * own / total
-        assert np.abs(off).max() <= FARTHEST_OFF
+        assert np.abs(off).max() <= MAX_DEVIATION
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ def test_shards_are_below_the_limit_and_not_empty(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("writer", [MDSWriter, JSONWriter, CSVWriter])
 def test_no_shard_outgrows_its_offsets(writer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writers, "MOST_BYTES", 1000)  # in place of 4 GiB
+    monkeypatch.setattr(writers, "MAX_BYTES", 1000)  # in place of 4 GiB
     with writer(tmp_path, {"a rather long name": "str"}, size_limit=None) as out:
         for _ in range(5):
             out.write({"a rather long name": "x" * 90})
@@ -191,7 +191,7 @@ def test_folder_with_files_needs_exist_ok(tmp_path: Path) -> None:
     (tmp_path / "README").write_text("mine")
     (tmp_path / "shard.00000.folder").mkdir()
     before = names(tmp_path)
-    with pytest.raises(DatasetError, match="is not empty; exist_ok=True replaces the dataset"):
+    with pytest.raises(DatasetError, match="must be empty: give another folder, or pass exist_ok=True"):
         write(1)
     assert names(tmp_path) == before
     write(1, exist_ok=True)
@@ -306,7 +306,7 @@ def test_remote_dataset_needs_exist_ok(bucket: str, tmp_path: Path) -> None:
     place = RemoteFolder(bucket)
     place.write("README", b"", deadline_s=9)
     before = len(place.names(deadline_s=9))
-    with pytest.raises(DatasetError, match="is not empty; exist_ok=True replaces the dataset in it"):
+    with pytest.raises(DatasetError, match="must be empty: give another folder, or pass exist_ok=True"):
         write_numbers(bucket)
     with pytest.raises(DatasetError, match="column 'n': the sample must have this column"):
         write_numbers_and_a_bad_one(bucket)

@@ -75,7 +75,7 @@ def test_arguments_are_checked_before_anything_starts() -> None:
     ):
         DataLoader(rows)  # type: ignore[call-overload]
     with pytest.raises(TypeError, match="unexpected keyword argument 'end'"):
-        DataLoader(rows, 3, end=1)  # type: ignore[call-overload]
+        DataLoader(rows, 3, end=1)  # type: ignore[call-arg]
     DataLoader(int, "3")
     DataLoader(dict, a=1)
 

@@ -1,16 +1,17 @@
 """Coordinator and worker daemon as children of the training process: started by `Appliance()` without an address.
 
-The two are started at the same time and communicate over a Unix socket in a folder that is private to this user: there
-is no port to collide, and no other user can take the name first. The last process to end removes the folder. They have
-a session of their own: a Ctrl-C in the terminal reaches only the training script, which may still save its state. Both
-watch this process by its pidfd and end with it, also when it is killed; the worker watches its coordinator too.
+The two are started at the same time and communicate over a Unix socket in a folder that is private to this user. So no
+port can be in use already, and no other user can take the socket's name first. The last process to end removes the
+folder. The daemons have a session of their own: a Ctrl-C in the terminal reaches only the training script, which may
+still save its state. Both watch this process by its pidfd and end with it, also when it is killed; the worker watches
+its coordinator too.
 
-Their output, including that of user code in the runners, goes through a pipe to this process's stderr. The last lines
-are kept for the error of a daemon that does not start. The one thread of this module moves those lines and detects a
-daemon's death.
+The daemons' output, including that of user code in the runners, goes through a pipe to this process's stderr. The last
+lines are kept for the error of a daemon that does not start. The one thread of this module forwards those lines and
+detects a daemon's death.
 
-The roles never import each other; this module alone depends on the other two, and only by the names of their modules on
-a command line.
+The packages of the client, the coordinator and the worker never import each other. Only this module depends on the
+other two, and only by the names of their modules on a command line.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ _NOT_FOR_DAEMONS = (*TORCHRUN, "TORCH_NCCL_*", "PENSTOCK_*", "PYTHONHASHSEED")
 class Embedded:
     """The two daemons. `close` is idempotent and does nothing in a forked child.
 
-    on_death: callback for a daemon that ends before `close`; called from this object's thread.
+    on_death: callback that is called when a daemon ends before `close`; runs in this object's thread.
     """
 
     def __init__(self, on_death: Callable[[PenstockError], None]) -> None:
@@ -147,7 +148,7 @@ class Embedded:
                         del outputs[fd]
                     continue
                 alive.pop(fd).process.wait()
-                # The worker ends with its coordinator, and its end may be detected first.
+                # The worker ends with its coordinator, and the worker's end may be detected first.
                 self._ended(next(other for other in self._children if other.process.ended))
 
     def _ended(self, child: _Child) -> None:
@@ -162,7 +163,7 @@ class Embedded:
     # ---- closing
 
     def let_go(self) -> None:
-        """Send both daemons SIGTERM without waiting: for a finalizer, which may run in the garbage collector."""
+        """Send SIGTERM to both daemons without waiting. For a finalizer, which may run in the garbage collector."""
         if os.getpid() == self._pid and not self._closing:
             self._closing = True
             for child in self._children:
@@ -176,7 +177,7 @@ class Embedded:
             if self._closing:
                 return
             self._closing = True
-        # The worker first: it deregisters from the coordinator.
+        # Stop the worker first, because it deregisters from the coordinator.
         for child in reversed(self._children):
             child.process.end(STOP_S)
         if self._thread is not threading.current_thread():
@@ -196,18 +197,18 @@ class _Child:
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
 
     def forward(self) -> bool:
-        """Forward the lines that have arrived. False at the end of the output."""
+        """Forward the lines that have arrived. Return False at the end of the output."""
         for line in self.out.read():
             text = line.decode(errors="backslashreplace")
             self._tail.append(text)
             try:
                 print(text, file=sys.stderr, flush=True)
             except (OSError, ValueError, AttributeError):
-                pass  # stderr is closed; the tail still has it
+                pass  # stderr is closed; the kept lines have the text
         return not self.out.ended
 
     def read_rest(self) -> None:
-        """Forward what was in the pipe when the process ended; runners may still hold it open."""
+        """Forward the output that was in the pipe when the process ended. Runners may still have the pipe open."""
         for _ in range(TAIL_LINES):
             if not readable(self.out.fileno(), 0) or not self.forward():
                 return

@@ -1,12 +1,12 @@
 """Run whose slots are in this process and thread: the same batches and states as from workers, without processes,
 sockets or threads.
 
-    InProcessRun     the slots of all boxes (penstock.worker.runner.in_process_slot), each created when it is first
-    needed InProcessReader  this box's batches, in the order of its position; each is made on request
+    InProcessRun     the slots of all boxes (penstock.worker.runner.in_process_slot), each created when first needed
+    InProcessReader  this box's batches, in the order of its position; each is made on request
 
-A state covers all boxes, and a slot's batches are a function of its position. So the slots of other boxes are created
-here too, when a state is requested, and brought to the positions that those boxes have if their loops do the same as
-this one: take the same steps, and leave an epoch after the same one. With one box there is no such assumption.
+A state covers all boxes, and a slot's batches are a function of its position. So when a state is requested, the slots
+of other boxes are created here too. They are brought to the positions that those boxes have if their loops do the same
+as this one: take the same steps, and leave an epoch after the same step. With one box there is no such assumption.
 
 Only this module and embedded.py depend on penstock.worker: this one for its loaders, which are not copied here.
 `penstock.client.testing` is built on it.
@@ -54,7 +54,7 @@ from penstock.worker.runner.in_process_slot import InProcessSlot, MadeBatch
 __all__ = ["Fault", "InProcessReader", "InProcessRun"]
 
 HERE: Final = "this process"
-"""Worker name that stands for this process in views, messages and figures."""
+"""Name that stands for this process, in the place of a worker's name, in views, messages and figures."""
 STRUCTURES_KEPT: Final = 64
 
 
@@ -63,10 +63,10 @@ class Fault(Protocol):
 
     @property
     def step(self) -> int:
-        """Absolute step, from 1; the fault happens once, before the batch of this step is delivered."""
+        """Absolute step, from 1. The fault happens once, before the batch of this step is delivered."""
 
     def strike(self, reader: InProcessReader) -> None:
-        """Inject the fault. The training loop gets the error that this raises."""
+        """Inject the fault. If this raises an error, the training loop gets that error."""
 
 
 class _Box:
@@ -104,8 +104,8 @@ class _Box:
         self.position.abandon_epoch()
 
     def go(self, step: int, last_epoch: int, abandoned: dict[int, int]) -> None:
-        """Take the steps up to this one, as a loop that abandons epochs at `abandoned` (epoch -> step) and opens none
-        after `last_epoch`."""
+        """Take the steps up to this one, like a loop that abandons epochs at `abandoned` (epoch -> step) and opens no
+        epoch after `last_epoch`."""
         position = self.position
         while position.step < step and position.epoch <= last_epoch:
             if abandoned.get(position.epoch) == position.step and any(position.delivered):
@@ -135,9 +135,12 @@ class InProcessRun:
     """Open run; see penstock.client.stream.stream_interfaces.StreamRun.
 
     Args:
-        name: "job/ordinal". box, num_boxes, num_workers_per_box: number of this box, number of boxes, slots of each
-        box. options: options of the loader. opening: code, seed and start. seed: seed of the run. on_closed: called
-        when the run is closed.
+        name: "job/ordinal".
+        box, num_boxes, num_workers_per_box: number of this box, number of boxes, slots of each box.
+        options: options of the loader.
+        opening: code, seed and start.
+        seed: seed of the run.
+        on_closed: called when the run is closed.
     """
 
     def __init__(
@@ -160,9 +163,9 @@ class InProcessRun:
         self.abandoned = False
         self.away_since: float | None = None
         self.lock = threading.RLock()
-        """Lock of process-wide state (random generators, for example), so that slots run user code one at a time."""
+        """Lock of process-wide state (random generators, for example). With it, slots run user code one at a time."""
         self.last_epoch = 0
-        """Last epoch that this box's loop opens."""
+        """Number of the last epoch that this box's loop opens."""
         self.abandoned_epochs: dict[int, int] = {}
         """Epoch -> step after which this box's loop abandoned it."""
         self._opening, self._options, self._on_closed = opening, options, on_closed
@@ -182,11 +185,11 @@ class InProcessRun:
         return self.num_boxes * self.num_slots
 
     def check(self) -> None:
-        """Raise ForkedProcessError in a child."""
+        """Raise ForkedProcessError in a forked child."""
         self._owner.check(f"run {self.name}, box {self.box}")
 
     def box_of(self, number: int) -> _Box:
-        """Return a box, created at its first use."""
+        """Return the box, which is created at its first use."""
         if number not in self._boxes:
             start = self._opening.start_of(number)
             slots = [self._slot(number, slot, start) for slot in range(self.num_slots)]
@@ -211,7 +214,7 @@ class InProcessRun:
         return InProcessSlot(assignment, self._opening.make, start.blob, noted=self._options.retention_steps + 2)
 
     def prepare(self) -> None:
-        """Create the loaders of this box's slots. A slot's failure is raised when its turn comes."""
+        """Create the loaders of this box's slots. A slot's failure is raised later, at its turn."""
         for view, slot in zip(self.views, self.box_of(self.box).slots, strict=True):
             if view.phase in (pb.READY, pb.FAILED):
                 continue
@@ -235,7 +238,7 @@ class InProcessRun:
         return ready(self)
 
     def report(self) -> None:
-        """Do nothing: no coordinator exists."""
+        """Do nothing, because there is no coordinator."""
 
     def fail(self, error: PenstockError) -> None:
         self.error = error
@@ -297,9 +300,11 @@ class InProcessReader:
     """Reader of one box's batches; see penstock.client.stream.stream_interfaces.Reader.
 
     Args:
-        run: run of the batches. label: name of the loader, for messages. device: where tensors of batches arrive, "" or
-        "cpu": in memory of the batch's own. timeout_s: deadline of a batch, for injected delays. faults: faults to
-        inject into the run, with their steps.
+        run: run of the batches.
+        label: name of the loader, for messages.
+        device: where tensors of batches arrive; "" or "cpu": in memory of the batch's own.
+        timeout_s: deadline of a batch, for injected delays.
+        faults: faults to inject into the run, with their steps.
     """
 
     def __init__(
@@ -316,7 +321,7 @@ class InProcessReader:
         self._backend: DeviceBackend | None = backend_of(device) if device not in ("", "cpu") else None
         self._faults = sorted(faults, key=lambda fault: fault.step)
         self._assemblers: OrderedDict[int, Assembler] = OrderedDict()
-        self._told_whole_input = False
+        self._warned_unsharded = False
         run.progress.position = self._report
         run.progress.waited_by_slot = [0.0] * run.num_slots
         open_streams.feeds.add(self)
@@ -356,12 +361,12 @@ class InProcessReader:
         batch = self._assembled(made)
         box.deliver(made)
         self.layout = made.structure, made.shapes
-        if not self._told_whole_input:
-            self._told_whole_input = warn_of_whole_input(self._label, run.views, run.num_workers)
+        if not self._warned_unsharded:
+            self._warned_unsharded = warn_of_whole_input(self._label, run.views, run.num_workers)
         return batch
 
     def _make(self, box: _Box) -> MadeBatch | None:
-        """Make the batch that is due, past ends of slots; return None at the end of the epoch."""
+        """Make the batch that is due, and skip slots that have ended. Return None at the end of the epoch."""
         while True:
             slot = box.position.turn
             view = self._run.views[slot]
@@ -406,7 +411,8 @@ class InProcessReader:
         """End the run with this error of the slot whose turn it is; return it with worker, box, slot and step."""
         position, run = self.position, self._run
         run.error = placed(error, HERE, run.box, position.turn, position.step + 1)
-        if error.__cause__ is not None:  # its traceback is of this process, and is printed with it
+        # the cause has this process's own traceback, which Python prints with the error
+        if error.__cause__ is not None:
             run.error.remote_traceback = ""
         return run.error
 
@@ -424,11 +430,11 @@ class InProcessReader:
 
     @property
     def due(self) -> InProcessSlot:
-        """Slot whose turn it is."""
+        """Slot whose batch is due."""
         return self._box.slots[self.position.turn]
 
     def delay(self, seconds: float) -> None:
-        """Delay the batch. Raises DeadlineError after the timeout; the loop may then continue."""
+        """Delay the batch. Raises DeadlineError after the timeout. The loop may then continue."""
         time.sleep(min(seconds, self._timeout_s))
         if seconds >= self._timeout_s:
             position, run = self.position, self._run
@@ -438,7 +444,7 @@ class InProcessReader:
             )
 
     def replace_worker(self, why: str) -> None:
-        """Replace the worker whose turn it is by another one, which continues at its position."""
+        """Replace the worker whose batch is due by another one, which continues at its position."""
         run, slot = self._run, self.position.turn
         self.due.lose()
         run.views[slot].restarts += 1
@@ -454,7 +460,7 @@ class InProcessReader:
         self._run.last_epoch = max(self._run.last_epoch, limit)
 
     def announce(self, schedule: CheckpointSchedule, last: int | None) -> int | None:
-        """Do nothing: no state is prepared ahead."""
+        """Do nothing, because no state is prepared ahead."""
         return None
 
     def abandon_epoch(self) -> None:
@@ -480,4 +486,4 @@ class InProcessReader:
         return self.position.to_proto()
 
     def close(self) -> None:
-        """Do nothing: batches have memory of their own."""
+        """Do nothing, because batches have memory of their own."""

@@ -1,13 +1,13 @@
 """Metrics of the training job, for Prometheus.
 
-A job that already exports metrics registers `collector()` beside its own:
+A job that already exports metrics registers `collector()` in addition:
 
     REGISTRY.register(penstock.client.metrics.collector())
 
 Another job passes `Appliance(http="127.0.0.1:9400")`, or sets PENSTOCK_HTTP. That starts a small server, one for the
 process however many appliances it opens, which runs until the process ends.
 
-A scrape reads, on its own thread, figures that the loop keeps anyway; it has no cost for the loop.
+A scrape reads, on its own thread, figures that the loop keeps anyway, so it costs the loop nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def collector() -> Collector:
 
 def _readings() -> MetricReadings:
     found = MetricReadings("client")
-    # If a run was opened again in this process, only its newest attempt is a stream.
+    # If a run was opened again in this process, only its newest attempt is an open stream.
     feeds = {
         (reader.run.name, reader.run.box): reader
         for reader in sorted(_open_feeds(), key=lambda reader: reader.run.attempt)
@@ -78,7 +78,7 @@ def _count_reader(found: MetricReadings, reader: Reader) -> None:
     for slot, seconds in enumerate(list(run.progress.waited_by_slot)):
         if seconds:
             found.add("penstock_client_slot_wait_seconds_total", seconds, slot=slot, **of)
-    # Copied in one go: the loop may enter another worker meanwhile.
+    # Copied in one step, because the loop may add another worker meanwhile.
     for worker, seconds in stats.waited_by_worker.copy().items():
         found.add("penstock_client_worker_wait_seconds_total", seconds, worker=worker or "none", **of)
     found.add("penstock_client_copied_batches_total", reader.copies, **of)
@@ -95,7 +95,7 @@ def _count_reader(found: MetricReadings, reader: Reader) -> None:
 
 
 def _resident(pid: int) -> int:
-    """Return the resident memory of a process in bytes; 0 if it is gone."""
+    """Return the resident memory of a process in bytes; 0 if the process has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -111,7 +111,7 @@ class _Server:
 
     lock = threading.Lock()
     web: WebServer | None = None
-    asked = ""
+    listen = ""
 
 
 def open_web(listen: str, local_rank: int, tokens: str, tls: Tls | None) -> str:
@@ -133,11 +133,11 @@ def open_web(listen: str, local_rank: int, tokens: str, tls: Tls | None) -> str:
     check_address(listen)
     with _Server.lock:
         if _Server.web is None:
-            _Server.web, _Server.asked = _opened(listen, local_rank, tokens, tls), listen
+            _Server.web, _Server.listen = _opened(listen, local_rank, tokens, tls), listen
             _log.info("metrics at %s/metrics", _Server.web.url)
-        elif listen != _Server.asked:
+        elif listen != _Server.listen:
             raise InvalidArgumentError(
-                f"Appliance(http={listen!r}): this process already serves its metrics at {_Server.asked}, and one "
+                f"Appliance(http={listen!r}): this process already serves its metrics at {_Server.listen}, and one "
                 "server shows all of its appliances: pass the same address, or none"
             )
         return f"{_Server.web.url}/metrics"

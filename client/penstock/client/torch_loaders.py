@@ -39,7 +39,8 @@ _AHEAD = {
     "prefetch_factor",
     "persistent_workers",
 }
-"""torch's arguments that say how it makes batches ahead: workers do that here, and `device` pins."""
+"""Arguments of torch that say how it makes batches ahead. Penstock's workers make them ahead, and `device` pins
+memory."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +51,14 @@ class TakenOver:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     replay: bool
-    """True: the loader has no state methods, so states are restored by replay from the start of the epoch."""
+    """True if the loader has no state methods, so that states are restored by replay from the start of the epoch."""
 
 
 def taken_over(thing: Any, *args: Any, **kwargs: Any) -> TakenOver:
     """Return the input_fn for a torch DataLoader, or for a dataset and torch's arguments.
 
     Raises:
-        TypeError: it is neither.
+        TypeError: `thing` is neither.
         InvalidArgumentError: an argument cannot be taken over.
     """
     if isinstance(thing, TorchLoader):
@@ -89,8 +90,8 @@ def _from_arguments(
     generator: torch.Generator | None = None,
     **ahead: Any,
 ) -> TakenOver:
-    """Return the input_fn of torch's arguments; `num_workers` and the like have no effect. Of a `generator` its initial
-    seed is used, as the seed of the order; without one that is the run's.
+    """Return the input_fn for torch's arguments. `num_workers` and the like have no effect. The initial seed of a
+    `generator` becomes the seed of the order; without a generator the run's seed is used.
 
     Raises:
         InvalidArgumentError: an argument cannot be taken over; names it.
@@ -100,7 +101,7 @@ def _from_arguments(
         raise _refused("in_order", False, "batches come in one order, so that a position is exact; leave it out")
     unknown = ahead.keys() - _AHEAD
     if unknown:
-        raise TypeError(f"torch's DataLoader has no argument {min(unknown)!r}, and neither has Penstock's")
+        raise TypeError(f"neither torch's DataLoader nor Penstock's has an argument {min(unknown)!r}: leave it out")
     if batch_sampler is not None:
         raise _refused("batch_sampler", batch_sampler, _INPUT_FN)
     if isinstance(dataset, IterableDataset):
@@ -113,7 +114,7 @@ def _from_arguments(
 
 
 def _from_loader(loader: TorchLoader[Any]) -> TakenOver:
-    """Return the input_fn of an existing torch DataLoader, which is not read.
+    """Return the input_fn for an existing torch DataLoader. No batch is read from it.
 
     Raises InvalidArgumentError if its sampler has an order that cannot be taken over.
     """
@@ -137,7 +138,7 @@ _INPUT_FN = (
 class _Order:
     shuffle: bool
     indices: Sequence[int] | None = None
-    """Samples of the dataset that are read; None: all."""
+    """Numbers of the samples of the dataset that are read; None: all."""
     num_samples: int | None = None
     """Number of samples of an epoch; None: all."""
 
@@ -152,7 +153,8 @@ def _ordered_by(sampler: Any) -> _Order:
     if type(sampler) is SubsetRandomSampler:
         return _Order(shuffle=True, indices=sampler.indices)
     if type(sampler) is DistributedSampler:
-        return _Order(sampler.shuffle)  # boxes share the rows as evenly; no sample is repeated to fill the last batch
+        # boxes share the rows as evenly as torch's ranks do, and no sample is repeated to fill the last batch
+        return _Order(sampler.shuffle)
     raise _refused("sampler", sampler, _INPUT_FN)
 
 

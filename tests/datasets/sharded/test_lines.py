@@ -107,7 +107,9 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
     paths[0].write_text(paths[0].read_text() + "{}\n")
     with pytest.raises(StateMismatchError, match=r"data"):
         ShardLoader(source_of(paths, 4, names=["a"]), batch_size=4, collate_fn=list).load_state_dict(state)
-    with pytest.raises(DatasetError, match=r"0\.jsonl had \d+ bytes when it was split into shards, but has \d+"):
+    with pytest.raises(
+        DatasetError, match=r"0\.jsonl must keep the \d+ bytes that it had when it was split into shards, got \d+"
+    ):
         next(source.open(0, 0, 0))
     with pytest.raises(DatasetError, match="cannot be read: No such file"):
         LineFile(tmp_path / "none")

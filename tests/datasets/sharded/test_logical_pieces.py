@@ -287,10 +287,10 @@ def test_piece_with_other_records_is_named() -> None:
     token = token_after(along([1], [5, 6, 7, 8]), 4)
     assert rest(along([1], [5, 6, 7, 8]), token) == [8]
     with pytest.raises(
-        ReplayMismatchError, match=r"piece 1 \(1.txt\): it was read again to resume, and its samples differ"
+        ReplayMismatchError, match=r"piece 1 \(1.txt\) was read again to resume, and its samples differ"
     ):
         rest(along([1], [5, 66, 7, 8]), token)
-    with pytest.raises(DatasetError, match=r"piece 1 \(1.txt\): it ends after 2 samples, but 3 had been read"):
+    with pytest.raises(DatasetError, match=r"piece 1 \(1.txt\) ends after 2 samples, but 3 had been read"):
         rest(along([1], [5, 6]), token)
 
 
@@ -299,7 +299,7 @@ def test_piece_with_a_wrong_state_is_read_again() -> None:
     other = LogicalShards([lambda: Counter(9, 100)], shards=1)
     with (
         pytest.warns(UserWarning, match="piece 0: the state_dict that it returned after 1 samples does not restore"),
-        pytest.raises(ReplayMismatchError, match="piece 0: it was read again"),
+        pytest.raises(ReplayMismatchError, match="piece 0 was read again"),
     ):
         rest(other, token)
 

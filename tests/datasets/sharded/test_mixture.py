@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from penstock.data import Mixture, Repeated, ShardedSource, WindowShuffled
 from penstock.data.sharded.layers import mixture, mixture_shares
 from penstock.data.sharded.layers.mixture import Stop
-from penstock.data.sharded.layers.mixture_shares import MOST_PARTS, MixtureSchedule, parts_of, schedule_of
+from penstock.data.sharded.layers.mixture_shares import MAX_PARTS, MixtureSchedule, parts_of, schedule_of
 from penstock.data.sharded.protocol import Cursor, Place
 from penstock.proto.errors import DatasetError, InvalidArgumentError, StateCorruptError
 from penstock.proto.state.generators import derive_seed
@@ -43,7 +43,7 @@ from penstock.proto.state.generators import derive_seed
 )
 def test_weights_are_what_their_text_says(weights: list[Any], parts: tuple[int, ...] | None) -> None:
     if parts is None:  # 0.30000000000000004
-        assert sum(parts_of(weights)) <= MOST_PARTS
+        assert sum(parts_of(weights)) <= MAX_PARTS
         assert abs(parts_of(weights)[0] / sum(parts_of(weights)) - 0.3) < 1e-5
     else:
         assert parts_of(weights) == parts
@@ -52,9 +52,9 @@ def test_weights_are_what_their_text_says(weights: list[Any], parts: tuple[int, 
 @given(st.lists(st.floats(0.5, 1000, allow_nan=False), min_size=2, max_size=20))
 def test_odd_weights_are_rounded_to_parts(weights: list[float]) -> None:
     parts = parts_of(weights)
-    assert sum(parts) <= MOST_PARTS
+    assert sum(parts) <= MAX_PARTS
     for part, weight in zip(parts, weights, strict=True):
-        assert abs(part / sum(parts) - weight / sum(weights)) < 1.001 / MOST_PARTS
+        assert abs(part / sum(parts) - weight / sum(weights)) < 1.001 / MAX_PARTS
 
 
 @pytest.mark.parametrize(

@@ -361,7 +361,7 @@ def test_unseeded_draws_are_found_by_the_replay() -> None:
     source = Savable(lambda shard: (os.urandom(4) for _ in range(9)), shards=1)
     token = token_after(source, 5)
     with pytest.raises(
-        ReplayMismatchError, match="stream 0 of 1: it was read again to resume, and its samples differ from the 5"
+        ReplayMismatchError, match="stream 0 of 1 was read again to resume, and its samples differ from the 5"
     ):
         rest(source, token)
 
@@ -397,7 +397,7 @@ def test_undigestible_samples_count_by_number() -> None:
 
     token = token_after(source(5), 4)
     assert len(rest(source(5), token)) == 1
-    with pytest.raises(DatasetError, match="it ends after 3 samples, but 4 had been read"):
+    with pytest.raises(DatasetError, match=" ends after 3 samples, but 4 had been read"):
         rest(source(3), token)
 
 
@@ -411,7 +411,7 @@ def test_stream_ending_early_names_both_numbers(stateful: bool) -> None:
     for _ in range(2):
         with (
             pytest.warns(UserWarning, match="does not restore that position") if stateful else nullcontext(),
-            pytest.raises(DatasetError, match="it ends after 7 samples, but 15 had been read"),
+            pytest.raises(DatasetError, match=" ends after 7 samples, but 15 had been read"),
         ):
             next(cursor)
         assert saved(cursor.token()) == token, "what failed changed nothing"

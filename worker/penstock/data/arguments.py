@@ -21,8 +21,8 @@ def whole(name: str, value: int) -> int: ...
 @overload
 def whole(name: str, value: int | None) -> int | None: ...
 def whole(name: str, value: int | None) -> int | None:
-    """Return `value` as Python's own int, because a numpy integer has no place in a state. Raises
-    InvalidArgumentError for anything else."""
+    """Return `value` as a Python int; a state cannot contain a numpy integer. Raises InvalidArgumentError for anything
+    but a whole number or None."""
     try:
         return None if value is None else int(operator.index(value))
     except TypeError:
@@ -38,8 +38,8 @@ def at_least_one(name: str, value: int) -> int:
 
 
 def byte_count(name: str, value: int | str | None) -> int | None:
-    """Return a number of bytes, given as a number or a text such as "64mb" (powers of 1024, as in mosaicml-streaming).
-    Raises InvalidArgumentError."""
+    """Return a number of bytes. `value`: a number, or a text such as "64mb" (powers of 1024, as in mosaicml-streaming).
+    Raises InvalidArgumentError for anything else."""
     number = whole(name, _counted(name, value, _BYTES, "100kb, 64mb or 1.5gb, in powers of 1024"))
     if number is not None and number < 1:
         raise InvalidArgumentError(f"{name} must be at least 1 byte, got {value!r}")
@@ -47,8 +47,8 @@ def byte_count(name: str, value: int | str | None) -> int | None:
 
 
 def sample_count(name: str, value: int | str | None) -> int | None:
-    """Return a number of samples, given as a number or a text such as "100k" (powers of 1000). Raises
-    InvalidArgumentError."""
+    """Return a number of samples. `value`: a number, or a text such as "100k" (powers of 1000). Raises
+    InvalidArgumentError for anything else."""
     return whole(name, _counted(name, value, _SAMPLES, "100k, 1.5m or 2b, in powers of 1000"))
 
 

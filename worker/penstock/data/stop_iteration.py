@@ -1,7 +1,7 @@
 """Conversion of a StopIteration that a user's function raises into an error.
 
 A function that calls `next` on an empty iterator raises StopIteration. Inside another iterator this looks like the end
-of the data, and the rest of a shard or an epoch would be left out silently.
+of the data, and the rest of a shard or an epoch would silently be left out.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ __all__ = ["forbid_stop_iteration", "stop_iteration_error"]
 
 
 def stop_iteration_error(what: str) -> DatasetError:
-    """Return the error to raise instead. `what`: the function that raised it."""
+    """Return the error to raise instead of a StopIteration. `what`: the function that raised it."""
     return DatasetError(
-        f"StopIteration came out of {what}, where it would look like the end of the data. Was next() called on "
-        "something that is empty?"
+        f"StopIteration came out of {what}, where it would look like the end of the data: call next() only on "
+        "iterators that are not empty, or pass it a default"
     )
 
 

@@ -26,7 +26,7 @@ import xxhash
 
 from penstock.data.arguments import byte_count, sample_count, whole
 from penstock.data.cache.index_watch import IndexWatch
-from penstock.data.cache.open_shards import FEWEST_OPEN, OpenShards
+from penstock.data.cache.open_shards import MIN_OPEN, OpenShards
 from penstock.data.cache.shard_cache import HeldShard, ShardCache
 from penstock.data.formats.index import read_index
 from penstock.data.formats.mds import columns_of
@@ -54,15 +54,15 @@ class Stream:
     split: str | None = None
     """Folder below the remote and the local one."""
     proportion: float | None = None
-    """Weight of its samples in an epoch, relative to the other streams'."""
+    """Weight of this stream's samples in an epoch, relative to the other streams'."""
     repeat: float | None = None
-    """Times that an epoch takes each of its samples."""
+    """Number of times that an epoch takes each sample of this stream."""
     choose: int | str | None = None
-    """Samples that an epoch takes of it, or a text such as "100k"."""
+    """Number of samples that an epoch takes of this stream, or a text such as "100k"."""
     storage_options: Mapping[str, Any] = field(default_factory=dict)
     """Options for fsspec: keys, endpoint, headers."""
     validate_hash: str | Literal[False] | None = None
-    """Hash to verify by, see StreamingDataset; None: the dataset's setting."""
+    """Hash to verify by, as in StreamingDataset; None: the dataset's setting."""
     keep_zip: bool | None = None
     """True to keep compressed files too; None: the dataset's setting."""
     timeout_s: float | None = None
@@ -156,21 +156,24 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         for own, (_, _, name) in zip(shards, remotes, strict=True):
             if own and own[0].format == "mds":
                 try:
-                    columns_of(own[0], allow_unsafe_types=allow_unsafe_types)  # now, and not when a shard was fetched
+                    # raises an error now instead of after a shard was fetched
+                    columns_of(own[0], allow_unsafe_types=allow_unsafe_types)
                 except DatasetError as error:
                     raise DatasetError(f"{name}: {error.message}") from None
         self._shards = [(number, shard) for number, own in enumerate(shards) for shard in own]
         self.sizes: list[Ints] = [np.array([shard.samples for shard in own], np.int64) for own in shards]
         """Samples of each shard, for each stream."""
         self._bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate(self.sizes))])
-        self._starts: list[int] = self._bounds.tolist()  # a list is faster for a single sample
+        self._starts: list[int] = self._bounds.tolist()  # indexing a list is faster than an array for a single sample
         if not len(self):
-            raise DatasetError(f"{self.name}: the index lists no samples: was the dataset written to its end?")
+            raise DatasetError(
+                f"{self.name}: the index lists no samples: write the dataset to its end, or give another folder"
+            )
         for stream, sizes, (_, _, name) in zip(self.streams, self.sizes, remotes, strict=True):
             if (stream.proportion or stream.repeat or stream.choose) and not sizes.sum():
                 raise DatasetError(f"{name}: the index lists no samples, but an epoch needs some of this stream")
         self.fingerprint = _fingerprint(shards)
-        """Digest of all shards: changes with the data, and does not depend on where they are stored."""
+        """Digest of all shards. It changes with the data, and does not depend on where they are stored."""
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -179,11 +182,11 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         return f"<{type(self).__name__} {self.name}: {len(self)} samples in {len(self._shards)} shards>"
 
     def __getitem__(self, index: SupportsIndex) -> dict[str, Any]:
-        """Return a sample; wait for its shard.
+        """Return a sample. Waits for its shard.
 
         Raises:
             IndexError: the number is out of range.
-            ShardUnavailableError, ShardCorruptError: its shard cannot be fetched or read.
+            ShardUnavailableError, ShardCorruptError: the sample's shard cannot be fetched or read.
         """
         at = operator.index(index)
         if at < 0:
@@ -212,7 +215,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         return [get(shard, opened)[offset] for shard, offset in zip(shards.tolist(), offsets.tolist(), strict=True)]
 
     def _overridden(self, index: int) -> dict[str, Any]:
-        """Return a sample from a subclass' `__getitem__`, which may raise anything."""
+        """Return a sample from a subclass's `__getitem__`, which may raise any exception."""
         what = f"{type(self).__qualname__} for sample {index}"
         try:
             return self[index]
@@ -224,7 +227,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
     def fetch_ahead(self, shards: Ints) -> None:
         """Fetch these shards in the background, in this order. Replaces the list of the call before."""
-        self._open.most = max(FEWEST_OPEN, len(shards))
+        self._open.most = max(MIN_OPEN, len(shards))
         wanted: list[list[Shard]] = [[] for _ in self._caches]
         for number in shards.tolist():
             stream, shard = self._shards[number]
@@ -255,12 +258,12 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
             cache.close()
 
     def __del__(self) -> None:
-        with contextlib.suppress(AttributeError):  # __init__ failed
+        with contextlib.suppress(AttributeError):  # __init__ may have failed
             self.close()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_open"} | {
-            "_caches": copy.deepcopy(self._caches)  # these may be in use
+            "_caches": copy.deepcopy(self._caches)  # the original's may be in use
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -269,12 +272,12 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         self._relieve_caches()
 
     def _relieve_caches(self) -> None:
-        """Let each cache close this dataset's open shards when it needs space. The cache holds a weak reference, so it
-        does not keep the dataset alive."""
-        relief = weakref.ref(self._open)
+        """Let each cache close this dataset's open shards when the cache needs space. The cache has a weak reference,
+        so it does not keep the dataset alive."""
+        open_shards = weakref.ref(self._open)
 
         def relieve() -> None:
-            shards = relief()
+            shards = open_shards()
             if shards is not None:
                 shards.clear()
 
@@ -287,7 +290,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         try:
             source = self._source(stream, held.paths[0], shard)
             reader = open_shard(shard, held.paths, allow_unsafe_types=self._unsafe, source=source)
-            self._indexes[stream].check(held.paths)  # after opening: an open file does not change
+            self._indexes[stream].check(held.paths)  # after opening: the open file cannot change any more
             return held, reader
         except BaseException:
             held.release()
@@ -301,7 +304,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 def _hashed(shards: Sequence[Shard]) -> bool:
-    """Return True if each file has a hash, raw or packed."""
+    """Return True if each file has a hash, in its raw or packed form."""
     return all(file.raw.hashes or (file.packed and file.packed.hashes) for shard in shards for file in shard.files)
 
 
@@ -324,7 +327,8 @@ def _remote_of(stream: Stream) -> tuple[RemoteFolder | None, Path, str]:
 
 
 def _with_plain_weights(number: int, stream: Stream) -> Stream:
-    """Return the stream with Python's own numbers: the order's description is saved in states, without numpy types."""
+    """Return the stream with Python's own numbers. A saved state contains the order's description, and must not contain
+    numpy types."""
     name = f"stream {number}: "
     choose = sample_count(f"{name}choose", stream.choose)
     proportion, repeat = _real(f"{name}proportion", stream.proportion), _real(f"{name}repeat", stream.repeat)

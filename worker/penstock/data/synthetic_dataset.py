@@ -1,4 +1,4 @@
-"""Made-up samples: to try out a model, or to measure everything but the data."""
+"""Random samples, to try out a model, or to measure everything except the data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.proto.state.generators import derive_seed
 __all__ = ["SyntheticDataset"]
 
 HIGHEST = 128
-"""Exclusive upper bound of integers: they fit any dtype."""
+"""Exclusive upper bound of integer samples; they fit any dtype."""
 
 
 class SyntheticDataset(torch.utils.data.Dataset[Any]):

@@ -2,11 +2,11 @@
 
 An `Appliance` consists of settings and a connection. Without an address it starts coordinator and worker daemon as
 children of this process; with `num_workers_per_box=0` it starts nothing, and batches are made in this process. Loaders
-open runs on it. It closes open runs when it is closed itself, at the end of its
-`with`, or at exit.
+open runs on it. It closes open runs when it is closed itself, at the end of its `with`, or when the interpreter exits.
 
 Loaders that are iterated without naming an appliance share one: the innermost that is open in a `with` of the thread
-(see scopes.py), else a default one made from the environment, which closes once the last loader that used it is gone.
+(see scopes.py). If there is none, they share a default one made from the environment, which is closed when the last
+loader that used it is garbage-collected.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ if TYPE_CHECKING:
 __all__ = ["Appliance", "current_appliance", "current_settings"]
 
 REACH_S = 20.0
-"""Seconds that opening a run retries an unreachable coordinator, which takes a few to restart."""
+"""Seconds for which opening a run retries an unreachable coordinator. A restart of the coordinator takes a few
+seconds."""
 RETRY_S = 0.25
 
 _open: weakref.WeakSet[Appliance] = weakref.WeakSet()
@@ -77,7 +78,7 @@ class Appliance:
     Args:
         address: "host:port" of the coordinator. None: embedded; coordinator and workers are started and stopped here.
         num_workers_per_box: processes that run input_fn for each box (1). 0: no process is started and no coordinator
-            used, even with an address; input_fn runs in this process and thread when the loop asks for a batch, so that
+            used, even with an address; input_fn runs in this process and thread when the loop requests a batch, so that
             breakpoint(), print() and profilers work (docs/debugging.md). Batches and states are those of 1.
         box: number of this box, from 0 (0).
         num_boxes: number of boxes (1).
@@ -184,9 +185,10 @@ class Appliance:
         self._ordinals: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._opened = 0
         self._seeds: dict[int, int] = {}
-        """Seeds of runs in this process, by ordinal: a loader that is opened again keeps its seed."""
+        """Seeds of runs in this process, by the loader's ordinal, so that a loader that is opened again keeps its
+        seed."""
         self._job_here = ""
-        """Job name of runs without workers, whose batches are made in this process; "" before the first."""
+        """Job name of runs without workers, whose batches are made in this process; "" before the first such run."""
         self._faults: tuple[Fault, ...] = ()
         self.in_process = settings.num_workers_per_box == 0
         self.embedded = self.in_process or not settings.address
@@ -196,7 +198,7 @@ class Appliance:
         settings = self.settings
         self._place: DaemonAddresses | None = None
         self._daemons: Embedded | None = None
-        self._meeting: SharedAppliance | None = None
+        self._rendezvous: SharedAppliance | None = None
         if settings.otel:
             tracing.start("penstock-client")
         self._receiver = Receiver(settings.max_batch_bytes, self._tls)
@@ -209,11 +211,11 @@ class Appliance:
         elif settings.num_boxes == 1:
             self._embed()
         elif self._torchrun.one_host:
-            self._meeting = SharedAppliance(self._torchrun)
-            if self._meeting.hosts:
+            self._rendezvous = SharedAppliance(self._torchrun)
+            if self._rendezvous.hosts:
                 self._embed()
                 assert self._place is not None
-                self._meeting.publish(self._place)
+                self._rendezvous.publish(self._place)
         else:
             where = "several hosts" if self._torchrun.present else "several processes"
             raise InvalidArgumentError(
@@ -269,11 +271,11 @@ class Appliance:
             raise PenstockError(f"this {type(self).__name__} is closed")
 
     def _reach(self, deadline: float) -> DaemonAddresses:
-        """Return the coordinator's address; wait until it is up if it is embedded here."""
+        """Return the coordinator's address. An embedded coordinator is waited for until it is up."""
         self._check_open()
         if self._place is None:
-            assert self._meeting is not None
-            self._place = self._meeting.join(deadline, self.settings.timeout_s)
+            assert self._rendezvous is not None
+            self._place = self._rendezvous.join(deadline, self.settings.timeout_s)
         if self._daemons is not None:
             self._daemons.wait_until_up(deadline)
         return self._place
@@ -282,7 +284,7 @@ class Appliance:
         """Open a run of a loader, join it as this box, and return the run and its reader.
 
         Args:
-            owner: the loader; its first opening gives it its number within the job.
+            owner: the loader. Its first opening gives it its number within the job.
         """
         if self.in_process:
             return self._open_here(owner, opening)
@@ -292,7 +294,8 @@ class Appliance:
 
     def _open_here(self, owner: Any, opening: Opening) -> tuple[StreamRun, Reader]:
         """Open a run in this process and thread."""
-        from penstock.client.in_process import InProcessReader, InProcessRun  # here: it imports the worker's code
+        # imported here, because it imports the worker's code
+        from penstock.client.in_process import InProcessReader, InProcessRun
 
         self._check_open()
         settings, ordinal = self.settings, self._ordinal(owner)
@@ -368,7 +371,7 @@ class Appliance:
         run.open()
 
     def _patiently(self, deadline: float, run: OpenRun, call: Callable[[], None]) -> None:
-        """Retry a call while the coordinator cannot be reached; all calls to it are idempotent."""
+        """Retry a call while the coordinator cannot be reached. All calls to the coordinator are idempotent."""
         give_up = min(deadline, time.monotonic() + REACH_S)
         while True:
             try:
@@ -396,7 +399,7 @@ class Appliance:
         spec.options.skip_poison = settings.poison == "skip"
         spec.options.synthetic = settings.synthetic
         if self.embedded:
-            # The same user on the same machine: workers must find the modules that this process can import.
+            # Workers of the same user on the same machine must find the modules that this process can import.
             spec.sys_path.extend(search_path())
             spec.main_path = reference.main_path
         return spec
@@ -411,7 +414,7 @@ class Appliance:
     def close(self) -> None:
         """Close all runs and stop the processes started here. Batches that the loop still holds stay valid."""
         if not self._owner.is_here:
-            return  # a fork of the training process, at its exit
+            return  # a forked child of the training process, at its exit
         with self._lock:
             if self._closed:
                 return
@@ -426,8 +429,8 @@ class Appliance:
     def _disconnect(self) -> None:
         self._receiver.stop()
         stop = self._daemons.close if self._daemons is not None else _nothing
-        if self._meeting is not None:
-            self._meeting.leave(stop)
+        if self._rendezvous is not None:
+            self._rendezvous.leave(stop)
         else:
             stop()
 
@@ -447,7 +450,7 @@ class Appliance:
 
 
 class _Deaths:
-    """A callback that fails an appliance's runs when a daemon dies, and does not keep the appliance alive."""
+    """Callback that ends an appliance's runs with an error when a daemon dies. It does not keep the appliance alive."""
 
     def __init__(self, appliance: Appliance) -> None:
         self._appliance = weakref.ref(appliance)
@@ -498,10 +501,10 @@ _entered: ApplianceScope[Appliance] = ApplianceScope(
 
 
 class _Default:
-    """The appliance of loaders that name none, and the set of its loaders.
+    """The appliance of loaders that name none, and the set of these loaders.
 
-    A loader leaves from its finalizer, which may run inside the garbage collector: it only removes its id from a set
-    and writes to an eventfd. A thread closes the appliance when the set is empty.
+    A loader is removed by its finalizer, which may run inside the garbage collector: it only removes the loader's id
+    from a set and writes to an eventfd. A thread closes the appliance when the set is empty.
     """
 
     def __init__(self) -> None:
@@ -537,7 +540,8 @@ _default_lock = threading.Lock()
 
 
 def current_appliance(loader: Any) -> Appliance:
-    """Return the appliance for a loader that is iterated without one: the innermost `with`, else the default one.
+    """Return the appliance for a loader that is iterated without one: that of the innermost `with`, or the default one
+    if there is none.
 
     Raises AmbiguousContextError if several are open, all of them in other threads.
     """

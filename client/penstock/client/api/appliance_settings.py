@@ -2,8 +2,8 @@
 
 An explicit argument wins, then a PENSTOCK_* variable, then torchrun's variables, then the settings file (sections
 [cluster] and [client]), then the default. torchrun's RANK and WORLD_SIZE are used for box and num_boxes, because with
-plain data parallelism they are the same. With tensor or pipeline parallelism the box is the data-parallel rank, which
-only the script can determine and must pass itself.
+plain data parallelism the values are the same. With tensor or pipeline parallelism the box is the data-parallel rank.
+Only the script can determine this rank, so it must pass the rank itself.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ApplianceSettings(JobSettings):
 
 
 def resolve(**given: Any) -> ApplianceSettings:
-    """Return settings from the given arguments (others are None) and the environment.
+    """Return settings from the given arguments and the environment. An argument of None counts as not given.
 
     Raises:
         InvalidArgumentError: a value is invalid; the error names it and its source.
@@ -48,7 +48,7 @@ def resolve(**given: Any) -> ApplianceSettings:
 
 
 class _GivenOnly(ApplianceSettings):
-    """Settings that read neither variables nor the settings file."""
+    """Settings that read neither environment variables nor the settings file."""
 
     @classmethod
     def settings_customise_sources(
@@ -74,9 +74,9 @@ def _resolved(kind: type[ApplianceSettings], given: dict[str, Any]) -> Appliance
             explicit[name] = os.fspath(explicit[name])
     device = explicit.get("device")
     if device is not None:
-        explicit["device"] = str(device)  # torch.device too
+        explicit["device"] = str(device)  # accepts a torch.device too
     if explicit.get("num_boxes") == 1 and not os.environ.get("PENSTOCK_BOX"):
-        explicit.setdefault("box", 0)  # a loader of this rank alone under torchrun: RANK does not apply
+        explicit.setdefault("box", 0)  # box 0 of its own loader, even under torchrun: RANK does not apply
     if kind is ApplianceSettings:
         check_file()
     try:

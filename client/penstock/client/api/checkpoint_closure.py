@@ -1,4 +1,4 @@
-"""Functions that act on checkpoint steps only."""
+"""Functions that run on checkpoint steps only."""
 
 from __future__ import annotations
 

@@ -1,16 +1,17 @@
-"""The loader that a training script holds, and the training loop's iterator over it: the number of steps, their
-epochs, and which of them are checkpoints.
+"""The loader that a training script holds, and the training loop's iterator over it: the number of steps, their epochs,
+and which of them are checkpoints.
 
-The two are in one module because each makes use of the other: iterating a loader is iterating an executor of it. The
+The two are in one module because each uses the other: iterating a loader means iterating an executor of it. The
 loader's run is in opened_loader.py, its states are in resumable_loader.py.
 
-The iterator is a generator that has already run up to its first `yield` when the loop gets it: the run opens in
-`iter()`, where its errors belong, and from then on ending the loop in any way (at the end, by `break`, by an exception,
-or by dropping the iterator) runs its `finally`.
+The iterator is a generator that has already run to its first `yield` when the loop gets it. So the run opens in
+`iter()`, which raises the errors of the opening. From then on the generator's `finally` runs whenever the loop ends: at
+the end, by `break`, by an exception, or because the iterator is dropped.
 
-An epoch that the loop leaves by `break` is abandoned when the next executor starts, not at the `break`: until then the
-state is that of the last step, in the middle of the epoch. An epoch left at its last batch, by its length, is over and
-not abandoned. The same holds for one that a persistent executor left: the next executor continues it.
+An epoch that the loop leaves by `break` is abandoned when the next executor starts, not at the `break`. Until then the
+state is that of the last step, in the middle of the epoch. An epoch that is left after its last batch (by its length)
+counts as complete, not as abandoned. An epoch that a persistent executor leaves is not abandoned either: the next
+executor continues it.
 """
 
 from __future__ import annotations
@@ -95,33 +96,34 @@ class DataLoader(ResumableLoader):
         """Loader that input_fn makes in this process: worker 0 of 1, without worker processes of its own.
 
         It is built at the first access and kept. Its batches are not part of the run's stream. Raises InputFnError if
-        input_fn fails here, for example because its data are missing.
+        input_fn fails in this process, for example because its data are missing.
         """
         return self._local.instance("DataLoader.dataloader")
 
     @property
     def batch_size(self) -> int | None:
-        """Rows of the last delivered batch: the first dimension of its tensors. None before the first batch, and if
-        its tensors differ in it."""
+        """Rows of the last delivered batch: the first dimension of its tensors. None before the first batch, and if the
+        tensors have different numbers of rows."""
         layout = self._session.reader.layout if self._session is not None else None
         return None if layout is None else batch_size_of(*layout)
 
     def config(self) -> dict[str, Any]:
-        """Return what decides which samples come in which order: {"input_fn": name, "loader": the result of the
+        """Return the settings that decide the samples and their order: {"input_fn": name, "loader": the result of the
         loader's own config(), or None}. Loaders with equal configs accept each other's states."""
         return self._local.config(self._seed_of_keys)
 
     def can_restore_sample(self) -> bool:
-        """Return whether restore_sample() works: the loader has that method, and does not report that it cannot."""
+        """Return True if restore_sample() works: the loader has that method, and does not report that it cannot."""
         return self._local.can_restore_sample(self._seed_of_keys)
 
     def restore_sample(self, key: Any) -> Any:
-        """Return the sample that a restore key names, read again in this process; the stream's position stays.
+        """Return the sample that a restore key names, read again in this process. The stream's position does not
+        change.
 
         The seed is that of the run, of the loaded state, or of Appliance(seed=). A key of another seed is refused.
 
-        Raises NotRestartableError for a loader without restore_sample, InputFnError if input_fn fails here, and any
-        error of the loader's own method.
+        Raises NotRestartableError for a loader without restore_sample, InputFnError if input_fn fails in this process,
+        and any error of the loader's own method.
         """
         return self._local.restore_sample(self._seed_of_keys, key)
 
@@ -161,7 +163,7 @@ def wrap(loader: TorchLoader[Any]) -> DataLoader:
 
 
 def iterating() -> DataExecutor | None:
-    """Return the executor whose loop is running here; of nested loops, the innermost.
+    """Return the executor whose loop is running in this thread; of nested loops, the innermost.
 
     Raises AmbiguousContextError in a thread without a loop, if several run in other threads.
     """
@@ -220,7 +222,7 @@ class DataExecutor:
             loader.expect(appliance)
         self._session: Session | None = None
         self._first = 0
-        """Step before this executor's first."""
+        """Step before this executor's first step."""
         self._last: int | None = None
 
     def __repr__(self) -> str:
@@ -240,11 +242,12 @@ class DataExecutor:
         return self._loader
 
     def __len__(self) -> int:
-        """Return the steps of this executor: num_steps, or the batches of an epoch. TypeError if that is unknown."""
+        """Return the number of steps of this executor: num_steps, or the batches of an epoch. Raises TypeError if it is
+        unknown."""
         return len(self._loader) if self._num_steps is None else self._num_steps
 
     def __bool__(self) -> bool:
-        return True  # otherwise bool() would call len(), which may wait for workers
+        return True  # without this method bool() would call len(), which may wait for workers
 
     @property
     def user_iteration(self) -> int:
@@ -263,8 +266,8 @@ class DataExecutor:
 
     @property
     def on_final_iteration(self) -> bool:
-        """True at this executor's last batch, and after it. For an epoch that depends on the loaders' len(); without
-        it, True only after the last batch."""
+        """True at this executor's last batch, and after it. If the executor takes an epoch, this depends on the
+        loaders' len(); without len() it is True only after the last batch."""
         if self._session is None:
             return False
         last = self._last if self._num_steps is not None or self._last is not None else self._session.expected_last()
@@ -345,7 +348,7 @@ class DataExecutor:
                     session.epoch_ended()
                     if stop is None and position.step > first:
                         break
-                    # One epoch was requested, and the stream stood at the very end of this one: take the next.
+                    # One epoch was requested, but the position is the very end of an epoch: take the next epoch.
                     reader.open_epochs(position.epoch + ahead)
                     announced = reader.announce(schedule, self._last)
                     continue
@@ -362,14 +365,15 @@ class DataExecutor:
                 left_early = stop is None and not self._persistent
                 yield batch
                 left_early = False
-                del batch  # otherwise it would stay alive while the loop waits for the next one
+                del batch  # do not keep it alive while the loop waits for the next one
             self._last = position.step
         finally:
             _iterating.leave(self)
             if line is not None:
                 line.finish()
             if left_early and session.expected_last() == position.step:
-                left_early = False  # the loop counts batches: all are taken, and the end is read next
+                # the loop counts batches, so all of them are taken, and the epoch's end is read next
+                left_early = False
             loader.finish(self, left_early=left_early, epoch_ended=stop is None and position.epoch > first_epoch)
 
 

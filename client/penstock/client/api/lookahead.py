@@ -1,16 +1,16 @@
 """Loader for frameworks that prefetch: they take batches before the training loop gets them.
 
-To know which batch is the last one of an epoch, Accelerate's loaders and Lightning's fetcher for loaders without a
-length take the next batch before they hand out this one. `DataLoader.state_dict()`, which counts taken batches, is then
-one batch ahead of the loop, and a resume would leave that batch out.
+To know which batch is the last one of an epoch, Accelerate's loaders, and Lightning's fetcher for loaders without a
+length, take the next batch before they yield the present one. `DataLoader.state_dict()`, which counts taken batches, is
+then one batch ahead of the loop, and a resume would leave that batch out.
 
 How far such a wrapper is ahead depends on the framework, its version, the position in the epoch and whether the loader
-has a length; so nothing is subtracted here. Instead the loop counts: it calls `took()` for each batch that reaches it,
-and the state is that of this step, which workers keep for a while (Appliance(retention_steps=)). That costs nothing
-until a state is requested.
+has a length. So no fixed number is subtracted here. Instead the loop counts: it calls `took()` for each batch that
+reaches it, and the state is that of this step, which workers keep for a while (Appliance(retention_steps=)). Counting
+is free until a state is requested.
 
-The loop can forget to count, and a wrapper can yield other batches than it took: share them among ranks, join them,
-repeat some as padding. Either would save a wrong position, so both are errors.
+Two mistakes would save a wrong position, so both are errors: the loop forgets to count, or a wrapper yields other
+batches than it took (it shares them among ranks, joins them, or repeats some as padding).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class Lookahead(IterableDataset[Any]):
-    """Wrapper of a loader for frameworks that take batches ahead of the training loop: its state counts only batches
+    """Wrapper of a loader for frameworks that take batches ahead of the training loop. Its state counts only batches
     that the loop has got. Give it to the framework, and save it, in place of the loader.
 
     Example::
@@ -44,10 +44,12 @@ class Lookahead(IterableDataset[Any]):
             ahead.state_dict()                    # counts the batches up to this one
 
     If the framework owns the loop, its hook for the start of a batch calls `took()` instead, as the callbacks in
-    penstock.client.integrations do. An epoch that the framework left early is over once it begins the next one.
+    penstock.client.integrations do. An epoch that the framework leaves early ends when the framework begins the next
+    one.
 
-    It is also an iterable dataset: torch.utils.data.DataLoader(ahead, batch_size=None) suits frameworks that accept
-    nothing else. The batches still come from Penstock's workers, so it needs no worker processes of its own.
+    A Lookahead is also an iterable dataset: torch.utils.data.DataLoader(ahead, batch_size=None) suits frameworks that
+    accept nothing else. The batches still come from Penstock's workers, so that DataLoader needs no worker processes of
+    its own.
 
     Args:
         loader: the Penstock DataLoader.
@@ -75,19 +77,20 @@ class Lookahead(IterableDataset[Any]):
         self._begun: Generator[Any, None, None] | None = None
         """The executor's iterator of the epoch, until the loop gets its first batch."""
         self._waiting: list[Any] = []
-        """Batches that the framework took from `_begun`, to be yielded again if it begins the epoch twice."""
+        """Batches that the framework took from `_begun`. They are yielded again if the framework begins the epoch
+        twice."""
         self._step: int | None = None
-        """The loop's step; None before the first epoch, and after a state was loaded."""
+        """Step of the loop; None before the first epoch, and after a state was loaded."""
         self._loads = 0
         self._over_at: int | None = None
-        """Step of a loaded state that was saved when its loop had finished the epoch, which is not resumed. None if
-        there is no such state, and once the loop gets a batch."""
+        """Step of a loaded state whose loop had finished its epoch, so that the epoch is not resumed. None without such
+        a state, and after the loop gets a batch."""
 
-    # ---- the framework's side
+    # ---- methods that the framework calls
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate one epoch, or the rest of it. An epoch of which the loop has got no batch is repeated, because some
-        frameworks begin an epoch twice: the batches that they took the first time are yielded again."""
+        """Iterate one epoch, or the rest of it. If the loop has got no batch of the epoch yet, it is repeated with the
+        same batches, because some frameworks begin an epoch twice."""
         if get_worker_info() is not None:
             raise RuntimeError(
                 f"{self._loader.name}: a Lookahead must be iterated in the training process, because its batches come "
@@ -110,16 +113,17 @@ class Lookahead(IterableDataset[Any]):
             if self._begun is batches:
                 self._waiting.append(batch)
                 if len(self._waiting) > self._depth:
-                    self._got()  # the loop does not count, or the framework is too far ahead: state_dict() raises
+                    # state_dict() raises an error: the loop does not count, or the framework is too far ahead
+                    self._got()
             yield batch
-            del batch  # otherwise it would stay alive while the loop waits for the next one
+            del batch  # do not keep it alive while the loop waits for the next one
 
     def __len__(self) -> int:
-        """Return the batches of a whole epoch. Raises TypeError if the loader has no length."""
+        """Return the number of batches of a whole epoch. Raises TypeError if the loader has no length."""
         return len(self._loader)
 
     def _leave(self) -> None:
-        """Close the epoch under way: frameworks that count batches never read its end, and hold its iterator."""
+        """Close the present epoch. Frameworks that count batches never read an epoch's end, and keep its iterator."""
         self._close_epoch()
         begun = self._begun
         self._got()
@@ -132,11 +136,12 @@ class Lookahead(IterableDataset[Any]):
             batches.close()
 
     def _got(self) -> None:
-        """Note that the loop has got a batch: this epoch is not repeated, and ends with the framework's iterator."""
+        """Record that the loop has got a batch. From now on this epoch is not repeated, and ends when the framework
+        drops its iterator."""
         self._begun = None
         self._waiting.clear()
 
-    # ---- the loop's side
+    # ---- methods that the loop calls
 
     @property
     def step(self) -> int:
@@ -146,12 +151,13 @@ class Lookahead(IterableDataset[Any]):
     def took(self) -> None:
         """Count a batch that the loop has got.
 
-        Raises RuntimeError if no such batch was taken from here: something repeats batches, or counts them twice.
+        Raises RuntimeError if the framework took no such batch from here: other code repeats batches, or counts them
+        twice.
         """
         if self._step is None or self._step >= self._loader.step:
             raise RuntimeError(
-                f"{self._loader.name}: the loop got a batch after step {self.step}, and the framework had taken none "
-                "from here: something repeats batches or makes its own (Accelerate's prepare() of a torch "
+                f"{self._loader.name}: the loop got a batch after step {self.step}, but the framework had taken none "
+                "from here: other code repeats batches or makes its own (Accelerate's prepare() of a torch "
                 "DataLoader shares one process's batches among all: use prepare_data_loader(..., num_processes=1, "
                 "process_index=0, dispatch_batches=False)), or took() is called more than once a batch"
             )
@@ -161,16 +167,16 @@ class Lookahead(IterableDataset[Any]):
             self._got()
 
     def handed_out(self, batches: Iterable[T]) -> Iterator[T]:
-        """Iterate and count the batches of one epoch of the framework's wrapper of this loader.
+        """Iterate and count the batches of one epoch, from the framework's wrapper of this loader.
 
-        Raises RuntimeError if the wrapper hands out more or fewer batches than it took, because it shares, joins or
+        Raises RuntimeError if the wrapper yields more or fewer batches than it took, because it shares, joins or
         repeats them; or if a state is loaded in the loop.
         """
         loads = self._loads
         for batch in batches:
             self.took()
             yield batch
-            del batch  # otherwise it would stay alive while the loop waits for the next one
+            del batch  # do not keep it alive while the loop waits for the next one
             if self._loads != loads:
                 raise RuntimeError(
                     f"{self._loader.name}: load_state_dict while handed_out(...) is iterated; leave its loop first"
@@ -208,7 +214,7 @@ class Lookahead(IterableDataset[Any]):
         return self._loader.state_at(self.step)
 
     def load_state_dict(self, sd: dict[str, Any], strict: bool = True) -> None:
-        """Resume from a state of this loader with the next epoch. Errors as for DataLoader.load_state_dict()."""
+        """Resume from a state of this loader with the next epoch. Raises the errors of DataLoader.load_state_dict()."""
         self._leave()
         self._loader.load_state_dict(sd, strict)
         self._loads += 1
@@ -218,15 +224,15 @@ class Lookahead(IterableDataset[Any]):
         else:
             self._over_at = None
 
-    # ---- for frameworks whose epoch may be shorter than Penstock's
+    # ---- epochs of the framework that are shorter than Penstock's
 
     @property
     def mid_epoch(self) -> bool:
-        """True if the epoch begun last has, or may have, batches after those that were taken."""
+        """True if the latest epoch has, or may have, batches after those that were taken."""
         return self._loader.mid_epoch
 
     def leave_epoch(self) -> None:
-        """Abandon the epoch of a loaded state, because the saved loop had finished it: the next iteration begins the
-        next epoch. Loading the same state once more, as Lightning does, does not change that."""
+        """Abandon the epoch of a loaded state, because the saved loop had finished it. The next iteration begins the
+        next epoch, even if the same state is loaded once more, as Lightning does."""
         self._over_at = self._loader.step
         self._loader.leave_epoch()

@@ -1,4 +1,4 @@
-"""The number of steps of a training, computed from a user's limits on steps and epochs."""
+"""Number of steps of a training, computed from the user's limits on steps and epochs."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def compute_num_steps(
 
     Args:
         dataloader: a loader; its len(), if it has one, is the number of batches of an epoch.
-        initial_step: step that training resumes from; max_steps includes it.
-        num_steps: steps from here. Excludes num_epochs.
-        max_steps: total steps.
-        num_epochs: needs the dataloader's len().
+        initial_step: step from which training resumes; max_steps counts it too.
+        num_steps: steps to take from initial_step. Not allowed together with num_epochs.
+        max_steps: total number of steps, including initial_step.
+        num_epochs: number of epochs; needs the dataloader's len().
         steps_per_epoch: batches of an epoch, at most len().
-        grad_accum_steps: batches of a step. It makes an epoch shorter; num_steps and max_steps are steps already.
+        grad_accum_steps: batches of a step; divides the length of an epoch. num_steps and max_steps are steps already.
 
     Raises:
         InvalidArgumentError: all three are None, or values contradict each other or the dataloader's length.

@@ -1,11 +1,12 @@
-"""The part of a loader that opens its run: a description until then, and from then on a stream with a position.
+"""The part of a loader that opens its run. Before that the loader is only a description; afterwards it is a stream with
+a position.
 
     DataLoader ── opens ──> Session: a run at an Appliance, and the reader of its batches
 
 A loader is in one of three conditions: never read (its state is that of a local instance), loaded and not started (its
-state is the loaded one), or streaming (its state at the last step is fetched from the workers). A stream ends with its
-appliance, with an error, or with `load_state_dict`. Only the last starts another one: a position is never lost
-silently.
+state is the loaded one), or streaming (its state at the last step is fetched from the workers). A stream ends when its
+appliance is closed, at an error, or at `load_state_dict`. Only after `load_state_dict` does an executor start another
+stream, so that a position is never lost silently.
 """
 
 from __future__ import annotations
@@ -57,9 +58,9 @@ class OpenedLoader:
         self, input_fn: Callable[..., Any] | Dataset[Any] | TorchLoader[Any], *args: Any, **kwargs: Any
     ) -> None:
         self._replay = False
-        """True: states are made by replay, whatever Appliance(replay=) says."""
+        """True if states are made by replay, even without Appliance(replay=True)."""
         if isinstance(input_fn, Dataset) or not callable(input_fn):
-            from penstock.client.torch_loaders import taken_over  # here: it imports the data sources
+            from penstock.client.torch_loaders import taken_over  # imported here, because it imports the data sources
 
             taken = taken_over(input_fn, *args, **kwargs)
             input_fn, args, kwargs, self._replay = taken.input_fn, taken.args, taken.kwargs, taken.replay
@@ -81,11 +82,12 @@ class OpenedLoader:
         self._strict = True
         self._cached: tuple[int, Any] | None = None
         self._expected: ApplianceSettings | None = None
-        """Settings of the appliance that an executor was made for."""
+        """Settings of the appliance for which an executor was made; None before that."""
         self._leaves_epoch = False
-        """True: the epoch of the loaded state is not resumed; the next executor begins the epoch after it."""
+        """True if the epoch of the loaded state is not resumed: the next executor begins the epoch after it."""
         self._drawn: int | None = None
-        """Seed drawn for a state that was requested before the run was open; the run gets the same."""
+        """Seed that was drawn for a state requested before the run was open; the run gets the same seed. None: no seed
+        was drawn."""
 
     def __getstate__(self) -> dict[str, Any]:
         if self._session is not None:
@@ -118,7 +120,7 @@ class OpenedLoader:
         if session is None:
             session = self._open(appliance if appliance is not None else current_appliance(self))
             if self._leaves_epoch:
-                self._capabilities(session)  # where the epoch ends
+                self._capabilities(session)  # waits until the epoch's length is known
                 session.cut_due = session.expected_last() != session.reader.position.step
         elif session.run.error is not None:
             raise session.run.error
@@ -176,12 +178,14 @@ class OpenedLoader:
 
     @property
     def place(self) -> tuple[int, int]:
-        """(box, num_boxes) of this process in the loader's run; before the run is open, those of current settings."""
+        """Pair (box, num_boxes) of this process in the loader's run; before the run is open, in the current
+        settings."""
         settings = self._settings
         return settings.box, settings.num_boxes
 
     def expect(self, appliance: Appliance) -> None:
-        """Record the appliance that an executor will use: until it begins, its settings give boxes and workers."""
+        """Record the appliance that an executor will use. Until the executor begins, the appliance's settings give
+        boxes and workers."""
         self._expected = appliance.settings
 
     @property
@@ -239,8 +243,8 @@ class OpenedLoader:
             cover = saved.cover if saved.positions else cover
         start_of = partial(_on, cover, partial(self._start_of, settings))
         start = start_of(settings.box)
-        # Each opening in one launch has its own key: otherwise a loader that starts over would join the run that it
-        # just left.
+        # Each opening in one launch needs its own key. Otherwise a loader that starts over would join the run that it
+        # has just left.
         key = f"#{self._openings}" if self._openings else ""
         opening = Opening(
             self._reference,
@@ -276,7 +280,7 @@ class OpenedLoader:
         return session
 
     def _replays(self, settings: ApplianceSettings) -> bool:
-        """Return whether a loader without state methods is saved too, by replay."""
+        """Return True if a loader without state methods is also saved, by replay."""
         return self._replay or settings.replay
 
     def _start_of(self, settings: ApplianceSettings, box: int) -> BoxStart:
@@ -288,7 +292,8 @@ class OpenedLoader:
     # ---- the workers' loaders
 
     def __len__(self) -> int:
-        """Return the batches of an epoch of this box: the sum of its workers' len(). TypeError if one has no len()."""
+        """Return the number of batches in an epoch of this box: the sum of its workers' len(). Raises TypeError if one
+        has no len()."""
         session = self._session
         if session is not None and not session.run.closed and session.run.error is None:
             lengths = [capabilities.length for capabilities in self._capabilities(session)]
@@ -321,7 +326,7 @@ class OpenedLoader:
         return [view.capabilities for view in run.views]
 
     def close(self) -> None:
-        """End the stream, if there is one, and free its workers; the next executor starts from the loaded state."""
+        """End the stream, if there is one, and free its workers. The next executor starts from the loaded state."""
         session, self._session = self._session, None
         if session is not None:
             session.reader.close()
@@ -329,7 +334,7 @@ class OpenedLoader:
 
 
 def _on(cover: DigestCover, start_of: Callable[[int], BoxStart], box: int) -> BoxStart:
-    """Return the start of a box, marked for digests by rows if the cover is ROWS."""
+    """Return the start of a box. If the cover is ROWS, mark the start for digests by rows."""
     start = start_of(box)
     start.position.by_rows = cover == DigestCover.ROWS
     return start
@@ -344,7 +349,7 @@ def _all_known(run: StreamRun) -> bool:
 
 
 def _abandon(run: StreamRun, reader: Reader) -> None:
-    """End the stream of a garbage-collected loader. This may run in the garbage collector, so the run's own thread
-    does all that takes time or locks."""
+    """End the stream of a garbage-collected loader. This may run inside the garbage collector, so the run's own thread
+    does everything that takes time or locks."""
     run.abandoned = True
     reader.close()

@@ -1,4 +1,4 @@
-"""The progress line of a loop: steps a second, and the share of the time that it waited for data."""
+"""Progress line of a loop: steps per second, and the share of the time that the loop waited for data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["ProgressLine"]
 
 
 class ProgressLine:
-    """The progress line of one executor."""
+    """Progress line of one executor."""
 
     def __init__(self, label: str, stats: StreamStats, step: int) -> None:
         self._label, self._stats, self._line = label, stats, Progress()

@@ -1,11 +1,11 @@
 """Rendezvous of the ranks of one torchrun launch on one machine, which share one embedded appliance.
 
-Local rank 0 starts the daemons and listens on an abstract Unix socket; the others connect, with a deadline, and receive
-the daemons' address. The socket's name consists of values that all ranks of a launch share and other launches do not
-(the torchrun agent's pid, the master port, the restart count) and of the number of appliances shared before. An
-abstract name has no file permissions, so both ends get the peer's user from the kernel. Unlike a file with the token,
-it leaves nothing behind when a rank is killed. Another user can take the name first. Rank 0 then takes one that begins
-with it and ends in a random number, and the others try all such names that the kernel lists.
+Local rank 0 starts the daemons and listens on an abstract Unix socket. The other ranks connect, with a deadline, and
+receive the daemons' address. The socket's name consists of values that all ranks of a launch share and other launches
+do not (the torchrun agent's pid, the master port, the restart count), and of the number of appliances that were shared
+before. An abstract name has no file permissions, so both ends get the peer's user from the kernel. Unlike a file with
+the token, the socket leaves nothing behind when a rank is killed. Another user can take the name first. Rank 0 then
+takes a name that begins with it and ends in a random number, and the others try all such names that the kernel lists.
 
 Ranks leave at slightly different times, and the daemons end with rank 0. So every rank keeps its connection until it
 leaves, and rank 0 waits for the last of them before it stops the daemons.
@@ -34,7 +34,7 @@ __all__ = ["DaemonAddresses", "SharedAppliance"]
 
 POLL_S = 0.02
 LEAVE_S = 60.0
-"""Seconds that rank 0 waits for the others before it stops the daemons under them."""
+"""Seconds that rank 0 waits for the others to leave before it stops the daemons all the same."""
 MAX_PLACE = 4096
 SOCKETS = "/proc/net/unix"
 """File in which the kernel lists the Unix sockets of this network namespace, abstract names with an @."""
@@ -53,8 +53,8 @@ class DaemonAddresses:
 
 
 def _connected(name: str) -> socket.socket | None:
-    """Return a connection to the owner of this name, if that is a process of this user; else None. It never waits:
-    another user's socket may be full."""
+    """Return a connection to the owner of this name if the owner is a process of this user, else None. Never waits,
+    because another user's socket may be full."""
     try:
         return connect_local(name, 0.0)
     except (OSError, PenstockError):
@@ -62,7 +62,7 @@ def _connected(name: str) -> socket.socket | None:
 
 
 def _is_ours(name: str) -> bool:
-    """Return whether a process of this user has the name."""
+    """Return True if a process of this user has the name."""
     sock = _connected(name)
     if sock is not None:
         sock.close()
@@ -70,7 +70,7 @@ def _is_ours(name: str) -> bool:
 
 
 def _names(name: str) -> list[str]:
-    """Return the name, and the names listed by the kernel that begin with it."""
+    """Return the name, and all names listed by the kernel that begin with it."""
     try:
         listed = Path(SOCKETS).read_bytes().decode(errors="replace").split()
     except OSError:
@@ -123,7 +123,7 @@ class SharedAppliance:
             try:
                 sock, _ = listener.accept()
             except OSError:
-                return  # closed: this rank leaves
+                return  # the socket is closed: this rank leaves
             try:
                 check_peer(sock)
             except (OSError, PenstockError):
@@ -134,7 +134,7 @@ class SharedAppliance:
                 sock.send(message)
 
     def join(self, deadline: float, timeout_s: float) -> DaemonAddresses:
-        """Return the daemons' addresses from local rank 0, which from then on waits for this rank to leave.
+        """Return the daemons' addresses from local rank 0. From then on, rank 0 waits for this rank to leave.
 
         deadline: a time.monotonic(). Raises DeadlineError.
         """
@@ -160,18 +160,18 @@ class SharedAppliance:
             _pause.wait(POLL_S)
 
     def leave(self, stop: Callable[[], None]) -> None:
-        """Leave; on local rank 0, wait for the others first, then `stop`."""
+        """Leave. Local rank 0 first waits for the others, then calls `stop`."""
         if os.getpid() != self._pid:
             return
         if self._joined is not None:
             self._joined.close()
         if self._listener is None or self._answering is None:
             return
-        # shutdown: a close alone would not end the accept in the other thread.
+        # A shutdown is needed: a close alone would not end the accept in the other thread.
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         deadline = time.monotonic() + LEAVE_S
-        self._answering.join(LEAVE_S)  # a rank that was accepted just before is waited for too
+        self._answering.join(LEAVE_S)  # also waits for a rank that was accepted just before
         for sock in self._others:
             select.select([sock], [], [], max(0.0, deadline - time.monotonic()))
             sock.close()

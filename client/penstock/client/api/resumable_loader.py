@@ -34,7 +34,7 @@ _log = logging.getLogger("penstock.client")
 
 
 class ResumableLoader(OpenedLoader):
-    """The states of a DataLoader; see there."""
+    """The methods of a DataLoader that concern states; see there."""
 
     @property
     def is_restartable(self) -> bool:
@@ -68,9 +68,9 @@ class ResumableLoader(OpenedLoader):
         return self.state_at(self.step)
 
     def state_at(self, step: int) -> dict[str, Any]:
-        """Return what state_dict() returned after this step, at most Appliance(retention_steps=) steps ago.
+        """Return the state that state_dict() returned after this step, at most Appliance(retention_steps=) steps ago.
 
-        It is for loops whose batches come through a wrapper that reads ahead: see penstock.client.Lookahead.
+        Use it in loops whose batches come through a wrapper that reads ahead: see penstock.client.Lookahead.
 
         Raises:
             StateUnavailableError: the step lies before the loaded state, is not delivered yet, or is no longer kept by
@@ -109,7 +109,7 @@ class ResumableLoader(OpenedLoader):
         return saved.to_dict()
 
     def _seed_to_come(self, settings: ApplianceSettings) -> int:
-        """Return the seed of the run to be opened. Draw it now if none is given: a state without a seed would match a
+        """Return the seed of the run to be opened. If none is given, draw it now: a state without a seed would match a
         run of any order."""
         if settings.seed is not None:
             return settings.seed
@@ -155,7 +155,7 @@ class ResumableLoader(OpenedLoader):
         return checkpoints_of(fetched, self._loaded, step)
 
     def _fetch(self, session: Session, step: int) -> tuple[FetchedState, int]:
-        """Return all workers' records at a step, and the number of state methods of their loader."""
+        """Return the records of all workers at a step, and the number of state methods of their loader."""
         settings, run = session.appliance.settings, session.run
         if run.error is not None:
             raise run.error
@@ -215,7 +215,7 @@ class ResumableLoader(OpenedLoader):
             try:
                 self._local.check_strict("load_state_dict")
             except PenstockError:
-                pass  # it cannot be built here; the workers check the same
+                pass  # the loader cannot be built in this process; the workers make the same check
         given = copy.deepcopy(sd)
         self.close()
         self._leaves_epoch, self._drawn = False, None
@@ -224,7 +224,8 @@ class ResumableLoader(OpenedLoader):
             self._loaded.aggregated = copy.deepcopy(saved.aggregated)
 
     def _made_by_hand(self, sd: object) -> SavedState | None:
-        """Return a state without a record of Penstock, for a loader whose own methods can read it; else None."""
+        """Return a state without a record of Penstock, for a loader whose own methods can read it; None for any
+        other."""
         if not isinstance(sd, Mapping) or KEY in sd:
             return None
         if self._local.can_be_built and self._local.methods("load_state_dict") != 4:

@@ -1,7 +1,7 @@
 """A log of the samples of each training step: the restore keys of each batch, one line of JSON for each step.
 
-The samples are a function of the job's state, so the log holds nothing new. It serves to look them up: which samples
-did the step have at which the loss rose? `DataLoader.restore_sample(key)` reads one of them again.
+The samples are a function of the job's state, so the log adds no information. It makes them easy to look up: for
+example, the samples of the step at which the loss rose. `DataLoader.restore_sample(key)` reads one of them again.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class SampleLog:
     """Log of the samples in each batch: a file of lines {"step": 7, "keys": ["0.3.12...", ...]}, one for each step, in
     order. DataLoader.restore_sample reads a sample again by its key.
 
-    A resumed job continues the same file: lines of steps that it repeats are replaced, and so is a line that a crash
-    cut off. Each box writes a file of its own.
+    A resumed job continues the same file. It replaces the lines of steps that it repeats, and a line that a crash cut
+    off. Each box writes its own file.
 
     Example::
 
@@ -43,10 +43,10 @@ class SampleLog:
         self._last = 0
 
     def write(self, step: int, batch: Any) -> None:
-        """Write a step's line.
+        """Write the line of a step.
 
         Raises:
-            InvalidArgumentError: the batch carries no keys, or the step is not after the last one.
+            InvalidArgumentError: the batch has no keys, or the step is not after the last one.
             OSError: the file cannot be written.
         """
         keys = batch.get(self._field) if isinstance(batch, Mapping) else None
@@ -78,7 +78,7 @@ class SampleLog:
         self.close()
 
     def _open(self, step: int) -> BinaryIO:
-        """Open the file, and truncate it after the lines that come before the step."""
+        """Open the file. Truncate it after the lines of the steps before `step`."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         file = self.path.open("a+b")
         file.seek(0)

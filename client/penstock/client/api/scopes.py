@@ -1,8 +1,8 @@
 """Scopes around running code: the appliance of a `with`, the executor of a loop.
 
 Each thread and each asyncio task finds the object that it entered last (a context variable). Code that entered none,
-such as a helper thread, finds the only one that is open elsewhere. If several are open elsewhere, the choice is
-ambiguous, and a wrong one would silently stream another box's data: AmbiguousContextError.
+such as a helper thread, finds the only object that is open elsewhere. If several are open elsewhere,
+AmbiguousContextError is raised, because a wrong choice would silently stream another box's data.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class ApplianceScope(Generic[T]):
-    """Stack of the objects of one kind that are open in `with` statements; an object that is entered twice is left
+    """Stack of the objects of one kind that are open in `with` statements. An object that is entered twice is left
     twice.
 
     Args:
@@ -40,7 +40,7 @@ class ApplianceScope(Generic[T]):
         self._stack.set((*self._stack.get(), weakref.ref(thing)))
 
     def leave(self, thing: T) -> None:
-        """Leave an object. It may run in another context than `enter` did: that context ignores closed objects."""
+        """Leave an object. This may run in another context than `enter` did; that context ignores closed objects."""
         if thing in self._open:
             self._open.remove(thing)
         stack = list(self._stack.get())
@@ -51,7 +51,8 @@ class ApplianceScope(Generic[T]):
         self._stack.set(tuple(ref for ref in stack if ref() in self._open))
 
     def innermost(self) -> T | None:
-        """Return the object for this context; None if none is open anywhere. Raises AmbiguousContextError."""
+        """Return the object of this context. If it has none, return the only one open elsewhere, or None. Raises
+        AmbiguousContextError if several are open elsewhere."""
         usable = [thing for thing in self._open if self._usable(thing)]
         for ref in reversed(self._stack.get()):
             thing = ref()

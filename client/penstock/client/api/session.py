@@ -17,7 +17,7 @@ _log = logging.getLogger("penstock.client")
 
 @dataclass
 class Session:
-    """A run at an appliance, its reader, and where the epoch under way began."""
+    """Run at an appliance, its reader, and the beginning of the present epoch."""
 
     appliance: Appliance
     run: StreamRun
@@ -26,11 +26,11 @@ class Session:
     first_step: int
     """Step before the session's first batch."""
     epoch_began_at: int
-    """Step before the first batch of the epoch under way."""
+    """Step before the first batch of the present epoch."""
     whole_epoch: bool
-    """True if the session read the epoch under way from its beginning, and not from a restored position."""
-    told_ended: set[tuple[int, int]] = field(default_factory=set)
-    """Epoch ends of other boxes, (box, last step), that the loop was warned of."""
+    """True if the session reads the present epoch from its beginning, False if from a restored position."""
+    warned_ended: set[tuple[int, int]] = field(default_factory=set)
+    """Epoch ends of other boxes, (box, last step), of which the loop was warned."""
     warned_of_abandoned: bool = False
     cut_due: bool = False
     """True if the loop left the epoch by `break`: the next executor abandons it."""
@@ -49,15 +49,16 @@ class Session:
         )
 
     def epoch_ended(self) -> None:
-        """Begin the next epoch after the reader reached an epoch's end. Raises EmptyInputError if it had no batch."""
+        """Begin the next epoch after the reader has reached an epoch's end. Raises EmptyInputError if the epoch had no
+        batch."""
         step = self.reader.position.step
         if self.whole_epoch and step == self.epoch_began_at:
             raise self.empty()
         self.epoch_began_at, self.whole_epoch = step, True
 
     def abandon_epoch(self) -> None:
-        """Abandon the epoch at the last step, and log once that the next loop does not continue it: the iterators of
-        other systems do."""
+        """Abandon the epoch at the last step. Log once that the next loop does not continue the epoch, because the
+        iterators of other systems continue it."""
         if not self.warned_of_abandoned:
             self.warned_of_abandoned = True
             _log.warning(
@@ -72,11 +73,13 @@ class Session:
         self.epoch_began_at, self.whole_epoch = self.reader.position.step, True
 
     def warn_of_ended(self, step: int) -> None:
-        """Warn once for each other box whose epoch ended before this step: a collective would wait for it."""
+        """Warn once for each other box whose epoch ended before this step, because a collective would wait for that
+        box."""
         for box, last in self.run.ended_boxes.items():
-            # A box that ended its epoch where this box began its own is between two epochs, as this one was.
-            if self.epoch_began_at < last < step and (box, last) not in self.told_ended:
-                self.told_ended.add((box, last))
+            # If the other box's epoch ended at the step where this box's epoch began, both are between the same two
+            # epochs.
+            if self.epoch_began_at < last < step and (box, last) not in self.warned_ended:
+                self.warned_ended.add((box, last))
                 warn_user(
                     f"{self.name}: the epoch of box {box} ended at step {last}, and box {self.run.box} continues with "
                     f"step {step}: a collective between them would hang. Give all boxes the same number of batches, "

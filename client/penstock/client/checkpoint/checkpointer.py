@@ -1,4 +1,4 @@
-"""`AsyncCheckpointer`: model, optimizer and data position of one step, saved while the training goes on.
+"""`AsyncCheckpointer`: model, optimizer and data position of one step, saved while the training continues.
 
     save:  collect ─> agree with the other ranks ─> stage to shared memory ─> hand to the writer process ─> return
                                                                                      │
@@ -6,7 +6,8 @@
 
 The ranks communicate only in `save` and `restore`, on the training thread: one small exchange a save, and a larger one
 when the state has another structure. After that each rank's writer works alone (writer.py). Each rank learns from its
-writer how a save ended, and shares it with the others at the next save: so all of them raise, or none.
+writer how a save ended, and shares the result with the other ranks at the next save. So either all ranks raise an
+error, or none.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ LONGEST_S = 30 * 86400.0
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of the saves in flight on this rank."""
+    """Progress of this rank's saves in flight."""
 
     step: int | None
-    """Step that is being written; None if none is."""
+    """Step that is being written; None if no save is in flight."""
     written: int
     """Bytes written so far."""
     total: int
@@ -140,8 +141,8 @@ class AsyncCheckpointer:
         self._buffers = [StagingBuffer() for _ in range(buffers)]
         self._pending: list[PendingSave] = []
         """Saves in flight, and ended saves whose result has not been taken yet."""
-        self._unheard: list[CheckpointError] = []
-        """Failures of saves that have not been raised yet."""
+        self._unraised: list[CheckpointError] = []
+        """Failures of saves that were not raised yet."""
         self._last: PendingSave | None = None
         self._closed = False
         self._calls = CallLock()
@@ -176,22 +177,22 @@ class AsyncCheckpointer:
             open_streams.saves.stalled(time.monotonic() - began)
 
     def _save(self, step: int, state: Mapping[str, Any]) -> bool:
-        """Save once. Return False if another thread, or a signal handler, has taken the free buffer: call again."""
+        """Save once. Return False if another thread or a signal handler has taken the free buffer; then call again."""
         self._make_room()
         with self._calls.one("save"), _no_collection():
             self._check_open()
             if len(self._in_flight) >= len(self._buffers):
                 return False
             self._collect_ended()
-            flying = [one.request["save"] for one in self._in_flight]
-            self._submit(step, self._agreement.on(step, self.folder, state, self._unheard, flying))
+            in_flight = [one.request["save"] for one in self._in_flight]
+            self._submit(step, self._agreement.on(step, self.folder, state, self._unraised, in_flight))
         return True
 
     def signalled(self) -> bool:
-        """Return whether any rank has received a signal of `on_signal`.
+        """Return True if any rank has received a signal of `on_signal`.
 
-        All ranks call it together, so all of them stop after the same step. With several ranks that is an exchange of
-        about 0.3 ms: call it every few steps if steps are short.
+        All ranks call it together, so all of them stop after the same step. With several ranks the call is an exchange
+        of about 0.3 ms: call it every few steps if steps are short.
         """
         self._check_open()
         if self._ranks.size == 1:
@@ -205,8 +206,8 @@ class AsyncCheckpointer:
     def prepare(self, state: Mapping[str, Any]) -> None:
         """Plan how a state like this one is saved, and allocate the memory for it, before the first `save`.
 
-        All ranks call it together. Without it the first save takes 0.7 s longer for each GiB.
-        Waits for the saves in flight. Raises as `save` does.
+        All ranks call it together. Without it the first save takes 0.7 s longer for each GiB. Waits for the saves in
+        flight. Raises the errors of `save`.
         """
         self._check_open()
         while True:
@@ -216,15 +217,15 @@ class AsyncCheckpointer:
                 if self._in_flight:
                     continue
                 self._collect_ended()
-                agreed = self._agreement.on(0, self.folder, state, self._unheard, [])
+                agreed = self._agreement.on(0, self.folder, state, self._unraised, [])
                 for buffer in self._buffers:
                     self._stage(agreed, buffer)
                 return
 
     def _submit(self, step: int, agreed: AgreedSave) -> None:
         ranks = self._ranks
-        flying = [one.buffer for one in self._in_flight]
-        buffer = next(one for one in self._buffers if one not in flying)
+        in_flight = [one.buffer for one in self._in_flight]
+        buffer = next(one for one in self._buffers if one not in in_flight)
         request: dict[str, Any] = {
             "save": agreed.save,
             "step": step,
@@ -239,7 +240,7 @@ class AsyncCheckpointer:
             "timeout_s": self._timeout_s,
             "keep_last": self._keep_last,
             "keep_every": self._keep_every,
-            "flying": agreed.flying,
+            "in_flight": agreed.in_flight,
             "commit": None,
         }
         failure: Exception | None = None
@@ -248,7 +249,8 @@ class AsyncCheckpointer:
             if ranks.rank == 0:
                 plan = {str(rank): files for rank, files in enumerate(agreed.plan.files(agreed.lengths))}
                 request["commit"] = {"plan": plan, "index": index}
-        except Exception as error:  # the other ranks have returned: their writers learn it from ours
+        # the other ranks may have returned already: their writers get the error from this rank's writer
+        except Exception as error:
             failure, request["error"] = error, f"{type(error).__name__}: {error}"
         if failure is None or ranks.size > 1:
             self._last = pending = PendingSave(request, buffer)
@@ -269,10 +271,10 @@ class AsyncCheckpointer:
         )
 
     def _make_room(self) -> None:
-        """Wait until a buffer is free: while all are in flight, wait for the oldest save."""
-        flying = self._in_flight
-        if len(flying) >= len(self._buffers):
-            wait_all(self._writer, flying[: len(flying) - len(self._buffers) + 1], None)
+        """Wait until a buffer is free. While all are in flight, wait for the oldest save."""
+        in_flight = self._in_flight
+        if len(in_flight) >= len(self._buffers):
+            wait_all(self._writer, in_flight[: len(in_flight) - len(self._buffers) + 1], None)
 
     @property
     def _in_flight(self) -> list[PendingSave]:
@@ -283,16 +285,16 @@ class AsyncCheckpointer:
         for one in [one for one in self._pending if one.ended.is_set()]:
             self._pending.remove(one)
             if one.error is not None:
-                self._unheard.append(one.error)
+                self._unraised.append(one.error)
 
     # ---- afterwards
 
     @property
     def progress(self) -> Progress:
         """Return the progress of the saves in flight."""
-        flying = self._in_flight
-        step = flying[0].step if flying else None
-        return Progress(step, sum(one.written for one in flying), sum(one.total for one in flying))
+        in_flight = self._in_flight
+        step = in_flight[0].step if in_flight else None
+        return Progress(step, sum(one.written for one in in_flight), sum(one.total for one in in_flight))
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until all saves are on the disk.
@@ -305,13 +307,13 @@ class AsyncCheckpointer:
         wait_all(self._writer, list(self._pending), timeout_s)
         with self._calls.one("wait"):
             self._collect_ended()
-            errors = [*self._unheard]
-            self._unheard.clear()
+            errors = [*self._unraised]
+            self._unraised.clear()
         if errors:
             raise errors[0]
 
     def result(self, timeout_s: float | None = None) -> Path:
-        """Wait until the last checkpoint is on the disk, and return its path. Raises as `wait` does."""
+        """Wait until the last checkpoint is on the disk, and return its path. Raises the errors of `wait`."""
         if self._last is None:
             raise CheckpointError("AsyncCheckpointer.result() must be called after save(): nothing was saved yet")
         self.wait(timeout_s)
@@ -320,10 +322,10 @@ class AsyncCheckpointer:
         return self.folder / step_name(self._last.step)
 
     def latest(self) -> int | None:
-        """Return the step of the newest complete checkpoint in the folder, None if there is none.
+        """Return the step of the newest complete checkpoint in the folder; None if there is none.
 
-        The newest is the one that was saved last, which need not have the largest step: a training may have gone back
-        to an earlier one. Warns of newer checkpoints that are damaged.
+        The newest is the one that was saved last. Another may have a larger step, because a training may have gone back
+        to an earlier step. Warns of newer checkpoints that are damaged.
         """
         found = newest(self.folder)
         for one in checkpoints(self.folder):
@@ -340,7 +342,7 @@ class AsyncCheckpointer:
         verify: bool = False,
         allow_unsafe_types: bool = False,
     ) -> int | None:
-        """Load a checkpoint into what `state` holds, on as many ranks as there are now.
+        """Load a checkpoint into the objects and values of `state`, on the present number of ranks.
 
         Args:
             state: as for `save`. Modules, optimizers, loaders and other objects with `load_state_dict` are loaded;
@@ -359,7 +361,7 @@ class AsyncCheckpointer:
         """
         self._check_open()
         wait_all(self._writer, list(self._pending), None)
-        # Signals are let through: a restore is long, and changes nothing before all has been read.
+        # Signal handlers may run meanwhile: a restore takes long, and changes nothing before everything was read.
         with self._calls.one("restore", hold=False), _no_collection():
             return self._restore(state, step, verify, allow_unsafe_types)
 
@@ -368,7 +370,7 @@ class AsyncCheckpointer:
     ) -> int | None:
         ranks = self._ranks
         for _ in range(TRIES):
-            with ExitStack() as held:  # rank 0 pins it, so that it is not deleted meanwhile
+            with ExitStack() as held:  # rank 0 pins the checkpoint, so that it is not deleted meanwhile
 
                 def choosing(held: ExitStack = held) -> dict[str, Any]:
                     if ranks.rank:
@@ -382,13 +384,12 @@ class AsyncCheckpointer:
                 if self._load(choice, state, allow_unsafe_types):
                     return int(choice["step"])
         raise CheckpointError(
-            f"{self.folder}: each time, another save replaced the checkpoint before all ranks had opened it: wait "
-            "until "
-            "that save has ended, and restore again"
+            f"{self.folder}: at each try another save replaced the checkpoint before all ranks had opened it: wait "
+            "until that save has ended, and restore again"
         )
 
     def _load(self, choice: dict[str, Any], state: Mapping[str, Any], unsafe: bool) -> bool:
-        """Load the chosen checkpoint on all ranks. Return False if it was replaced before all had opened it."""
+        """Load the chosen checkpoint on all ranks. Return False if it was replaced before all ranks had opened it."""
         loaded: LoadedCheckpoint | None = None
 
         def loading() -> dict[str, Any]:
@@ -408,10 +409,10 @@ class AsyncCheckpointer:
         self._ranks.together("restore", what, putting)
         return True
 
-    # ---- the end
+    # ---- closing
 
     def close(self, *, abandon: bool = False) -> None:
-        """Wait for the saves in flight, or abandon them, and end the writer process. Raises as `wait` does."""
+        """Wait for the saves in flight, or abandon them, and end the writer process. Raises the errors of `wait`."""
         if self._closed or not self._owner.is_here:  # a forked child has neither writer nor saves
             return
         self._closed = True
@@ -422,7 +423,7 @@ class AsyncCheckpointer:
                 self.wait()
         finally:
             self._finalizer.detach()
-            # Not finished if the wait was interrupted: the writer may still finish it.
+            # After an interrupted wait the writer may still finish the save.
             self._writer.stop(finish=bool(self._in_flight) and self._on_exit == "finish")
             self._signals.close()
             self._ranks.close()
@@ -440,7 +441,7 @@ class AsyncCheckpointer:
             return
         try:
             self.close(abandon=self._on_exit == "abandon")
-        except PenstockError as failed:  # the error that ended the training is the one to see
+        except PenstockError as failed:  # do not hide the error that ended the training
             _log.warning("%s", failed.message)
 
     def _check_open(self) -> None:
@@ -451,7 +452,8 @@ class AsyncCheckpointer:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Pause garbage collection, which takes longer than the whole save of a state with thousands of small entries."""
+    """Pause garbage collection. A collection takes longer than the whole save of a state with thousands of small
+    entries."""
     before = gc.isenabled()
     gc.disable()
     try:
@@ -462,7 +464,7 @@ def _no_collection() -> Iterator[None]:
 
 
 def _leave(writer: WriterProcess, pending: list[PendingSave], on_exit: OnExit, timeout_s: float, pid: int) -> None:
-    """Finish or abandon saves when the interpreter ends or the checkpointer is garbage."""
+    """Finish or abandon the saves in flight when the interpreter exits or the checkpointer is garbage-collected."""
     if os.getpid() != pid:
         return  # a forked child has neither writer nor saves
     if on_exit == "abandon":

@@ -2,9 +2,9 @@
 
     dcp.save(state, storage_writer=AsyncFileSystemWriter(path))
 
-It corrects torch's FileSystemWriter: files get equal lengths by the parts that are saved and not by whole tensors; each
-has a thread, and the first failure of one fails the save; the index is on the disk before it gets its name, and so are
-the names in its folder. torch's own reader reads what it writes.
+It corrects several points of torch's FileSystemWriter. Files get equal lengths by the parts that are saved, and not by
+whole tensors. Each file has a thread, and the first failure of a thread fails the save. The index is on the disk before
+it gets its name, and so are the names in its folder. torch's own reader reads the result.
 
 It writes in the thread or process in which torch calls it. For a separate writer process use AsyncCheckpointer.
 """
@@ -49,8 +49,8 @@ class AsyncFileSystemWriter(FileSystemWriter):
         overwrite: False: raise if the folder holds a checkpoint.
         transforms: torch's stream extensions, such as ZStandard, for everything that is written.
 
-    `dcp.save` raises CheckpointError (in torch's CheckpointException) if fewer items were written than planned; else it
-    raises what the first failing thread raised.
+    `dcp.save` raises CheckpointError (in torch's CheckpointException) if fewer items were written than planned.
+    Otherwise it raises the error of the first thread that failed.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class AsyncFileSystemWriter(FileSystemWriter):
     def _write_file(self, bucket: Bucket, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
         results = []
         path = Path(self.path) / bucket.name
-        path.unlink(missing_ok=True)  # a link of that name may lead to any file
+        path.unlink(missing_ok=True)  # an existing link of that name may lead to any file
         with path.open("xb") as file:
             for item in (items[place] for place in bucket.items):
                 results.append(self._write_one(cast(IOBase, file), item, planner, bucket.name))
@@ -105,20 +105,20 @@ class AsyncFileSystemWriter(FileSystemWriter):
         if isinstance(data, torch.Tensor):
             data = data.detach().cpu()
             if data.layout is torch.strided and data.untyped_storage().nbytes() != data.nbytes:
-                data = data.clone()  # a view: torch.save would write all of what it is a view of
+                data = data.clone()  # a view: torch.save would write the whole storage behind it
         return write_item(self.transforms, file, data, item, name, SerializationFormat.TORCH_SAVE)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write torch's index, the last file, and fsync it and the folder."""
+        """Write torch's index as the last file, and fsync the index and the folder."""
         metadata.version = DCP_VERSION
         metadata.storage_data = {result.index: result.storage_data for rank in results for result in rank}
         metadata.storage_meta = self.storage_meta()
         folder = Path(self.path)
-        alone = not getattr(self, "use_collectives", True)  # torch 2.9 and newer: an index for each rank
+        alone = not getattr(self, "use_collectives", True)  # torch 2.9 and newer: each rank writes an index
         name = f"__{self.rank}{METADATA}" if alone and self.rank is not None else METADATA
         write_whole(folder / name, pickle.dumps(metadata), sync=self.sync_files)
         if self.sync_files:
-            with suppress(OSError):  # perhaps not ours to open; its entry for the folder is as durable as before
+            with suppress(OSError):  # another user may own the folder; its name is then as durable as before
                 sync_folder(folder.parent)
 
 

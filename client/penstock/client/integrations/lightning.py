@@ -1,11 +1,11 @@
 """PyTorch Lightning: the loader's position in Lightning's checkpoints.
 
-Lightning saves the state of a loader itself, but at the batch that its fetcher has taken, which is one ahead for a
-loader without a length, and it does not load a state saved at the end of an epoch. So a callback counts the batches
-that reach the loop, and saves and loads the state itself.
+Lightning itself saves the state of a loader at the batch that its fetcher has taken. For a loader without a length this
+is one batch ahead of the loop. It also does not load a state saved at the end of an epoch. So a callback counts the
+batches that reach the loop, and saves and loads the state.
 
-An epoch may be shorter than an epoch of the loader (limit_train_batches). After it Lightning begins the next epoch, and
-a position alone does not show that the epoch was over; so this is saved too.
+An epoch may be shorter than an epoch of the loader (limit_train_batches). After it Lightning begins the next epoch. A
+position alone does not show that the epoch was over, so the checkpoint also records that.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class LoaderState(Callback):
             self._ahead.leave_epoch()
 
     def _epoch_over(self) -> bool:
-        """Return whether the epoch has had its last batch. Such checkpoints are saved in several hooks, after the
-        batch, the validation, the epoch; so this reads the progress from which Lightning itself resumes."""
+        """Return True if the last batch of the epoch is done. Such checkpoints are saved in several hooks, after the
+        batch, the validation, or the epoch. So this reads the progress from which Lightning itself resumes."""
         if self._trainer is None:
             return False
         batches = self._trainer.fit_loop.epoch_loop.batch_progress

@@ -8,11 +8,11 @@ Their schedulers save in phases, and call a storage writer in each:
     finalize:  `retrieve_write_results` on each rank, gathered, and `finish` on rank 0
 
 Staging copies everything, from any device, to shared memory in the layout of the files (tensor_staging.py). So when it
-returns, the training may change every tensor, and the writing process needs neither CUDA nor the training's memory. Its
-result is in the same memory. There is no queue, and so no message of an earlier save, and no wait for a killed process:
-it has left no result, which is a failure.
+returns, the training may change every tensor, and the writing process needs neither CUDA nor the training's memory. The
+result of the writing process is in the same memory. Without a queue there can be no message of an earlier save. A
+killed process is not waited for: it has left no result, which counts as a failure.
 
-This module imports neither of them.
+This module imports neither Megatron-core nor NVRx.
 """
 
 from __future__ import annotations
@@ -62,11 +62,13 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
         queue.schedule_async_request(request)
 
     Args:
-        path: folder of this checkpoint. single_file_per_rank: True; each rank writes `thread_count` files, as with
-        theirs. sync_files: sync all files to disk before a save is done. thread_count: number of files of each rank,
-        and of threads that write them. separation_hint: prefix of names whose values go into separate files, the same
-        number again. use_msc: False; NVIDIA's multi-storage client is not supported. overwrite: False: a folder that
-        holds a checkpoint is an error.
+        path: folder of this checkpoint.
+        single_file_per_rank: True; each rank writes `thread_count` files, as with their writers.
+        sync_files: sync all files to disk before a save is done.
+        thread_count: number of files of each rank, and of threads that write them.
+        separation_hint: prefix of names whose values go into separate files, as many again.
+        use_msc: False; NVIDIA's multi-storage client is not supported.
+        overwrite: False: a folder that contains a checkpoint is an error.
 
     Attributes:
         write_buckets: staged files; None before `prepare_write_data`. Its length is the number of files.
@@ -106,14 +108,14 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
         self._places: list[tuple[MetadataIndex, StorageInfo]] = []
 
     def prepare_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:
-        """Return this rank's part of the global plan, made without the others: files are named by rank."""
+        """Return this rank's part of the global plan, made without the other ranks: files are named by rank."""
         return dataclasses.replace(local_plan, storage_data=StoragePrefix(f"__{_rank()}_"))
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         """Copy all values of the plan to shared memory. Afterwards nothing refers to live values."""
         Path(self.path, METADATA).unlink(
             missing_ok=True
-        )  # of a checkpoint that is overwritten: it becomes invalid here
+        )  # the index of a checkpoint that is overwritten, which becomes invalid here
         self.write_buckets, self._places = StagedFiles(None, [], 0, str(self.path), self.sync_files), []
         if not plan.items:
             return
@@ -128,8 +130,8 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
         self.write_buckets = StagedFiles(self._buffer.image, sizes, verdict, str(self.path), self.sync_files)
 
     def get_save_function_and_args(self) -> tuple[Callable[..., None] | None, Callable[..., Any] | None, list[Any]]:
-        """Return the function that writes the files, None, and its arguments; (None, None, []) where this rank has
-        nothing to write.
+        """Return the function that writes the files, None, and the function's arguments; (None, None, []) if this rank
+        has nothing to write.
 
         The function may be called in another process, forked or spawned. Nothing needs to be preloaded.
         """
@@ -139,7 +141,7 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
 
     @staticmethod
     def preload_tensors(write_buckets: StagedFiles, non_blocking: bool = True) -> StagedFiles:
-        """No-op: `prepare_write_data` has copied all of them."""
+        """No-op, because `prepare_write_data` has copied all tensors."""
         return write_buckets
 
     def retrieve_write_results(self) -> list[WriteResult] | tuple[BaseException, Any]:
@@ -148,14 +150,16 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
         Call it once the function of `get_save_function_and_args` has returned, or its process has ended.
         """
         if self.write_buckets is None:
-            raise CheckpointError("retrieve_write_results() must be called after prepare_write_data(), got it before")
+            raise CheckpointError(
+                "retrieve_write_results() must be called after prepare_write_data(), but nothing was staged"
+            )
         if self._buffer is not None:
-            said = self.write_buckets.heard()
-            if said is None:  # the process may still be at work: its memory is nobody else's
+            result = self.write_buckets.result()
+            if result is None:  # the process may still be writing, so its memory must not be reused
                 self._failure = "ended before it had written everything, or has not ended yet"
                 self._buffer.close()
             else:
-                self._failure = said["error"] and f"failed: {said['error']}"
+                self._failure = result["error"] and f"failed: {result['error']}"
                 _buffers.put(self._buffer)
             self._buffer = None
         if self._failure:
@@ -168,8 +172,11 @@ class StagedFiles:
     """Files in shared memory for another process.
 
     Args:
-        image: memory of the files; None if there are none. files: name, offset and size of each, in bytes. verdict:
-        offset of the result.
+        image: memory of the files; None if there are none.
+        files: name, offset and size of each file, in bytes.
+        verdict: offset of the result in the memory.
+        folder: path of the folder to write into.
+        durable: True to sync the files to the disk.
     """
 
     def __init__(
@@ -186,13 +193,13 @@ class StagedFiles:
         return len(self.files)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle it for a spawned process: the descriptor is sent, not its content."""
+        """Return the parts to pickle for a spawned process. The memory's descriptor is sent, not its content."""
         assert self._image is not None
         handle = reduction.DupFd(self._image.fd)
         return _received, (handle, self._image.nbytes, self.files, self._verdict, self._folder, self._durable)
 
     def write(self) -> None:
-        """Write the files, and the result."""
+        """Write the files, then the result."""
         assert self._image is not None
         region = memoryview(self._image.map)
         error = ""
@@ -203,7 +210,7 @@ class StagedFiles:
                     task.result()
         except Exception as failed:
             error = f"{type(failed).__name__}: {failed}"
-        self._say({"error": error})
+        self._put_result({"error": error})
 
     def _write_one(self, region: memoryview, name: str, size: int) -> None:
         path = Path(self._folder, name)
@@ -211,12 +218,12 @@ class StagedFiles:
         write_file(path, region, size, durable=self._durable, passing=lambda _: None)
 
     def close(self) -> None:
-        """Close the descriptor, in a process that has received it."""
+        """Close the descriptor in a process that has received it."""
         if self._received and self._image is not None:
             self._image.close()
 
-    def _say(self, what: dict[str, Any]) -> None:
-        """Write the result; its length comes last, so that a half-written one is not read."""
+    def _put_result(self, what: dict[str, Any]) -> None:
+        """Write the result. Its length is written last, so that a half-written result is not read."""
         assert self._image is not None
         data = json.dumps(what).encode()
         if len(data) > VERDICT - LENGTH:
@@ -224,7 +231,7 @@ class StagedFiles:
         self._image.put(self._verdict + LENGTH, data)
         self._image.put(self._verdict, len(data).to_bytes(LENGTH))
 
-    def heard(self) -> dict[str, Any] | None:
+    def result(self) -> dict[str, Any] | None:
         """Return the result; None if there is none."""
         assert self._image is not None
         begin = self._verdict + LENGTH
@@ -233,8 +240,8 @@ class StagedFiles:
 
 
 def write_staged(rank: int, staged: StagedFiles, results_queue: None) -> None:
-    """Write the files: the scheduler calls it, in any process. Raises nothing: `retrieve_write_results` reports the
-    result."""
+    """Write the files. The scheduler calls this, in any process. No error is raised, because `retrieve_write_results`
+    reports the result."""
     staged.write()
     staged.close()
 
@@ -246,7 +253,7 @@ def _received(handle: Any, nbytes: int, *rest: Any) -> StagedFiles:
 
 
 class _Buffers:
-    """Pool of unused shared memory for the next writer: allocating it takes longer than all the rest."""
+    """Pool of unused shared memory for the next writer. Allocating the memory takes longer than the rest of staging."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -278,7 +285,7 @@ def _resolved(
     else:
         tensor = cast(torch.Tensor, data).detach().cpu()
         if tensor.layout is torch.strided and tensor.untyped_storage().nbytes() != tensor.nbytes:
-            tensor = tensor.clone()  # a view: torch.save would write its whole storage
+            tensor = tensor.clone()  # a view: torch.save would write the whole storage behind it
         objects[local.key] = saved_bytes(tensor)
     return local
 

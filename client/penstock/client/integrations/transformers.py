@@ -1,8 +1,8 @@
 """Hugging Face Trainer: the loader's position in the Trainer's checkpoints.
 
-The Trainer resumes by reading all batches of the epoch again and dropping them. With ignore_data_skip=True it does not,
-and assumes the loader at the right position: this callback restores it. The position is in trainer_state.json, the
-last file of a checkpoint, so each checkpoint with this file has the position.
+By default the Trainer resumes by reading all batches of the epoch again and dropping them. With ignore_data_skip=True
+it reads none of them, and assumes that the loader is at the right position. This callback brings it there. The position
+is in trainer_state.json, the last file of a checkpoint, so each checkpoint with this file has the position.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class LoaderState(TrainerCallback, ExportableState):
         self._ahead: Lookahead | None = None
 
     def state(self) -> dict[str, Any]:
-        """Return the state of this callback that the Trainer saves as JSON; it calls this once before the training,
-        too."""
+        """Return the state of this callback that the Trainer saves as JSON. The Trainer also calls it once before the
+        training."""
         saved = None if self._ahead is None else base64.b64encode(encode_state(self._ahead.state_dict())).decode()
         return {"args": {}, "attributes": {"saved": saved}}
 
@@ -65,7 +65,7 @@ class LoaderState(TrainerCallback, ExportableState):
                 "LoaderState: the Trainer would skip the batches before the checkpoint, but the restored loader has "
                 "skipped them already: set TrainingArguments(ignore_data_skip=True)"
             )
-        # The Trainer makes its state from a list of callbacks; then it has a dict of their states.
+        # The Trainer makes its state from a list of callbacks; afterwards the attribute is a dict of their states.
         states = cast(dict[str, Any], state.stateful_callbacks)
         of_callback = states.get(type(self).__name__) or {}
         saved = of_callback.get("attributes", {}).get("saved")
@@ -117,7 +117,8 @@ def newest_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
     }
     for step in sorted(folders, reverse=True):
         try:
-            json.loads((folders[step] / "trainer_state.json").read_bytes())  # written last, and not atomically
+            # written last, and not atomically, so it may be incomplete
+            json.loads((folders[step] / "trainer_state.json").read_bytes())
         except (FileNotFoundError, ValueError):
             continue
         return str(folders[step])

@@ -16,14 +16,15 @@ __all__ = ["batch_size_of", "infer_batch_size"]
 
 
 def infer_batch_size(data: Any, batch_size: int | None = None) -> int | None:
-    """Return the batch size of a batch, in rows: the first dimension that all its tensors share. A tensor without
-    dimensions counts as one row.
+    """Return the number of rows of a batch: the first dimension that all its tensors share. A tensor without dimensions
+    counts as one row.
 
     Args:
         data: nested dicts, lists, tuples and dataclasses of tensors. Other values are ignored.
         batch_size: rows of earlier batches; a different number is a UserWarning.
 
-    Returns None, with a UserWarning, if tensors differ in it. Raises InvalidArgumentError if there is no tensor.
+    Returns None, with a UserWarning, if the tensors have different numbers of rows. Raises InvalidArgumentError if
+    there is no tensor.
     """
     sizes = {tensor.shape[0] if tensor.ndim else 1 for tensor in _tensors(data)}
     if not sizes:
@@ -41,7 +42,8 @@ def infer_batch_size(data: Any, batch_size: int | None = None) -> int | None:
 
 
 def batch_size_of(structure: Structure, shapes: Sequence[int]) -> int | None:
-    """Return the batch size for a known layout; None if tensors differ in it, or if there are none."""
+    """Return the number of rows for a known layout; None if the tensors have different numbers, or if there are
+    none."""
     sizes, dims = set(), 0
     for leaf in structure.leaves:
         if leaf.kind == "t":

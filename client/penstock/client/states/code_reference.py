@@ -1,13 +1,14 @@
 """References to user code: a callable's name, which another process can import.
 
-User code is sent by name, never by value, to other machines: only "module:qualname" and arguments in the safe envelope
-leave this one. A lambda, a local function, a partial, a method of an instance, and arguments that the envelope cannot
-hold (callables, dataclasses, paths) go by value only to this machine's own child processes, in embedded mode
+User code is sent to other machines by name, never by value: only "module:qualname", and arguments in the safe envelope
+(penstock.proto.state.envelope), leave this machine. Some code has no name to import: a lambda, a local function, a
+partial, a method of an instance. And the envelope cannot contain some arguments: callables, dataclasses, paths. Such
+code and arguments go by value only to this machine's own child processes, in embedded mode
 (penstock.proto.state.by_value). Otherwise they are refused when the run is opened, with a remedy.
 
 The main script is special. If it was run with `python -m`, its real module name can be imported. If it was run as a
-file, runners on this machine load the file under the name `penstock_main`, so that its main guard does not fire;
-workers on other machines cannot. A notebook, `python -c` and standard input have no file at all.
+file, runners on this machine load the file under the name `penstock_main`, so that its main guard is not executed;
+workers on other machines cannot load it. A notebook, `python -c` and standard input have no file at all.
 """
 
 from __future__ import annotations
@@ -56,10 +57,12 @@ class CodeReference:
     main_path: str = ""
     """Absolute path of the training script, if the module is MAIN."""
     only_here: PenstockError | None = field(default=None, compare=False)
-    """Reason why workers on other machines cannot run it, if it goes by value."""
+    """Error for workers on other machines, which cannot run code that goes by value; None for code that they can
+    import."""
 
     def same_as(self, name: str) -> bool:
-        """Return whether `name` names this input_fn, also if its main script has become a module, or the reverse."""
+        """Return True if `name` names this input_fn. The main script may be named as a file in one of the names, and as
+        a module in the other."""
         module, _, qualname = self.name.partition(":")
         other, _, other_qualname = name.partition(":")
         return qualname == other_qualname and (module == other or bool({MAIN, BY_VALUE} & {module, other}))
@@ -99,7 +102,7 @@ def ship(input_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
         reference = reference if reference.only_here else replace(reference, only_here=error)
     assert reference.only_here is not None
     try:
-        from penstock.proto.state.by_value import dump  # cloudpickle, which few loaders need
+        from penstock.proto.state.by_value import dump  # imports cloudpickle, which few loaders need
 
         data = dump((by_value, args, dict(kwargs)))
     except Exception as error:
@@ -180,7 +183,8 @@ def _of_main(module: str, qualname: str) -> CodeReference:
 
 
 def _check_found(input_fn: Callable[..., Any], module: str, qualname: str) -> None:
-    """Check that the name leads back to the callable: else workers would run something else."""
+    """Raise InvalidArgumentError unless the name leads back to the callable. Otherwise workers would run another
+    object."""
     try:
         found: Any = sys.modules.get(module) or importlib.import_module(module)
         for part in qualname.split("."):
@@ -217,7 +221,8 @@ def search_path() -> list[str]:
 
 
 def forbid_in_runner(what: str) -> None:
-    """Raise RuntimeError in a process that runs user code for a worker: the script would start itself endlessly."""
+    """Raise RuntimeError in a process that runs user code for a worker. Otherwise the script would start itself
+    endlessly."""
     if os.environ.get(RUNNER_VARIABLE):
         raise RuntimeError(
             f"{what} inside a worker: a Penstock worker is loading the script or module that defines input_fn, and it "

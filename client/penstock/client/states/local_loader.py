@@ -1,8 +1,8 @@
 """A loader built in the training process, for the methods that need an instance: aggregate, the state before the first
 step, len(), and samples by their keys. It is never iterated.
 
-It is built once, when first needed. Building it must not affect the training: the random generators are restored
-afterwards, because an input_fn may seed or draw.
+It is built once, when first needed. Building it must not affect the training, so the random generators are restored
+afterwards: an input_fn may seed them or draw from them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class LocalLoader:
 
     @property
     def maker(self) -> Callable[[], Any]:
-        """Callable that calls input_fn with a copy of its arguments; it holds nothing else."""
+        """Callable that calls input_fn with a copy of its arguments. It refers to nothing else."""
         return partial(_call, self._fn, self._args, self._kwargs)
 
     def instance(self, purpose: str) -> Any:
@@ -65,7 +65,7 @@ class LocalLoader:
 
     @property
     def can_be_built(self) -> bool:
-        """True if input_fn runs in this process; its data may be readable only on the workers."""
+        """True if input_fn runs in this process. It may fail, because its data may be readable only on the workers."""
         try:
             self._get("aggregate_state_dict")
         except InputFnError:
@@ -80,7 +80,7 @@ class LocalLoader:
             return instance.aggregate_state_dict(states)
 
     def initial_state(self, seed: int) -> Any:
-        """Return the aggregated state of a loader from which nothing was read. `seed`: the run's."""
+        """Return the aggregated state of a loader from which nothing was read. `seed`: seed of the run."""
         instance = self._build(replace(NEUTRAL, seed=seed), "the state before the first step")
         takes_strict(instance)
         with _undisturbed():
@@ -89,7 +89,8 @@ class LocalLoader:
             return instance.aggregate_state_dict([state])
 
     def length(self, assignments: list[Assignment]) -> int:
-        """Return the sum of len() over one instance for each assignment. Raises TypeError if they have none."""
+        """Return the sum of len() over one instance for each assignment. Raises TypeError if the instances have no
+        len()."""
         total = 0
         for assignment in assignments:
             with _undisturbed():
@@ -97,18 +98,18 @@ class LocalLoader:
         return total
 
     def config(self, seed: int) -> dict[str, Any]:
-        """Return the values that decide which samples come in which order."""
+        """Return the values that decide the samples and their order."""
         own = getattr(self._of_seed(seed, "config()"), "config", None)
         return {"input_fn": self._name, "loader": own() if callable(own) else None}
 
     def can_restore_sample(self, seed: int) -> bool:
-        """Return whether the loader has restore_sample, and does not report that it cannot."""
+        """Return True if the loader has restore_sample, and does not report that it cannot restore samples."""
         loader = self._of_seed(seed, "can_restore_sample()")
         own = getattr(loader, "can_restore_sample", None)
         return callable(getattr(loader, "restore_sample", None)) and (bool(own()) if callable(own) else True)
 
     def restore_sample(self, seed: int, key: Any) -> Any:
-        """Return the sample of a key. Raises NotRestartableError if the loader cannot."""
+        """Return the sample of a key. Raises NotRestartableError if the loader cannot restore samples."""
         if not self.can_restore_sample(seed):
             raise NotRestartableError(
                 f"the loader that {self._name} returned cannot restore samples: it has no restore_sample(key), or "
@@ -118,7 +119,7 @@ class LocalLoader:
             return self._of_seed(seed, "restore_sample()").restore_sample(key)
 
     def _of_seed(self, seed: int, purpose: str) -> Any:
-        """Return the loader of a run with this seed."""
+        """Return the loader as it is in a run with this seed."""
         if self._seeded is None or self._seeded[0] != seed:
             self._seeded = (seed, self._build(replace(NEUTRAL, seed=seed), purpose))
         return self._seeded[1]
@@ -133,7 +134,7 @@ class LocalLoader:
             with _undisturbed(), assigned(assignment):
                 instance = self._fn(*self._args, **self._kwargs)
                 if isinstance(instance, torch_data.DataLoader) and instance.num_workers > 0:
-                    # This process stands for its worker 0.
+                    # This process takes the place of the DataLoader's worker 0.
                     if instance.worker_init_fn is not None:
                         instance.worker_init_fn(0)
                     instance.num_workers = 0
@@ -162,7 +163,7 @@ def check_strict(input_fn: Callable[..., Any]) -> None:
         try:
             made = inspect.signature(input_fn, eval_str=True).return_annotation
         except (TypeError, ValueError, NameError, AttributeError, SyntaxError):
-            return  # no annotations, or with names that only a type checker imports
+            return  # there are no annotations, or only names that type checkers import
     if isinstance(made, type):
         takes_strict(made)
 

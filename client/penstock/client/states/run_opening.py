@@ -1,4 +1,4 @@
-"""A loader's request to open a run: the code, the seed and the start."""
+"""Request of a loader to open a run: the code, the seed and the start."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Opening"]
 
 @dataclass(frozen=True)
 class Opening:
-    """The code, seed and start of one opening of a loader."""
+    """Code, seed and start of one opening of a loader."""
 
     reference: CodeReference
     """Reference to input_fn for other processes."""
@@ -28,10 +28,10 @@ class Opening:
     start_of: Callable[[int], BoxStart]
     """Function from any box to its start."""
     seed: int | None
-    """Seed of the run; None: that of the resumed run, or a random one."""
+    """Seed of the run. None: the seed of the resumed run, or a random one."""
     key: str
     """Key that distinguishes the openings of one loader in one launch."""
     replay: bool
-    """True: a loader without state methods is saved too, by replay."""
+    """True if a loader without state methods is also saved, by replay."""
     cover: DigestCover
     """Bytes that the digests of batches cover."""

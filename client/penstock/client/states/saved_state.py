@@ -50,18 +50,18 @@ class WorkerPart:
     worker_step: int
     samples: int
     digest: int
-    """Digest of the worker's last batch up to the step, 0 if none: a replay is compared with it."""
+    """Digest of the worker's last batch up to the step, 0 if there is none. A replay is compared with it."""
     restart: Any
-    """Restart point: written and read by penstock.worker, opaque here."""
+    """Restart point. Only penstock.worker writes and reads its contents."""
     user: Any = None
-    """State of the loader; None for a loader with the four methods, whose states were aggregated."""
+    """State of the loader. None for a loader with the four methods, because its states were aggregated."""
     next_digest: int = 0
-    """Digest of the worker's next batch, 0 if unknown: a loader that resumes is compared with it."""
+    """Digest of the worker's next batch, 0 if unknown. A loader that resumes is compared with it."""
     next_epoch: bool = False
-    """True if that batch is the first of the next epoch."""
+    """True if the next batch is the first of the next epoch."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for impossible values: a part may come from a file of another program."""
+        """Raise ValueError for impossible values, because a part may come from a file of another program."""
         counts = (self.box, self.slot, self.worker_step, self.samples, self.digest, self.next_digest)
         if any(type(count) is not int or not 0 <= count <= MASK for count in counts):
             raise ValueError(f"the counts of a worker must be ints from 0 to {MASK}, got {counts!r:.200}")
@@ -78,7 +78,7 @@ class BoxStart:
 
     position: records_pb2.BoxPosition
     blob: bytes
-    """Envelope for the workers; b"" for a start without a state."""
+    """Envelope with the state for the workers; b"" for a start without a state."""
     same_topology: bool
 
 
@@ -91,16 +91,18 @@ class SavedState:
     methods: int
     """Number of state methods: 4, 2 or 0."""
     num_boxes: int
-    """Number of boxes; 0 if the state was taken before any run was opened: it then fits any topology."""
+    """Number of boxes; 0 if the state was taken before any run was opened, which makes it fit any topology."""
     num_workers_per_box: int
     seed: int | None
     """Seed of the run; None only in a state that an older release took before its run was opened."""
     positions: list[Position] = field(default_factory=list)
     """Positions of the boxes; empty at step 0."""
     full_digest: bool = False
-    """True if the digests cover all bytes: a stream that resumes from here must compute them alike."""
+    """True if the digests cover all bytes. A stream that resumes from this state must compute its digests in the same
+    way."""
     parts: list[WorkerPart] = field(default_factory=list)
-    """Parts by global_worker_id; empty at step 0, and for a topology that the state was not saved on."""
+    """Parts by global_worker_id; empty at step 0, and for another topology than the one on which the state was
+    saved."""
     aggregated: Any = None
 
     @property
@@ -110,17 +112,20 @@ class SavedState:
 
     @property
     def cover(self) -> DigestCover:
-        """Cover of the digests: a stream that resumes from here must compute them alike."""
+        """Bytes that the digests cover. A stream that resumes from this state must compute its digests in the same
+        way."""
         if self.by_rows:
             return DigestCover.ROWS
         return DigestCover.FULL if self.full_digest else DigestCover.SAMPLE
 
     is_mixed: bool = False
-    """True if the workers' own states count from different starts: they fit no other topology."""
+    """True if some loaders resumed by their own methods and others were replayed. Their states then count from
+    different starts, and fit no other topology."""
     by_hand: bool = False
-    """True if a user made the state: it has no record of a run, and only the loader's own methods can read it."""
+    """True if a user made the state. It has no record of a run, and only the loader's own methods can read it."""
     is_changed: bool = False
-    """True if the user changed the visible part: it cannot be compared with the batches delivered before the save."""
+    """True if the user changed the visible part. It then cannot be compared with the batches delivered before the
+    save."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the state as a dict. Raises UnsupportedStateError for a value that could not be loaded later."""
@@ -154,17 +159,17 @@ class SavedState:
         if self.methods == 4:
             record["aggregated"] = self.aggregated
         envelope = encode_state(record)
-        ours = {KEY: {"format": FORMAT, "step": self.step, "record": envelope, "of": {_digest(envelope): {}}}}
+        own_part = {KEY: {"format": FORMAT, "step": self.step, "record": envelope, "of": {_digest(envelope): {}}}}
         if self.methods != 4:
-            return ours
+            return own_part
         if type(self.aggregated) is not dict:
-            return {STATE: self.aggregated, **ours}
+            return {STATE: self.aggregated, **own_part}
         if KEY in self.aggregated:
             raise StateMismatchError(
                 f"aggregate_state_dict of {self.input_fn} returned a dict with the key {KEY!r}, which is reserved: "
                 "rename it"
             )
-        return {**self.aggregated, **ours}
+        return {**self.aggregated, **own_part}
 
     def start(self, box: int, num_boxes: int, num_workers_per_box: int, *, strict: bool) -> BoxStart:
         """Return a box's start on this topology. Raises StateMismatchError if the loader cannot change topology."""
@@ -191,8 +196,8 @@ class SavedState:
         return BoxStart(position.to_proto(), blob, bool(slots))
 
     def new_topology(self, num_boxes: int, num_workers_per_box: int) -> SavedState:
-        """Return this state for other boxes and workers, without parts of single workers: the loader's own methods
-        alone divide it. Raises StateMismatchError if the loader cannot change its topology."""
+        """Return this state for other numbers of boxes and workers, without the parts of single workers: only the
+        loader's own methods divide it. Raises StateMismatchError if the loader cannot change its topology."""
         if self.methods != 4:
             raise StateMismatchError(
                 f"the state of {self.input_fn} at step {self.step} was saved on "
@@ -213,9 +218,10 @@ class SavedState:
         chains = [position.chain for position in self.positions]
         for box, position in enumerate(positions):
             position.by_rows = self.by_rows
-            if num_boxes == self.num_boxes:  # the same streams over other workers
+            if num_boxes == self.num_boxes:  # the streams stay the same, only the workers change
                 position.chain = chains[box]
-            elif self.by_rows and None not in chains:  # one box continues the sum; only the total counts
+            # one box continues the sum, because only the total over all boxes counts
+            elif self.by_rows and None not in chains:
                 position.chain = 0 if box else sum(cast(list[int], chains)) & MASK
             else:
                 position.chain = None
@@ -225,15 +231,16 @@ class SavedState:
 
 
 def blank() -> dict[str, Any]:
-    """Return a state to be filled in place: every saved state has these values, and they suffice to load it."""
+    """Return a state to be filled in place. It has only the values that every saved state has; they suffice to load
+    it."""
     return {KEY: {"format": 0, "step": 0, "record": b""}}
 
 
 def is_to_be_filled() -> bool:
-    """Return whether torch.distributed.checkpoint.load asks for a state to fill.
+    """Return True if torch.distributed.checkpoint.load requests a state to fill.
 
-    The caller requests a state from each target and passes no reason, so only the call stack identifies it. A caller
-    that is not recognised gets the whole state, which works for loaders whose states keep their parts.
+    torch requests a state from each target and passes no reason, so only the call stack identifies it. A caller that is
+    not recognised gets the whole state, which works for loaders whose states keep their parts.
     """
     frame = sys._getframe()
     while (frame := frame.f_back) is not None:  # type: ignore[assignment]
@@ -276,15 +283,15 @@ def read(value: object) -> SavedState:
         saved, wrapped = _saved(record)
     except PenstockError as error:
         raise StateCorruptError(f"the saved state is damaged: {error.message}. Load an older state") from error
-    except Exception as error:  # a checksum holds, so these bytes were made by something else
+    except Exception as error:  # the checksum is right, so another program made these bytes
         raise StateCorruptError(
             f"the saved state is damaged: {type(error).__name__}: {error}. Load an older state"
         ) from error
     step = own.get("step")
     if type(step) is not int or step != saved.step:
         raise StateCorruptError(
-            f"the saved state is damaged: it names step {step!r:.80}, the record in it step {saved.step}. Load an "
-            "older state"
+            f"the saved state is damaged: it names step {step!r:.80}, but its record names step {saved.step}. "
+            "Load an older state"
         )
     if saved.methods == 4 and "aggregated" in record and not _belongs(own):
         saved.aggregated = record["aggregated"]
@@ -297,7 +304,7 @@ def read(value: object) -> SavedState:
 
 
 def _belongs(own: Mapping[str, Any]) -> bool:
-    """Return whether the visible part of a state is unchanged since its record was made."""
+    """Return True if the visible part of a state is unchanged since its record was made."""
     marks = own.get("of")
     return isinstance(marks, Mapping) and _digest(own["record"]) in marks
 
@@ -320,9 +327,10 @@ def _saved(record: dict[str, Any]) -> tuple[SavedState, bool]:
         is_mixed=record.get("mixed") is True,
     )
     if saved.positions:
-        # Counts are compared first: the record only claims the numbers.
+        # Compare counts before anything is computed from them: the record's numbers are only claims.
         places, workers = [(part.box, part.slot) for part in saved.parts], saved.num_workers_per_box
-        wanted = saved.num_boxes * workers if places or saved.methods != 4 else 0  # none: converted to this topology
+        # no parts: the state was converted to this topology
+        wanted = saved.num_boxes * workers if places or saved.methods != 4 else 0
         if (len(saved.positions), len(places)) != (saved.num_boxes, wanted):
             raise ValueError(
                 f"it must have {saved.num_boxes} positions and {wanted} workers, got {len(saved.positions)} and "

@@ -1,4 +1,4 @@
-"""Workers' records of a step, converted to a saved state and to checkpoints for the user."""
+"""Conversion of the workers' records of a step: to a saved state, and to checkpoints for the user."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def saved_of(
 
 
 def _by_worker(saved: SavedState, values: list[dict[str, Any]]) -> list[Any]:
-    """Return the loaders' own states by worker number. After a resume by the loader's own methods, worker 0 is the
-    slot whose turn came first, which may be any slot. Sets `saved.is_mixed` if some loaders resumed from their saved
-    state and others were replayed: their counts then have different starts."""
+    """Return the loaders' own states by worker number. After a resume by the loader's own methods, worker 0 is the slot
+    whose batch was due first, which may be any slot. Sets `saved.is_mixed` if some loaders resumed from their saved
+    state and others were replayed, because their counts then have different starts."""
     launches = [value["launch"] for value in values if "launch" in value]
     if len(launches) < len(values):
         return [value["user"] for value in values]
@@ -56,9 +56,9 @@ def _by_worker(saved: SavedState, values: list[dict[str, Any]]) -> list[Any]:
 
 
 def checkpoints_of(fetched: FetchedState, loaded: SavedState | None, step: int) -> list[DataLoaderCheckpoint]:
-    """Return the workers' records, with counts of this launch and of all.
+    """Return the workers' records, with the counts of this launch and the counts of all launches.
 
-    loaded: the state that this launch began from; workers of another topology than its own began from nothing.
+    loaded: state from which this launch began. A worker of another topology than the state's began with counts of 0.
     """
     began = loaded.step if loaded is not None else 0
     before = {(part.box, part.slot): part for part in loaded.parts} if loaded is not None else {}

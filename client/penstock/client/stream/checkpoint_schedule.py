@@ -23,10 +23,10 @@ __all__ = ["CheckpointSchedule", "CheckpointSteps", "positive"]
 CheckpointSteps = int | Iterable[int | range] | Callable[[int], bool] | None
 
 HORIZON = 256
-"""Steps ahead for which a callable is called, to announce its next checkpoint step."""
-FEWEST_AHEAD = 2
-"""Smallest number of checkpoint steps that are announced ahead, at any distance. Those within the horizon are all
-announced: a worker takes no snapshot at a step that was not announced, and its state would have to be replayed."""
+"""Number of steps ahead for which a callable is called, to announce its next checkpoint step."""
+MIN_AHEAD = 2
+"""Smallest number of checkpoint steps that are announced ahead, at any distance. All those within the horizon are
+announced, because a worker takes no snapshot at a step that was not announced, and would have to replay to it."""
 
 
 def positive(name: str, value: Any, least: int = 1) -> int:
@@ -41,13 +41,13 @@ def positive(name: str, value: Any, least: int = 1) -> int:
 
 @dataclass(frozen=True)
 class CheckpointSchedule:
-    """A set of checkpoint steps."""
+    """Set of checkpoint steps."""
 
     every: int = 0
     steps: tuple[int, ...] = ()
-    """Single steps, rising."""
+    """Single steps, in ascending order."""
     ranges: tuple[range, ...] = ()
-    ask: Callable[[int], bool] | None = None
+    predicate: Callable[[int], bool] | None = None
     and_last: bool = field(default=False)
     """True if the last step of the executor is a checkpoint step too."""
 
@@ -57,7 +57,7 @@ class CheckpointSchedule:
         if steps is None:
             return cls()
         if callable(steps):
-            return cls(ask=steps)
+            return cls(predicate=steps)
         if hasattr(steps, "__index__") or isinstance(steps, float | str | bytes):
             if not isinstance(steps, bool) and steps == 0:
                 return cls()
@@ -79,17 +79,18 @@ class CheckpointSchedule:
             return False
         if self.every:
             return step % self.every == 0
-        if self.ask is not None:
-            return bool(self.ask(step))
+        if self.predicate is not None:
+            return bool(self.predicate(step))
         index = bisect_right(self.steps, step)
         return (index > 0 and self.steps[index - 1] == step) or any(step in entry for entry in self.ranges)
 
     def after(self, step: int) -> int | None:
-        """Return the first checkpoint step after `step`; None if there is none, or none within a callable's HORIZON."""
+        """Return the first checkpoint step after `step`; None if there is none, or for a callable none within HORIZON
+        steps."""
         if self.every:
             return (step // self.every + 1) * self.every
-        if self.ask is not None:
-            return next((later for later in range(step + 1, step + 1 + HORIZON) if self.ask(later)), None)
+        if self.predicate is not None:
+            return next((later for later in range(step + 1, step + 1 + HORIZON) if self.predicate(later)), None)
         index = bisect_right(self.steps, step)
         candidates = [self.steps[index]] if index < len(self.steps) else []
         for entry in self.ranges:
@@ -100,7 +101,7 @@ class CheckpointSchedule:
 
     def ahead(self, step: int, last: int | None, horizon: int) -> list[int]:
         """Return the checkpoint steps after `step` to announce to workers now: those within the next `horizon` steps,
-        but at least FEWEST_AHEAD. last: the executor's last step, if it is known.
+        but at least MIN_AHEAD. last: the executor's last step, if it is known.
         """
         found: list[int] = []
         at: int | None = step
@@ -108,7 +109,7 @@ class CheckpointSchedule:
             at = self.after(at)
             if last is not None and (at is None or at >= last):
                 at = last if at == last or (self.and_last and step < last) else None
-            if at is None or (at > step + horizon and len(found) >= FEWEST_AHEAD):
+            if at is None or (at > step + horizon and len(found) >= MIN_AHEAD):
                 break
             found.append(at)
             if at == last:

@@ -1,9 +1,9 @@
 """Batches on a CUDA device: page-locked rings, a stream of their own for the copies, events.
 
-The stream holds only copies, so that no copy waits for the loop's kernels, and an event on it waits only for
-the copies before it. Tensors are allocated on that stream and used on the loop's: `record_stream` informs the
-allocator, which would otherwise give their memory to the next copy as soon as the loop drops them, even while kernels
-still read them.
+The stream contains only copies, so that no copy waits for the loop's kernels, and an event on it waits only for the
+copies before it. Tensors are allocated on that stream and used on the loop's. `record_stream` informs the allocator of
+this use. Otherwise the allocator would give their memory to the next copy as soon as the loop drops them, even while
+kernels still read them.
 
 CUDA is initialised by the first ring, in the thread that iterates, and never by creating an `Appliance`, because
 processes that an Appliance starts must not inherit a context.
@@ -35,8 +35,8 @@ class CudaBackend:
     """Backend of a CUDA device; see penstock.client.stream.device.DeviceBackend.
 
     Args:
-        device: the CUDA device; without an index, the current device of the thread that first copies. cuda: torch.cuda,
-        or a test's replacement.
+        device: the CUDA device; without an index, the current device of the thread that first copies.
+        cuda: torch.cuda, or a test's replacement.
     """
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
@@ -87,15 +87,17 @@ class Mapped(Protocol):
 
 
 class PageLocks:
-    """Page locks of memory, each until its object is gone.
+    """Page locks of memory. Each ends with the object that it was taken for.
 
     Only copies of page-locked memory run while the requesting thread continues. Memory that cannot be locked stays
-    pageable, and copies of it are slower, but correct.
+    pageable; copies of it are slower, but correct.
 
     Args:
-        runtime: torch.cuda.cudart(), for cudaHostRegister, cudaHostUnregister and cudaGetErrorString. device: name of
-        the device, for the warning. take_error: called after a failed call. what: description of the memory, for the
-        warning. less: advice on how to need less.
+        runtime: torch.cuda.cudart(), for cudaHostRegister, cudaHostUnregister and cudaGetErrorString.
+        device: name of the device, for the warning.
+        take_error: called after a failed call.
+        what: description of the memory, for the warning.
+        less: advice on how to need less memory.
     """
 
     def __init__(
@@ -105,19 +107,20 @@ class PageLocks:
         self._device = device
         self._take_error = take_error
         self._what, self._less = what, less
-        self._told = False
+        self._warned = False
 
     def lock(self, memory: Mapped) -> bool:
-        """Lock memory; return whether it is page-locked now. The first failure is a UserWarning."""
+        """Lock memory; return True if it is page-locked now. The first failure is a UserWarning."""
         runtime = self._runtime
         error = runtime.cudaHostRegister(memory.address, memory.nbytes, 0)
         if not int(error):
-            # The finalizer holds the mapping: it is unlocked before it is unmapped. At exit the kernel does both.
+            # The finalizer refers to the mapping, so the memory is unlocked before it is unmapped. At exit the kernel
+            # does both.
             weakref.finalize(memory, _unlock, runtime, memory.address, memory.map, os.getpid()).atexit = False
             return True
         self._take_error()
-        if not self._told:
-            self._told = True
+        if not self._warned:
+            self._warned = True
             warn_user(
                 f"{self._what} of {memory.nbytes:,} bytes could not be page-locked for {self._device}: "
                 f"{runtime.cudaGetErrorString(error)} ({int(error)}); it is copied as pageable memory instead, "
@@ -128,8 +131,8 @@ class PageLocks:
 
 
 def take_error(device: torch.device) -> None:
-    """Raise the error of a failed call here, through a kernel of ours: the runtime keeps it for the next kernel launch,
-    which would be the loop's."""
+    """Raise the error of a failed call here, by a kernel of this module. The runtime keeps an error for the next kernel
+    launch, which would otherwise be the loop's."""
     try:
         torch.empty(1, device=device).fill_(0)
     except RuntimeError:
@@ -137,6 +140,7 @@ def take_error(device: torch.device) -> None:
 
 
 def _unlock(runtime: Any, address: int, mapping: mmap.mmap, pid: int) -> None:
-    """Unlock memory whose object has died, after the last copy; `mapping` only has to live until then."""
-    if os.getpid() == pid:  # a fork also drops its Ring, and must not call CUDA
+    """Unlock memory whose object was garbage-collected, after the last copy. `mapping` is passed only to keep it alive
+    until then."""
+    if os.getpid() == pid:  # a forked child also drops its Ring, and must not call CUDA
         runtime.cudaHostUnregister(address)

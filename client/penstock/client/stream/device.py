@@ -27,10 +27,10 @@ __all__ = ["CpuBackend", "DeviceBackend", "DeviceEvent", "check_device", "copied
 
 
 class DeviceEvent(Protocol):
-    """Point in a device's queue of work, such as torch.cuda.Event."""
+    """Point in a device's queue of work; torch.cuda.Event is one implementation."""
 
     def query(self) -> bool:
-        """Return whether all work before it is done, without waiting."""
+        """Return True if all work before this point is done. Does not wait."""
 
 
 class DeviceBackend(Protocol):
@@ -41,15 +41,15 @@ class DeviceBackend(Protocol):
         """Device on which batches arrive."""
 
     def lock(self, ring: Ring) -> None:
-        """Make copies from this ring fast while the `Ring` lives: called once, before the first copy. It never fails;
-        if it is impossible, copies are slower."""
+        """Make copies from this ring fast as long as the `Ring` lives. Called once, before the first copy. Never fails:
+        if locking is impossible, copies are slower."""
 
     def copy(self, sources: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], DeviceEvent]:
-        """Start copying contiguous CPU tensors to the device, without waiting. Copies end in the order in which
-        they start.
+        """Start copying contiguous CPU tensors to the device, without waiting. Copies end in the order in which they
+        start.
 
-        Return tensors of the same number, dtypes and shapes, each with memory of its own; and an event that is done
-        with the last of them. Until then the sources' memory must neither change nor be freed.
+        Return tensors of the same number, dtypes and shapes, each with memory of its own; and an event for the end of
+        the last copy. Until then the sources' memory must neither change nor be freed.
         """
 
     def order_after_copies(self, copies: Sequence[torch.Tensor], event: DeviceEvent) -> None:
@@ -71,13 +71,13 @@ class CpuBackend:
         self._done = _Done()
 
     def lock(self, ring: Ring) -> None:
-        """No-op: page-locking does not speed up copies here."""
+        """No-op, because page-locking does not speed up copies here."""
 
     def copy(self, sources: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], DeviceEvent]:
         return copied(sources, self.device), self._done
 
     def order_after_copies(self, copies: Sequence[torch.Tensor], event: DeviceEvent) -> None:
-        """No-op: copies are synchronous."""
+        """No-op, because copies are synchronous."""
 
 
 _CARRIED: Final[dict[torch.dtype, torch.dtype]] = {
@@ -85,7 +85,7 @@ _CARRIED: Final[dict[torch.dtype, torch.dtype]] = {
     for dtype, (_, needed) in CARRIERS.items()
     if needed is not None
 }
-"""Dtypes that are copied as integers of their size: some releases of torch cannot copy them, or warn."""
+"""Dtypes that are copied as integers of their size, because some releases of torch cannot copy them, or warn."""
 
 
 def copied(sources: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:

@@ -1,11 +1,11 @@
 """Copies of batches from a ring entry to a device, and the lane that starts them.
 
-`SlotLane` yields views of the ring; `DeviceLane` yields copies out of it: `take` starts them and returns a
-`DeviceLoad`, which keeps its ring in memory, and therefore page-locked, until they are done. device_reader.py uses the
-loads.
+`SlotLane` yields views of the ring; `DeviceLane` yields copies out of it. `DeviceLane.take` starts the copies and
+returns a `DeviceLoad`. The load keeps its ring in memory, and therefore page-locked, until the copies are done.
+device_reader.py uses the loads.
 
-Tensors go to the device. Arrays are copied on the host, at once: as views they would hold the entry as long as the
-loop keeps them.
+Tensors go to the device. Arrays are copied on the host, at once: as views they would keep the entry in use for as long
+as the loop keeps them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from penstock.proto.lane.frames import BATCH, END, Frame
 __all__ = ["LOOK_S", "DeviceLane", "DeviceLoad", "PeekingConsumer"]
 
 LOOK_S = 50e-6
-"""Seconds between two queries of an event while there is no other work; a copy of 1 MiB takes about as long."""
+"""Seconds between two queries of an event while there is no other work. A copy of 1 MiB takes about as long."""
 
 
 class DeviceLoad:
@@ -39,20 +39,20 @@ class DeviceLoad:
         self.ring = ring
         self.entry: int = frame.entry
         self.token = frame.ring << 16 | frame.entry
-        """See penstock.client.stream.lane_reader."""
+        """Ring and entry as a token, see penstock.client.stream.lane_reader."""
         self.digest: int = frame.digest
         self.batch: Any = None
         self.copies: list[torch.Tensor] = []
-        """Its tensors."""
+        """Tensors of the batch on the device."""
         self.event: DeviceEvent | None = None
-        """Event of its copies; None if it has no tensors."""
+        """Event of the copies; None if the batch has no tensors."""
 
     def move(self, leaves: list[Any]) -> list[Any]:
         """Start copying the tensors to the device, and replace the views of the ring entry by the copies."""
         backend, tensors = self.lane.backend, [leaf for leaf in leaves if type(leaf) is torch.Tensor]
         if tensors:
             if torch.is_inference_mode_enabled():
-                # It may be delivered after inference mode ends, to a loop that needs gradients.
+                # The batch may be delivered after inference mode has ended, to a loop that needs gradients.
                 with torch.inference_mode(False):
                     self.copies, self.event = backend.copy(tensors)
             else:
@@ -69,15 +69,15 @@ class DeviceLoad:
 
     @property
     def done(self) -> bool:
-        """Return whether the copies have ended, so that the ring entry is free. Raises the error of the device."""
+        """Return True if the copies have ended, so that the ring entry is free. Raises the error of the device."""
         return self.event is None or self.event.query()
 
     def forget(self) -> None:
-        """Drop the batch. The load itself stays, to release the ring entry."""
+        """Drop the batch. The load itself stays, because it has to release the ring entry."""
         self.batch, self.copies = None, []
 
     def wait(self, until: float) -> bool:
-        """Wait until the copy is done. Return False if it is not by `until` (monotonic)."""
+        """Wait until the copy is done. Return False if it is not done by `until` (monotonic)."""
         while not self.done:
             if time.monotonic() > until:
                 return False
@@ -93,7 +93,8 @@ class PeekingConsumer(Consumer):
         self._seen: Frame | PenstockError | None = None
 
     def look(self) -> Frame | None:
-        """Return the next result of `receive`, or None if it will raise; the error is kept for it."""
+        """Return the next result of `receive`, or None if `receive` will raise an error. The error is kept for
+        `receive`."""
         if self._seen is None:
             try:
                 self._seen = super().receive()
@@ -113,13 +114,13 @@ class PeekingConsumer(Consumer):
     def abandon(self, epoch: int) -> None:
         seen = self._seen
         if isinstance(seen, Frame) and seen.kind in (BATCH, END):
-            self._seen = None  # of an abandoned epoch: `receive` skips such frames
+            self._seen = None  # a frame of an abandoned epoch, which `receive` skips
         super().abandon(epoch)
 
 
 class DeviceLane(SlotLane):
-    """Lane of a slot whose batches are copied to a device. `take` returns a DeviceLoad, which holds its entry from
-    `lend` on."""
+    """Lane of a slot whose batches are copied to a device. `take` returns a DeviceLoad. The load keeps its ring entry
+    in use from `lend` on."""
 
     __slots__ = ("backend",)
 

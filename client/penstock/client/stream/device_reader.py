@@ -10,15 +10,15 @@ before it returns: the device copies while the loop computes. It never waits for
 enough: a copy that takes no longer than a step is hidden by one step, and a longer one limits the loop's rate with any
 number of copies under way; each further batch would only take device memory.
 
-**A staged batch is not delivered.** Position, digests, acks and saved states ignore it. If the loop abandons the
-epoch, the reader waits for its copy, because the producer reuses the entry as soon as it receives the message, and
-drops it; if its runner is replaced, the new one sends it again. Only the frame that is due next is ever staged. Any
-other frame, and an error, stays with the consumer that read it until its turn comes, and the ordinary reader handles
-it.
+**A staged batch is not delivered.** Position, digests, acks and saved states ignore it. If the loop abandons the epoch,
+the reader waits for the batch's copy before it drops the batch, because the producer reuses the entry as soon as it
+receives the message. If the batch's runner is replaced, the new runner sends the batch again. Only the frame that is
+due next is ever staged. Any other frame, and an error, stays with the consumer that read it until it is due, and the
+ordered reader handles it.
 
-**The event of its copy releases an entry**, once the batch is delivered, not the death of views: there are none.
-Events are queried whenever the reader is called, and while it waits: it may wait for a producer without free
-entries.
+**A ring entry is released by the event of its copy**, once the batch is delivered. There are no views whose end could
+release it. Events are queried whenever the reader is called, and while it waits, because it may wait for a producer
+without free entries.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from penstock.proto.state.position import Position
 __all__ = ["DeviceReader", "backend_of", "reader_for"]
 
 CLOSE_S = 5.0
-"""Longest wait of closing for copies, in seconds; they take milliseconds, unless the device has failed."""
+"""Longest time in seconds that closing waits for copies. They take milliseconds, unless the device has failed."""
 
 _stranded: list[DeviceLoad] = []
-"""Loads whose copies did not end within CLOSE_S: their rings must never be freed."""
+"""Loads whose copies did not end within CLOSE_S. Their rings must never be freed."""
 
 
 class DeviceReader(OrderedReader):
@@ -56,7 +56,7 @@ class DeviceReader(OrderedReader):
         self._backend = backend
         self._staged: DeviceLoad | None = None
         self._lent: deque[DeviceLoad] = deque()
-        """Delivered loads whose copies are under way; the backend ends them in this order."""
+        """Delivered loads whose copies are not done yet, in the order in which the backend finishes them."""
         self._stuck_since = 0.0
         super().__init__(run, position, label, timeout_s)
 
@@ -66,10 +66,11 @@ class DeviceReader(OrderedReader):
     # ---- the hot path
 
     def next(self) -> Any:
-        """See OrderedReader.next. The loop's stream waits for the batch; the host does not."""
+        """Return the next batch, as OrderedReader.next does. The loop's stream waits for the batch's copy; the host
+        does not."""
         if self._version != self._run.version:
             self._refresh()
-        self._land()
+        self._release_copied()
         load = self._staged
         if load is None:
             load = super().next()
@@ -102,7 +103,7 @@ class DeviceReader(OrderedReader):
         lane = self._lanes[position.turn]
         consumer = lane.consumer
         if not isinstance(consumer, PeekingConsumer) or not isinstance(lane, DeviceLane):
-            return  # not connected
+            return  # the lane is not connected
         try:
             frame = consumer.look()
             if (
@@ -117,42 +118,42 @@ class DeviceReader(OrderedReader):
             if lane.unsettled:
                 lane.settle()
         except Exception:
-            return  # The frame stays: when it is due it fails again, and then the loop gets the error.
+            return  # the frame stays: when it is due it fails again, and the loop gets the error
         except BaseException:
             self._staged = None
-            lane.lose(time.monotonic(), "interrupted")  # a frame may have been read: all is sent again
+            lane.lose(time.monotonic(), "interrupted")  # a frame may have been read, so all frames are sent again
             raise
 
     # ---- ring entries
 
-    def _land(self) -> bool:
-        """Release the ring entries whose copies have ended. Return whether there were any."""
-        lent, landed = self._lent, False
+    def _release_copied(self) -> bool:
+        """Release the ring entries whose copies have ended. Return True if there were any."""
+        lent, released = self._lent, False
         while lent and lent[0].done:
             load = lent.popleft()
             load.lane.release.append(load.token)
-            landed, self._stuck_since = True, 0.0
-        return landed
+            released, self._stuck_since = True, 0.0
+        return released
 
     def flush(self) -> bool:
         try:
-            self._land()
+            self._release_copied()
         except RuntimeError:
-            pass  # the device has failed; a state can still be requested
+            pass  # the device has failed, but a state can still be requested
         return super().flush()
 
     def _wait(self, lane: SlotLane) -> None:
         if not self._lent or lane.consumer is None:
             super()._wait(lane)
             return
-        # The producer may lack entries because of these. A poll's shortest time is a millisecond; sleep instead.
+        # The producer may wait for these entries. The shortest time of a poll is a millisecond, so sleep instead.
         now = time.monotonic()
         if not self._stuck_since:
             self._stuck_since = now
         if now - self._stuck_since > self._timeout_s:
             raise self._late(now - self._stuck_since)
         time.sleep(LOOK_S)
-        if self._land():
+        if self._release_copied():
             for other in self._lanes:
                 if len(other.release) >= other.group:
                     other.ack(self.position.total[other.slot])
@@ -172,7 +173,7 @@ class DeviceReader(OrderedReader):
         finally:
             load = self._staged
             if load is not None and load.lane is not self._lanes[load.lane.slot]:
-                # Of an old generation; the next one sends it again. Its token goes to the old lane, where
+                # The batch is of an old generation; the next one sends it again. Its token goes to the old lane, where
                 # it is not read.
                 load.forget()
                 self._staged = None
@@ -180,14 +181,15 @@ class DeviceReader(OrderedReader):
 
     def abandon_epoch(self) -> None:
         load = self._staged
-        if load is not None:  # then the batch before it was delivered, so there is an epoch to abandon
+        if load is not None:  # the batch before the staged one was delivered, so there is an epoch to abandon
             if not load.wait(time.monotonic() + self._timeout_s):
                 raise self._late(self._timeout_s)
             self._staged = None
         super().abandon_epoch()
 
     def close(self) -> None:
-        """Close all lanes, once no copy reads their rings. It may run in the garbage collector, and raises nothing."""
+        """Close all lanes, once no copy reads their rings. This may run in the garbage collector, and raises no
+        error."""
         loads, self._staged = [*self._lent, *filter(None, [self._staged])], None
         self._lent.clear()
         until = time.monotonic() + CLOSE_S
@@ -208,8 +210,8 @@ def backend_of(device: str) -> DeviceBackend:
 
 
 def reader_for(device: str, run: OpenRun, position: Position, label: str, timeout_s: float) -> OrderedReader:
-    """Return the ordered reader of a run: with a device, one whose batches arrive there; "": one that yields views
-    of the ring."""
+    """Return the ordered reader of a run. With a device, its batches arrive on the device; with "", they are views of
+    the ring."""
     if not device:
         return OrderedReader(run, position, label, timeout_s)
     return DeviceReader(run, position, label, timeout_s, backend_of(device))

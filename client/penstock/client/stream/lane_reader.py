@@ -1,17 +1,18 @@
-"""Lane of one slot in the training loop: the consumer, the rings it maps, and the ring entries that views still
+"""Lane of one slot in the training loop: the consumer, the rings that it maps, and the ring entries that views still
 use.
 
-A `SlotLane` belongs to one generation of a slot and outlives its connections: when a connection breaks, the next Hello
-repeats its state. A new generation gets a new one, and a view that dies after that releases nothing, because
-its token goes to a deque that is no longer read.
+A `SlotLane` belongs to one generation of a slot. It outlives its connections: after a connection breaks, the next Hello
+repeats the lane's state. A new generation gets a new lane. A view of an old lane that is freed after that releases
+nothing, because its token goes to a deque that is no longer read.
 
-Tokens are ints, ring << 16 | entry, because a finalizer may only append them (see
-penstock.proto.batch.assemble).
+Tokens are ints, ring << 16 | entry. Finalizers of views only append them to a deque, because a finalizer may do nothing
+else (see penstock.proto.batch.assemble).
 
-**A delivered batch equals the one made.** Before delivery its bytes are compared with the digest that its
-runner computed when it wrote them: all bytes up to 64 KiB, a sample of more, or all with `Appliance(digest="full")`. A
-difference is a BatchCorruptError, upon which the reader closes the connection: the ring at its other end still has
-the batch. Only a batch that stays wrong CORRUPT_TRIES times in a row is an error in the training loop.
+**A delivered batch equals the one that the runner made.** Before delivery its bytes are compared with the digest that
+the runner computed when it wrote them: all bytes up to 64 KiB, a sample of more, or all with
+`Appliance(digest="full")`. A difference is a BatchCorruptError, upon which the reader closes the connection: the ring
+at the other end still has the batch. Only a batch that arrives damaged CORRUPT_TRIES times in a row is an error in the
+training loop.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ __all__ = ["CORRUPT_TRIES", "RingView", "SlotLane"]
 FIRST_BACKOFF_S = 0.02
 MAX_BACKOFF_S = 1.0
 CUT_OFF_S = 2.0
-"""Seconds for which a worker's host cannot be reached before another worker is requested: a dead daemon is reported
-by the coordinator within 1.5 s, with a better message."""
+"""Seconds for which a worker's host must be unreachable before another worker is requested. If the daemon is dead, the
+coordinator reports that within 1.5 s, with a better message."""
 CHECK_S = 0.1
-"""Seconds before the second try, in which the coordinator can answer."""
+"""Seconds before the second try. In this time the coordinator can answer."""
 CORRUPT_TRIES = 8
-"""Number of times that a batch arrives damaged before it is an error. Where every second one is damaged, that happens
-once in 256 batches; so such a link ends the run within a second."""
+"""Number of times that a batch arrives damaged before it is an error. On a link that damages every second batch, this
+happens once in 256 batches, and so ends the run within a second."""
 ABANDONED_KEPT = 256
-"""Largest number of abandoned epochs in a Hello: a runner restarts from a point of the last seconds, in which a loop
-abandons no more."""
+"""Largest number of abandoned epochs in a Hello. A runner restarts from a point of the last seconds, and a loop does
+not abandon more epochs in that time."""
 
 
 class RingView:
@@ -60,14 +61,14 @@ class RingView:
         self.held: set[int] = set()
         """Entries that views still use."""
         self.limit = min(max(2, ring.entries // 2), ring.entries - 1)
-        """Number of held entries from which batches are delivered as copies, so that a loop that keeps its batches
-        does not stop the producer."""
+        """Number of entries in use from which on batches are delivered as copies. So a loop that keeps its batches does
+        not stop the producer."""
         self.group = max(1, ring.entries // 4)
         """Number of deliveries between two acks."""
 
 
 class SlotLane:
-    """Lane of a slot; see the module. Only the training thread uses it."""
+    """Lane of a slot, see the module. Only the training thread uses it."""
 
     __slots__ = (
         "abandoned",
@@ -85,20 +86,20 @@ class SlotLane:
         "generation",
         "group",
         "last_digest",
+        "last_failure",
         "layout",
         "name",
+        "network_works",
         "poll",
         "release",
         "retry_at",
         "rings",
         "slot",
         "tried_failed",
-        "trouble",
         "unacked",
         "unreachable",
         "unsettled",
         "unused",
-        "vouched",
         "wanted",
     )
 
@@ -109,40 +110,42 @@ class SlotLane:
         """Worker, box and slot, for messages."""
         self.consumer: Consumer | None = None
         self.poll = select.poll()
-        """Poll object of the connection, created once: creating it costs more than the wait for a quick worker."""
+        """Poll object of the connection, created once, because creating it takes longer than the wait for a fast
+        worker."""
         self.rings: dict[int, RingView] = {}
         self.current_ring = 0
         self.release: deque[int] = deque()
         self.freed: list[int] = []
-        """Ring, entry, ring, entry ... for the next ack."""
+        """Released entries for the next ack, as ring, entry, ring, entry ..."""
         self.unacked = 0
         """Number of batches delivered since the last ack."""
         self.group = 1
         self.abandons = 0
         """Number of abandoned epochs so far, over all generations."""
         self.abandoned_epoch = -1
-        """Epoch abandoned last."""
+        """Number of the epoch that was abandoned last."""
         self.abandoned: deque[tuple[int, int]] = deque(maxlen=ABANDONED_KEPT)
-        """(epoch, the slot's last batch in it) of the abandoned epochs."""
+        """Pairs (epoch, the slot's last batch in it) of the abandoned epochs."""
         self.unsettled = False
         """True if no frame has come since the lane was opened or an epoch was abandoned."""
         self.unused = 0
-        """Number of frames received since the last batch that was next in the slot's order, or since the connection was
-        made."""
+        """Number of unneeded frames received since the last batch that was due, or since the connection was made."""
         self.last_digest = 0
         """Digest of the slot's last delivered batch."""
         self.layout: tuple[Structure, list[int]] | None = None
         """Structure and dims of the last checked batch."""
         self.wanted: list[int] = []
-        """Announced snapshots that are still to come: step, the slot's batches up to it, step, batches ..."""
+        """Announced snapshots that are not taken yet: step, the slot's batches up to it, step, batches ..."""
         self.retry_at = 0.0
         self.backoff_s = FIRST_BACKOFF_S
-        self.trouble = ""
+        self.last_failure = ""
         """Reason why the last attempt to open the lane failed."""
         self.cut_off_since = self.cut_off_at = 0.0
-        """Time since which the worker's host cannot be reached, and time when this end first noticed; 0: reachable."""
-        self.vouched = False
-        """True if the coordinator replied between `cut_off_at` and the last try: this end's network works."""
+        """Time since which the worker's host is unreachable, and time at which this end first noticed it; 0:
+        reachable."""
+        self.network_works = False
+        """True if the coordinator replied between `cut_off_at` and the last try, which shows that this end's network
+        works."""
         self.unreachable = ""
         """Reason for requesting another worker; "": none is requested."""
         self.failed_since = 0.0
@@ -152,7 +155,7 @@ class SlotLane:
         """Number of damaged arrivals in a row."""
 
     def next_generation(self, generation: int, name: str) -> SlotLane:
-        """Return the lane of the slot's next generation: it keeps the count of abandoned epochs and the last digest."""
+        """Return the lane of the slot's next generation. It keeps the count of abandoned epochs and the last digest."""
         after = self._another(generation, name)
         after.abandons, after.abandoned_epoch, after.unsettled = self.abandons, self.abandoned_epoch, self.unsettled
         after.abandoned = self.abandoned
@@ -166,8 +169,8 @@ class SlotLane:
     # ---- connections
 
     def hello(self, hello: lane_pb2.Hello) -> None:
-        """Fill in this end's state. Ring numbers are a producer's own: those of an earlier one have no meaning to
-        it."""
+        """Fill in the state of this end. Ring numbers are left out: they belong to one producer, and the next one has
+        others."""
         self.drain()
         self.freed.clear()
         for ring_id, ring in self.rings.items():
@@ -177,8 +180,9 @@ class SlotLane:
         hello.abandoned.extend(records_pb2.EpochEnd(epoch=epoch, total=total) for epoch, total in self.abandoned)
         hello.wanted.extend(self.wanted)
         if self.abandons and self.unsettled and self.abandoned and hello.next_total - 1 <= self.abandoned[-1][1]:
-            # The producer may lack the last abandoned epochs. One that has them sees so by the count; so does one of
-            # which the loop has received a later batch.
+            # The producer may not have received the last abandoned epochs. A producer that has received them detects
+            # the repetition by the count. The condition excludes producers that sent a later batch, because these have
+            # received them.
             hello.abandon_epoch = self.abandoned_epoch + 1
             hello.epoch = self.abandoned_epoch
 
@@ -194,46 +198,46 @@ class SlotLane:
         self.poll.register(consumer.fileno(), select.POLLIN)
         self.poll.register(wake_fd, select.POLLIN)
         self.unsettled = True
-        self.trouble = ""
+        self.last_failure = ""
 
     def _consumer(self, sock: socket.socket) -> Consumer:
         """Return the consumer that reads a connection."""
         return Consumer(sock, self.name)
 
     def settle(self) -> None:
-        """Note that a frame came: the peer works, and has received all abandoned epochs."""
+        """Record that a frame came. This shows that the peer works, and has received all abandoned epochs."""
         self.unsettled = False
         self.backoff_s = FIRST_BACKOFF_S
         self.cut_off_since = self.cut_off_at = 0.0
         self.unreachable = ""
 
-    def dials(self, heard_at: float) -> None:
-        """Note the start of a try to open the lane; `heard_at`: time of the coordinator's last reply."""
-        self.vouched = heard_at > self.cut_off_at > 0.0
+    def begin_try(self, replied_at: float) -> None:
+        """Record the start of a try to open the lane. `replied_at`: time of the coordinator's last reply."""
+        self.network_works = replied_at > self.cut_off_at > 0.0
 
     def cut_off(self, now: float, silent_s: float, why: str) -> bool:
-        """Note that the worker's host could not be reached, or did not answer for `silent_s`. Return True if another
-        worker must be requested: the host was unreachable for CUT_OFF_S, while this end's network worked. Otherwise a
-        box with a network fault of its own would take its slots from healthy workers."""
+        """Record that the worker's host could not be reached, or did not answer for `silent_s`. Return True if another
+        worker must be requested: the host was unreachable for CUT_OFF_S, while this end's network worked. Without the
+        second condition, a box with a network fault of its own would take its slots from healthy workers."""
         self.lose(now, why)
         if not self.cut_off_at:
             self.cut_off_since, self.cut_off_at = now - silent_s, now
             self.retry_at = max(self.retry_at, now + CHECK_S)
-        elif self.vouched and now - self.cut_off_since >= CUT_OFF_S:
+        elif self.network_works and now - self.cut_off_since >= CUT_OFF_S:
             self.unreachable = why
         return bool(self.unreachable)
 
     def lose(self, now: float, why: str) -> None:
-        """Drop a lost connection; another may be tried a little later."""
+        """Drop a lost connection. The next try may begin a little later."""
         if self.consumer is not None:
             self.consumer.close(say_so=False)
             self.consumer = None
-        self.trouble = why
+        self.last_failure = why
         self.retry_at = now + self.backoff_s
         self.backoff_s = min(2 * self.backoff_s, MAX_BACKOFF_S)
 
     def close(self) -> None:
-        """Close the lane on purpose, or for another generation."""
+        """Close the lane on purpose, or because of a new generation."""
         if self.consumer is not None:
             self.consumer.close()
             self.consumer = None
@@ -260,7 +264,7 @@ class SlotLane:
         return batch
 
     def checked(self, frame: Frame) -> tuple[RingView, Assembler, list[int]]:
-        """Compare a batch's digest, and return the parts to assemble it."""
+        """Compare a batch's digest, and return the parts needed to assemble the batch."""
         ring = self.rings.get(frame.ring)
         if ring is None:
             ring = self._map(frame.ring)
@@ -294,7 +298,7 @@ class SlotLane:
         self.freed += (frame.ring, frame.entry)
 
     def drain(self) -> None:
-        """Collect the tokens of views that have died."""
+        """Collect the tokens of views that were freed."""
         release, rings, freed = self.release, self.rings, self.freed
         while release:
             token = release.popleft()
@@ -324,7 +328,7 @@ class SlotLane:
     def _map(self, ring_id: int) -> RingView:
         assert self.consumer is not None
         ring = self.consumer.rings[ring_id]
-        # A producer never returns to an outgrown ring: free its memory with its last view.
+        # A producer never returns to a ring that it has outgrown: free the ring's memory with its last view.
         self.rings = {known: view for known, view in self.rings.items() if view.held}
         self.current_ring = ring_id
         view = self.rings[ring_id] = RingView(ring)

@@ -1,12 +1,12 @@
 """An open run of one box, registered with the coordinator and watched by a thread.
 
 The thread reports progress, renews the box's lease, and receives the slots' addresses. It communicates with the
-training thread in two ways only: it replaces `views` as a whole and then raises `version`, and it makes `wake_fd`
-readable. When the coordinator is away it retries for as long as the run is open: batches do not pass through the
-coordinator, so its restart affects only a loop that waits for a slot.
+training thread in two ways only: it replaces `views` as a whole and then increments `version`, and it makes `wake_fd`
+readable. While the coordinator is unreachable, it retries for as long as the run is open. Batches do not pass through
+the coordinator, so a restart of the coordinator affects only a loop that waits for a slot.
 
-The thread holds the run but not the loader. A loader that is dropped without being closed sets `abandoned` from its
-finalizer, which may run inside the garbage collector and therefore does nothing else; the thread then closes the run.
+The thread refers to the run but not to the loader. The finalizer of a loader that is dropped without being closed sets
+`abandoned`. It may run inside the garbage collector and therefore does nothing else; the thread then closes the run.
 """
 
 from __future__ import annotations
@@ -44,22 +44,23 @@ from penstock.runtime.telemetry.logs import LONGEST, plain
 __all__ = ["OpenRun", "RunLink"]
 
 HOLD_S = 1.0
-"""Seconds of a long poll until the coordinator sets them; also the interval of progress reports."""
+"""Seconds that a long poll takes until the coordinator sets another time; also the interval of progress reports."""
 CLOSE_S = 5.0
-"""Deadline of closing, in seconds; a coordinator that does not answer detects the end by the lease."""
+"""Deadline of closing, in seconds. A coordinator that does not answer detects the end when the lease expires."""
 DIAL_S = 10.0
 AWAY = (CoordinatorUnavailableError, DeadlineError, JournalError)
-"""Errors that are retried: without the coordinator, or if its disk is full, batches still flow."""
+"""Errors that are retried, because batches are delivered even without the coordinator, or while its disk is full."""
 SHORTEST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0
 RETRY_S = 0.3
 """Smallest deadline of one attempt of a state query, in seconds."""
 ABANDONED_SENT = 4096
 """Largest number of abandoned epochs in one report: the coordinator's limit (Limits.abandoned_at_once)."""
 AWAY_S = 3600.0
-"""Seconds that a state query waits for an unreachable coordinator: the time for which a coordinator keeps an attempt
-without heartbeats (Limits.abandoned_s). Training continues without a coordinator, so saves wait for it too."""
+"""Seconds that a state query waits for an unreachable coordinator. It is the time for which a coordinator keeps an
+attempt without heartbeats (Limits.abandoned_s). Training continues without a coordinator, so saves wait for it too."""
 AWAY_WARN_S = 30.0
-"""Seconds that a state query waits for the coordinator before the first warning; doubled for each further one."""
+"""Seconds that a state query waits for the coordinator before the first warning. The time doubles for each further
+one."""
 
 _Result = TypeVar("_Result")
 _TEXTS = ("note", "doing", "stack", "worker", "target_worker", "host_id", "tcp_address", "ticket")
@@ -67,7 +68,7 @@ _log = logging.getLogger("penstock.client")
 
 
 def _plain(view: pb.SlotView) -> pb.SlotView:
-    """Shorten and escape the texts of a view, which are printed in warnings and errors; return the view."""
+    """Shorten and escape the texts of a view, because warnings and errors print them. Return the view."""
     for name in _TEXTS:
         text = getattr(view, name)
         if not text.isprintable() or len(text) > LONGEST:
@@ -79,10 +80,10 @@ class RunLink(Protocol):
     """The part of an appliance that its runs use."""
 
     host: str
-    """See penstock.proto.rpc.channel.host_id."""
+    """Id of this host, see penstock.proto.rpc.channel.host_id."""
     force_tcp: bool
     compression: str | None
-    """Codec of batches over TCP: see penstock.proto.lane.compression.NAMES."""
+    """Codec of batches over TCP, see penstock.proto.lane.compression.NAMES."""
     embedded: bool
 
     def client(self) -> CoordinatorClient:
@@ -93,7 +94,7 @@ class RunLink(Protocol):
 
 
 class OpenRun:
-    """An open run. `close` may be called from any thread, the rest belongs to the training thread."""
+    """An open run. Any thread may call `close`; everything else belongs to the training thread."""
 
     def __init__(self, link: RunLink, request: pb.OpenRunRequest, on_closed: Callable[[OpenRun], None]) -> None:
         self.link = link
@@ -106,25 +107,25 @@ class OpenRun:
         self.attempt = 0
         self.seed = 0
         self._lease_s = 0.0
-        """Seconds of the lease that the coordinator has granted; it depends on the number of boxes."""
+        """Seconds of the lease that the coordinator has granted. The time depends on the number of boxes."""
         self._confirmed_epoch = -1
-        """Newest abandoned epoch that the coordinator has confirmed. Up to it they are in its journal, so none of them
-        is sent again."""
+        """Newest abandoned epoch that the coordinator has confirmed. All epochs up to it are in the journal, and are
+        not sent again."""
         self._commit_mark = b""
-        """Lower bound of the journal's position, sent to the next coordinator that opens this journal."""
+        """Lower bound of the journal's position. It is sent to the next coordinator that opens this journal."""
         self.ended_boxes: dict[int, int] = {}
         """Last steps of other boxes that have ended their epoch, by box."""
         self.views: list[pb.SlotView] = [pb.SlotView(slot=slot) for slot in range(self.num_slots)]
         self._taken = 0
-        """Version of the reply that `views` came with; the coordinator's versions rise over all runs."""
+        """Version of the reply that `views` came with. The coordinator's versions rise over all runs."""
         self._take_lock = threading.Lock()
         self.version = 0
-        """Counter of replacements of `views` and `error`."""
+        """Counter of the changes of `views` and `error`."""
         self.error: PenstockError | None = None
-        """Reason why the run is over, such as a newer attempt."""
+        """Reason for which the run is over, such as a newer attempt."""
         self.away_since: float | None = None
-        """Monotonic time since which the coordinator has not answered; None: it answers."""
-        self.heard_at = 0.0
+        """Monotonic time since which the coordinator has not answered; None while it answers."""
+        self.replied_at = 0.0
         """Monotonic time of the coordinator's last reply."""
         self._reporting: threading.Thread | None = None
         self.away_because = ""
@@ -146,7 +147,7 @@ class OpenRun:
         """End the run in a forked child, with an error that names the fork (see penstock.runtime.process.forks)."""
         self.error = self._owner.error(f"run {self.name}, box {self.box}")
         self._closed = True
-        self.version += 1  # its readers check `error` first
+        self.version += 1  # readers check `error` first
         forks.silence(self.wake_fd)
 
     # ---- opening
@@ -191,7 +192,8 @@ class OpenRun:
         )
 
     def _report(self, seen: int, hold_s: float) -> pb.WatchRunReply:
-        """Send a report and return the reply. The reported abandoned epochs are then in the coordinator's journal."""
+        """Send a report and return the reply. After the reply, the reported abandoned epochs are in the coordinator's
+        journal."""
         request = self._watch_request(seen, hold_s)
         reply = self._client.watch_run(request)
         if request.abandoned:
@@ -199,12 +201,13 @@ class OpenRun:
         return reply
 
     def _unconfirmed(self) -> tuple[tuple[int, int], ...]:
-        """Return the abandoned epochs that are not confirmed yet. They are sorted, because epochs only increase."""
+        """Return the abandoned epochs that are not confirmed yet, in ascending order, because epochs only increase."""
         abandoned = self.progress.abandoned
         return abandoned[bisect_right(abandoned, self._confirmed_epoch, key=itemgetter(0)) :]
 
     def _report_abandoned(self) -> None:
-        """Report abandoned epochs in several reports, if too many for one piled up while the coordinator was away."""
+        """Send abandoned epochs in several reports if there are too many for one, after a long absence of the
+        coordinator."""
         while len(self._unconfirmed()) > ABANDONED_SENT:
             self._report(0, 0.0)
 
@@ -214,24 +217,24 @@ class OpenRun:
             if self.abandoned:
                 self.close()
                 return
-            asked = time.monotonic()
+            called_at = time.monotonic()
             try:
                 reply = self._report(seen, hold_s)
             except AWAY as error:
                 self.away_because = error.message
                 if self.away_since is None:
-                    self.away_since = asked
+                    self.away_since = called_at
                 self.reach(backoff)
                 backoff = min(2 * backoff, MAX_BACKOFF_S)
                 continue
             except LaneClosedError:
                 return
             except PenstockError as error:
-                if not self._closing.is_set():  # otherwise it follows from this box's CloseRun
+                if not self._closing.is_set():  # while closing, the error is a consequence of this box's CloseRun
                     self.fail(error)
                 self._linger()
                 return
-            self.away_since, self.heard_at, backoff = None, time.monotonic(), SHORTEST_BACKOFF_S
+            self.away_since, self.replied_at, backoff = None, time.monotonic(), SHORTEST_BACKOFF_S
             hold_s, self._lease_s = intervals(reply)
             self._commit_mark = reply.commit_mark
             self.ended_boxes = {end.box: end.step for end in reply.ended}
@@ -239,8 +242,8 @@ class OpenRun:
             self._take(reply)
 
     def reach(self, seconds: float) -> None:
-        """Wait until the coordinator can be reached, or `seconds` are over; at least SHORTEST_BACKOFF_S, because a
-        reachable coordinator may still refuse a call. From any thread."""
+        """Wait until the coordinator can be reached, or until `seconds` are over, but at least SHORTEST_BACKOFF_S,
+        because a reachable coordinator may still refuse a call. May be called from any thread."""
         self._closing.wait(SHORTEST_BACKOFF_S)
         if not self._closing.is_set():
             self._client.reach(seconds)
@@ -253,7 +256,8 @@ class OpenRun:
                 return
 
     def _take(self, reply: pb.WatchRunReply) -> None:
-        """Take a reply's views, unless a newer reply came first: `report` calls in parallel with the watch thread."""
+        """Apply a reply's views, unless a newer reply came first: `report` sends requests in parallel with the watch
+        thread."""
         with self._take_lock:
             if reply.version <= self._taken:
                 return
@@ -270,15 +274,15 @@ class OpenRun:
         try:
             os.eventfd_write(self.wake_fd, 1)
         except OSError:
-            pass  # full, so it is readable; or closed meanwhile
+            pass  # the counter is full, so it is readable; or the run was closed meanwhile
 
     def fail(self, error: PenstockError) -> None:
-        """End the run with an error, and wake the training thread. From any thread."""
+        """End the run with an error, and wake the training thread. May be called from any thread."""
         self.error = error
         self._notify()
 
     def wait_for(self, ready: Callable[[StreamRun], bool], timeout_s: float) -> bool:
-        """Wait until `ready` is true. False if the time ran out. Raises the run's error."""
+        """Wait until `ready` is true. Return False if the time ran out. Raises the run's error."""
         until = time.monotonic() + timeout_s
         poll = select.poll()
         poll.register(self.wake_fd, select.POLLIN)
@@ -293,12 +297,13 @@ class OpenRun:
         return True
 
     def report(self) -> None:
-        """Report progress now instead of within HOLD_S. If the coordinator is away, the thread does it later."""
+        """Report progress now instead of within HOLD_S. While the coordinator is unreachable, the watch thread reports
+        later."""
         try:
             reply = self._report(0, 0.0)
         except PenstockError:
             return
-        self.heard_at = time.monotonic()
+        self.replied_at = time.monotonic()
         self._take(reply)
 
     def report_soon(self) -> None:
@@ -312,7 +317,7 @@ class OpenRun:
     def dial(self, view: pb.SlotView, hello: lane_pb2.Hello) -> socket.socket:
         """Connect to the slot's runner, or to the receiver that connects to it, and send the hello.
 
-        Raises OSError or LaneLostError if the peer does not listen.
+        Raises OSError or LaneLostError if nothing listens there.
         """
         hello.protocol = LANE_PROTOCOL
         hello.run, hello.attempt, hello.box = self.name, self.attempt, self.box
@@ -333,7 +338,7 @@ class OpenRun:
         return sock
 
     def is_remote(self, view: pb.SlotView) -> bool:
-        """Return whether the slot's batches come over TCP."""
+        """Return True if the slot's batches come over TCP."""
         return self.link.force_tcp or view.host_id != self.link.host or not view.local_address
 
     def fetch_state(self, step: int, deadline_s: float) -> FetchedState:
@@ -353,26 +358,27 @@ class OpenRun:
         return self._when_back(fetch, f"the state of step {request.step}", request.deadline_s)
 
     def _when_back(self, call: Callable[[float], _Result], what: str, deadline_s: float) -> _Result:
-        """Return the result of `call`; retry it while the coordinator is away (restarting or moving), for the longer of
-        AWAY_S and `deadline_s`. `call` gets the seconds of absence so far, to add to its deadline."""
+        """Return the result of `call`. Retry it while the coordinator is unreachable (restarting or moving), for the
+        longer of AWAY_S and `deadline_s`. `call` gets the seconds of absence so far, to add to its deadline."""
         away_s, since, warn_at = 0.0, 0.0, AWAY_WARN_S
         while True:
-            asked = time.monotonic()
+            called_at = time.monotonic()
             try:
                 return call(away_s)
             except (CoordinatorUnavailableError, JournalError) as error:
-                since = since or asked
-                if self._closing.is_set() or asked - since > max(AWAY_S, deadline_s):
+                since = since or called_at
+                if self._closing.is_set() or called_at - since > max(AWAY_S, deadline_s):
                     raise
-                if asked - since > warn_at:
+                if called_at - since > warn_at:
                     warn_at *= 2
-                    waited = asked - since
+                    waited = called_at - since
                     _log.warning("%s: the coordinator has not answered for %.0f s: %s", what, waited, error.message)
                 self.reach(MAX_BACKOFF_S)
-                away_s += time.monotonic() - asked
+                away_s += time.monotonic() - called_at
 
     def aggregate(self, states: bytes, deadline_s: float) -> bytes:
-        """Run the loader's aggregate_state_dict on a worker: an envelope of the list of states -> one of the result."""
+        """Run the loader's aggregate_state_dict on a worker. `states`: envelope of the list of states. Returns the
+        envelope of the result."""
         request = pb.FetchStateRequest(run=self.name, attempt=self.attempt, deadline_s=deadline_s)
         put = self._client.put_blob
         request.aggregate_blob = self._when_back(lambda _: put(states, self.name), "an aggregation", deadline_s)
@@ -381,9 +387,9 @@ class OpenRun:
     # ---- closing
 
     def close(self, *, forget: bool = True) -> None:
-        """Close the run. Never raises for a coordinator that is gone; safe to call again.
+        """Close the run. Raises no error if the coordinator is unreachable. May be called again.
 
-        forget: True: the run will not be opened again. Used only in embedded mode.
+        forget: True if the run will not be opened again. Used only in embedded mode.
         """
         with self._close_lock:
             if self._closed:
@@ -405,7 +411,7 @@ class OpenRun:
                     deadline_s=CLOSE_S,
                 )
         except PenstockError:
-            pass  # superseded, or the coordinator is gone: there is nothing to close
+            pass  # superseded, or the coordinator has ended: there is nothing to close
         self._client.close()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():

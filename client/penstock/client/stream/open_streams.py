@@ -1,7 +1,7 @@
 """Registry of this process's readers, receivers and saves, for metrics.
 
-Objects register here when they begin and are dropped when they are collected. A scrape, on another thread, reads the
-rest. No step of a loop runs this code.
+Objects register here when they begin, and are dropped when they are garbage-collected. A scrape, on another thread,
+reads those that are alive. No step of a loop runs this code.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Thing = TypeVar("_Thing")
 
 
 class _Watched(Generic[_Thing]):
-    """A set of objects that does not keep them alive."""
+    """Set of objects that does not keep them alive."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # a set must not grow while it is iterated
@@ -54,10 +54,10 @@ class SaveCounters:
     last_step: int = -1
     """Step of the last complete checkpoint; -1: none."""
     _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
-    """Lock; reentrant, because a signal handler may save in the middle of a save."""
+    """Lock. It is reentrant, because a signal handler may save in the middle of a save."""
 
     def stalled(self, seconds: float) -> None:
-        """Count a save() that has returned or raised."""
+        """Count a call of save() that has returned or raised."""
         with self._lock:
             self.stalled_s += seconds
             self.last_stall_s = seconds

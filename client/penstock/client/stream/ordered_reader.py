@@ -1,13 +1,13 @@
 """The hot path: frames of several lanes -> batches in the order of the position. All of it runs in the training thread.
 
-`OrderedReader.next` reads a frame from the lane whose turn it is, makes a batch of it and advances the position. If
-there is no frame it waits for that lane or for changes of the slots. A batch is acknowledged at a later call, not
-before it is returned: until then the loop does not have it. Acks go in groups; a long wait sends all acks of all lanes,
-because a producer without credits would wait for them.
+`OrderedReader.next` reads a frame from the lane whose batch is due, makes a batch of it and advances the position. If
+there is no frame, it waits for that lane or for changes of the slots. A batch is acknowledged at a later call, not
+before it is returned, because until then the loop does not have it. Acks go in groups. A long wait sends all acks of
+all lanes, because a producer without credits would wait for them.
 
-Order is checked: a batch that is not exactly the next one of its slot is an error, and a repeated one after a reconnect
-is released unread. Content is checked too: a damaged batch is fetched again from the ring at the lane's other end, and
-is an error only if it stays damaged (penstock.client.stream.lane_reader).
+Order is checked: a batch that is not exactly the next one of its slot is an error, except that a batch repeated after a
+reconnect is released unread. Content is checked too: a damaged batch is fetched again from the ring at the lane's other
+end, and is an error only if it stays damaged (penstock.client.stream.lane_reader).
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ from penstock.proto.v1 import lane_pb2, records_pb2
 __all__ = ["OrderedReader"]
 
 OUTRUN = 2 * (MAX_ENTRIES + 8)
-"""Number of batches of each slot for which checkpoint steps are announced ahead. A worker may be a ring ahead of the
-loop, and the next announcement is sent when the loop is half way."""
+"""Number of batches of each slot for which checkpoint steps are announced ahead. A worker may be a whole ring ahead of
+the loop, and the next announcement is sent when the loop has reached the middle."""
 FAILED_GRACE_S = 2.0
-"""Seconds in which batches, and the error, of a failed slot may still arrive over its lane."""
+"""Seconds in which the remaining batches of a failed slot, and its error, may still arrive over its lane."""
 RETRY_FLUSH_S = 0.02
 LAZY_S = 0.002
-"""Seconds of a wait after which acks of groups that are not full are sent. Sent at once, they would cost one system
-call and one wake-up of the producer for each batch of a loop that is faster than its workers."""
+"""Seconds of a wait after which the acks of incomplete groups are sent. If they were sent at once, they would cost one
+system call and one wake-up of the producer for each batch of a loop that is faster than its workers."""
 
 _log = logging.getLogger("penstock.client")
 
@@ -75,16 +75,16 @@ class OrderedReader:
         self.first_step = position.step
         """Step before the first batch."""
         self.wait_s = 0.0
-        """Seconds waited for the last batch."""
+        """Seconds that the loop waited for the last batch."""
         self.layout: tuple[Structure, list[int]] | None = None
         """Structure and dims of the last batch."""
         self.thread = threading.get_ident()
-        """Thread that reads; lanes belong to it alone."""
+        """Id of the thread that reads. Lanes belong to it alone."""
         self._run = run
         self._label = label
         self._timeout_s = timeout_s
         self._version = -1
-        self._poll = select.poll()  # for slots without a lane
+        self._poll = select.poll()  # waits for slots without a lane
         self._poll.register(run.wake_fd, select.POLLIN)
         self._lanes = [self._first_lane(slot) for slot in range(run.num_slots)]
         self._restarts = [0] * run.num_slots
@@ -96,7 +96,7 @@ class OrderedReader:
         self._waiting_since = 0.0
         self._moving = False
         self._abandoned: list[tuple[int, int]] = []
-        self._told_unsharded = self._told_not_used = False
+        self._warned_unsharded = self._logged_not_used = False
         run.progress.waited_by_slot = [0.0] * run.num_slots
         run.progress.position = self.snapshot
         run.progress.unreachable = self._unreachable
@@ -105,7 +105,7 @@ class OrderedReader:
     # ---- the hot path
 
     def next(self) -> Any:
-        """Wait for the next batch, and return it; EPOCH_ENDED at the end of an epoch.
+        """Wait for the next batch and return it; return EPOCH_ENDED at the end of an epoch.
 
         Raises:
             DeadlineError: no batch came within the deadline; the error names slot and worker.
@@ -116,7 +116,7 @@ class OrderedReader:
         if self._version != self._run.version:
             self._refresh()
         self.wait_s = 0.0
-        self._waiting_since = 0.0  # a wait that ended with the epoch, or an error, is not this one's
+        self._waiting_since = 0.0  # a wait that ended with the epoch or with an error does not count for this batch
         while True:
             slot = position.live[position.cursor]
             lane = self._lanes[slot]
@@ -135,7 +135,8 @@ class OrderedReader:
             if frame is None:
                 self._wait(lane)
                 continue
-            if lane.unsettled and frame.kind != CLOSE:  # a CLOSE may predate the message that an epoch is abandoned
+            # a CLOSE may have been sent before the producer received the message of an abandoned epoch
+            if lane.unsettled and frame.kind != CLOSE:
                 lane.settle()
             if frame.kind != BATCH or frame.epoch != position.epoch or frame.total != total[slot] + 1:
                 if self._other(lane, frame):
@@ -148,14 +149,14 @@ class OrderedReader:
                 self._corrupt(lane, error.message)
                 continue
             except BaseException as error:
-                # Not delivered; should the caller try again, the producer sends it again.
+                # The batch is not delivered. If the caller tries again, the producer sends it again.
                 lane.lose(time.monotonic(), str(error))
                 raise
             self._count(lane, digest)
             return batch
 
     def _count(self, lane: SlotLane, digest: int) -> None:
-        """Record the due batch as delivered: position, digest, ack."""
+        """Record the batch that was due as delivered: position, digest, ack."""
         if self._waiting_since:
             self._waiting_since = 0.0
         lane.last_digest = digest
@@ -173,7 +174,7 @@ class OrderedReader:
         lane.lose(time.monotonic(), what)
         if lane.corrupt >= CORRUPT_TRIES:
             slot = lane.slot
-            lane.corrupt = 0  # should the caller try again, so does the lane
+            lane.corrupt = 0  # if the caller tries again, the tries are counted from 0
             raise self._placed(
                 BatchCorruptError(
                     f"{self._label}: batch {self.position.total[slot] + 1} of the slot arrived damaged {CORRUPT_TRIES} "
@@ -185,19 +186,19 @@ class OrderedReader:
         _log.warning("%s: damaged data arrived and is fetched again: %s", self._label, what)
 
     def _other(self, lane: SlotLane, frame: Frame) -> bool:
-        """Handle any frame but the due batch. True if the epoch has ended."""
+        """Handle any frame except the batch that is due. Return True if the epoch has ended."""
         position, kind, slot = self.position, frame.kind, lane.slot
         if kind == ERROR:
             if frame.error.name == BatchCorruptError.__name__:
                 self._corrupt(lane, frame.error.message)
                 return False
             error = self._placed(error_of(frame.error), slot)
-            self._run.error = error  # nothing comes after it
+            self._run.error = error  # no frame comes after it
             raise error
         if kind == END:
             if frame.epoch < position.epoch:
                 self._pass_over(lane)
-                return False  # repeated after a reconnect: the slot had ended
+                return False  # repeated after a reconnect: the slot had ended before
             if frame.epoch != position.epoch or frame.total != position.total[slot]:
                 raise self._confused(lane, f"the end of epoch {frame.epoch} after batch {frame.total}")
             if by_own_methods(self._run.views[slot].capabilities):
@@ -220,8 +221,8 @@ class OrderedReader:
         return False
 
     def _cut_off(self, lane: SlotLane, error: records_pb2.ErrorDetail) -> None:
-        """Handle a receiver that cannot reach the lane's worker. Report at once: the first report shows whether the
-        coordinator can be reached from here, a later one requests another worker."""
+        """Handle a receiver that cannot reach the lane's worker. Report this at once: the first report shows whether
+        the coordinator can be reached from here, and a later one requests another worker."""
         silent_s = USER_TIMEOUT_S if error.name == DeadlineError.__name__ else 0.0
         first = not lane.cut_off_at
         if lane.cut_off(time.monotonic(), silent_s, error.message) or first:
@@ -229,7 +230,7 @@ class OrderedReader:
 
     def _unreachable(self) -> list[tuple[int, int, str]]:
         """Return (slot, generation, why) of all slots on unreachable workers, for the watch thread. The loop waits for
-        one slot at a time, and would detect each only when its turn comes."""
+        one slot at a time, so by itself it would detect each of them only when its batch is due."""
         views, lanes = self._run.views, list(self._lanes)
         why = {views[lane.slot].worker: lane.unreachable for lane in lanes if lane.unreachable}
         known = [(lane, views[lane.slot]) for lane in lanes]
@@ -240,7 +241,8 @@ class OrderedReader:
         ]
 
     def _pass_over(self, lane: SlotLane) -> None:
-        """Count an unneeded frame; raise ProtocolError above MAX_UNUSED, because such frames bypass the deadline."""
+        """Count an unneeded frame. Raise ProtocolError above MAX_UNUSED, because the deadline is not checked while such
+        frames arrive."""
         lane.unused += 1
         if lane.unused > MAX_UNUSED:
             raise self._confused(lane, f"{lane.unused} batches and messages that are not needed")
@@ -256,7 +258,7 @@ class OrderedReader:
     # ---- waiting
 
     def _wait(self, lane: SlotLane) -> None:
-        """Wait until there may be something for `lane`. Acks of all lanes go out first."""
+        """Wait until there may be a frame for `lane`. Acks of all lanes are sent first."""
         run = self._run
         version = run.version
         if self._version != version:
@@ -272,7 +274,8 @@ class OrderedReader:
         view = run.views[lane.slot]
         if lane.consumer is None and self._connect(lane, view, now):
             return
-        # A runner in a queue of starts is not late while the queue moves: each start has its own deadline.
+        # A runner in its worker's queue of starts is not late while the queue moves, because each start has its own
+        # deadline.
         until = max(self._waiting_since, self._queue_moved) + self._timeout_s
         if now >= until:
             self.flush()
@@ -307,7 +310,7 @@ class OrderedReader:
         self._run.progress.waited_by_slot[slot] += seconds
 
     def _failed(self, lane: SlotLane, view: pb.SlotView, now: float) -> float:
-        """Raise the error of a slot that has failed and is not restarted, once nothing more can arrive; until then,
+        """Raise the error of a slot that has failed and is not restarted, once nothing more can arrive. Until then,
         return the time of the next check."""
         if lane.consumer is None:
             if lane.tried_failed:
@@ -352,11 +355,13 @@ class OrderedReader:
             queued = f"number {view.start_queue_position} of {view.start_queue_length}"
             starting = f"its runner is {queued} in the worker's queue of runners to start"
         doing = {pb.STARTING: starting, pb.READY: "its next batch has not arrived"}
-        trouble = f"; its lane cannot be opened: {lane.trouble}" if lane.consumer is None and lane.trouble else ""
+        why_closed = (
+            f"; its lane cannot be opened: {lane.last_failure}" if lane.consumer is None and lane.last_failure else ""
+        )
         what = f"its runner is {view.doing}" if view.doing else doing.get(view.phase, "it has failed")
         return DeadlineError(
             f"{self._label}: box {run.box} waited {waited:.0f} s for step {step} from slot {slot} on worker "
-            f"{view.worker or 'unknown'}: {what}{trouble}{away} (timeout_s={self._timeout_s:g})",
+            f"{view.worker or 'unknown'}: {what}{why_closed}{away} (timeout_s={self._timeout_s:g})",
             remote_traceback=view.stack if view.doing else "",
         )
 
@@ -373,7 +378,7 @@ class OrderedReader:
         """Apply the watch thread's new views: slots that moved, slots that became ready."""
         run = self._run
         if isinstance(run.error, ForkedProcessError):
-            raise run.error  # even if unprocessed frames remain: they belong to the parent
+            raise run.error  # even if unprocessed frames remain, because they belong to the parent
         self._version = run.version
         notes = []
         now = time.monotonic()
@@ -401,25 +406,25 @@ class OrderedReader:
             self._start_places[slot] = view.start_queue_position
             if lane.consumer is None and view.phase == pb.READY:
                 self._connect(lane, view, now)
-        if not self._told_unsharded:
-            self._told_unsharded = warn_of_whole_input(self._label, run.views, run.num_workers)
-        self._tell_not_used(run.views)
+        if not self._warned_unsharded:
+            self._warned_unsharded = warn_of_whole_input(self._label, run.views, run.num_workers)
+        self._log_not_used(run.views)
         self.stats.skipped = sum(view.skipped for view in run.views)
         for note in notes:
             warn_user(f"{self._label}: {note}")
 
-    def _tell_not_used(self, views: Sequence[pb.SlotView]) -> None:
-        """Log once why the loader's own states are not used, which makes saves and recoveries slower."""
+    def _log_not_used(self, views: Sequence[pb.SlotView]) -> None:
+        """Log once why the loader's own states are not used. Saves and recoveries are slower without them."""
         why = next((view.capabilities.not_used for view in views if view.capabilities.not_used), "")
-        if why and not self._told_not_used:
-            self._told_not_used = True
+        if why and not self._logged_not_used:
+            self._logged_not_used = True
             _log.warning("%s: %s", self._label, why)
 
     def _connect(self, lane: SlotLane, view: pb.SlotView, now: float) -> bool:
         if view.generation != lane.generation or now < lane.retry_at:
             return False
         if view.phase == pb.FAILED and not lane.tried_failed and (view.local_address or view.tcp_address):
-            lane.tried_failed = True  # batches that it produced before it failed may still arrive
+            lane.tried_failed = True  # batches that the runner produced before it failed may still arrive
         elif view.phase != pb.READY:
             lane.tried_failed = lane.tried_failed or view.phase == pb.FAILED
             return False
@@ -429,7 +434,7 @@ class OrderedReader:
         hello.delivered = total
         hello.open_epochs = self._open_epochs
         lane.hello(hello)
-        lane.dials(run.heard_at)
+        lane.begin_try(run.replied_at)
         try:
             sock = run.dial(view, hello)
         except (OSError, PenstockError) as error:
@@ -441,7 +446,7 @@ class OrderedReader:
     # ---- between batches
 
     def flush(self) -> bool:
-        """Send all acks. False while a socket's buffer is full."""
+        """Send all acks. Return False while a socket's buffer is full."""
         total = self.position.total
         done = True
         for lane in self._lanes:
@@ -449,7 +454,7 @@ class OrderedReader:
         return done
 
     def open_epochs(self, limit: int) -> None:
-        """Let the workers open epochs up to this epoch."""
+        """Allow the workers to open epochs up to this epoch."""
         if limit > self._open_epochs:
             self._open_epochs = limit
             for lane in self._lanes:
@@ -465,7 +470,7 @@ class OrderedReader:
         for step in steps:
             if step - at.step <= len(self._lanes):
                 while at.step < step:
-                    at.deliver()  # a tenth of what `advance` takes, and where every step is announced it counts
+                    at.deliver()  # takes a tenth of the time of `advance`, which matters if every step is announced
             else:
                 at = advance(at, step, {})
             for lane in self._lanes:
@@ -497,12 +502,13 @@ class OrderedReader:
         self._moving = True
         position.abandon_epoch()
         self._moving = False
-        # Another box may request a state before this one's next report: it would lack the abandoned epoch.
+        # Report now: if another box requests a state before this box's next report, the state would lack the abandoned
+        # epoch.
         self._run.report()
 
     @property
     def copies(self) -> int:
-        """Batches delivered as copies."""
+        """Number of batches delivered as copies."""
         return sum(lane.copies for lane in self._lanes)
 
     @property
@@ -511,18 +517,18 @@ class OrderedReader:
         return self._run
 
     def open_lanes(self) -> list[Literal["local", "tcp"]]:
-        """Return the kind of each open lane; from any thread."""
+        """Return the kind of each open lane. May be called from any thread."""
         views = self._run.views
         lanes = [lane for lane in list(self._lanes) if lane.consumer is not None]
         return ["tcp" if self._run.is_remote(views[lane.slot]) else "local" for lane in lanes]
 
     @property
     def held(self) -> int:
-        """Batches of which the loop is known to hold views; from any thread."""
+        """Number of batches of which the loop is known to have views. May be read from any thread."""
         return sum(len(ring.held) for lane in list(self._lanes) for ring in list(lane.rings.values()))
 
     def snapshot(self) -> records_pb2.BoxPosition | None:
-        """Return the position, also while the training thread moves it: for the watch thread."""
+        """Return the position, even while the training thread changes it. For the watch thread."""
         position = self.position
         for _ in range(1000):
             before = (position.step, position.epoch, len(position.live))
@@ -530,13 +536,13 @@ class OrderedReader:
                 copied = position.to_proto()
                 if not self._moving and before == (position.step, position.epoch, len(position.live)):
                     return copied
-            time.sleep(0)  # another thread is in the middle of a few assignments
+            time.sleep(0)  # the training thread is between two assignments
         return None
 
     def close(self) -> None:
         """Close all lanes. Batches that the loop still holds stay valid."""
         last = self.snapshot()
-        self._run.progress.position = lambda: last  # for the run's last report
+        self._run.progress.position = lambda: last  # the run's last report needs the position
         self._run.progress.unreachable = list
         for lane in self._lanes:
             lane.close()

@@ -1,31 +1,32 @@
-"""The receiver: TCP -> a ring of this host, for the lanes of a training job whose workers are elsewhere.
+"""The receiver: TCP -> a ring of this host, for the lanes of a training job whose workers are on other hosts.
 
-A small process of its own, without torch or numpy: a thread of the training process would share the interpreter lock
-with the training loop. It runs by its file's path (`receiver_process.Receiver` starts it), because `python -m` would
-import penstock.client, and with that torch.
+The receiver is a small process of its own, without torch or numpy, because a thread of the training process would share
+the interpreter lock with the training loop. It runs by its file's path (`receiver_process.Receiver` starts it), because
+`python -m` would import penstock.client, and with that torch.
 
-A consumer connects to it as to a daemon on its own host, and its Hello names the address of the daemon
-(`target`). Towards the consumer the receiver is then a producer like any other, except that each batch is
-received from TCP straight into a ring entry, and that the consumer's acks are forwarded to the sender. One lane is one
-state machine, one thread serves them all, and no step waits for one socket: a receiver that waited for the
-network without reading from its consumer would stop the credits, and then all would wait forever.
+A consumer connects to it as to a daemon on its own host, and the consumer's Hello names the address of the worker's
+daemon (`target`). Towards the consumer the receiver is then a producer like any other, with two differences: each batch
+is received from TCP straight into a ring entry, and the consumer's acks are forwarded to the sender. One lane is one
+state machine, and one thread serves all of them. No step waits for one socket: a receiver that waited for the network
+without reading from its consumer would stop the credits, and then both sides would wait forever.
 
-Flow control is the ring: without a free entry the receiver does not read from TCP until the consumer releases one. A
-small batch is copied out of the receive buffer (one receive for many); a large one is received into its entry, with the
-bytes after it into the buffer in the same call. A compressed one comes in pieces: each is received into a buffer of the
-lane, and unpacked into the entry while the next is on its way.
+The ring is the flow control: without a free entry the receiver does not read from TCP until the consumer releases one.
+A small batch is copied out of the receive buffer (one receive for many). A large batch is received into its entry, and
+the bytes after it are received into the buffer in the same call. A compressed batch comes in pieces: each is received
+into a buffer of the lane, and unpacked into the entry while the next is on its way.
 
-Arrived data are verified: frames by their seals, payloads by the check after them (penstock.proto.lane.tcp), each piece
-right after its arrival, while it is in the processor's cache. A difference is an ERROR frame to the consumer, which
-reconnects and gets all of it again.
+Arrived data are verified: frames by their seals, payloads by the check after them (penstock.proto.lane.tcp), and each
+piece right after its arrival, while it is in the processor's cache. A difference is an ERROR frame to the consumer,
+which reconnects and gets all of it again.
 
-With TLS a receive returns at most 16 KiB, and epoll cannot see the bytes left inside: a lane whose turn ends before it
-has read all of them reports that to the loop. An invalid certificate of the worker, or the worker's refusal of ours, is
-an error, not a lost connection, because a retry would not help.
+With TLS a receive returns at most 16 KiB, and epoll does not report the bytes that TLS has already read. So a lane
+whose turn ends before it has read all of them reports that to the loop. An invalid certificate of the worker, or the
+worker's refusal of this end's certificate, is an error and not a lost connection, because a retry would not help.
 
-Ends. Connection lost or refused: complete batches are forwarded, then the consumer's socket just ends, and the consumer
-reconnects. Only an error from the daemon, or an invalid stream, reaches the consumer as an ERROR frame. Consumer gone:
-its last acks are sent, then the TCP connection is closed. The process ends with the process of `--parent-pid`.
+Ends. If the TCP connection is lost or refused, complete batches are forwarded, then the consumer's socket ends, and the
+consumer reconnects. Only an error from the daemon, or an invalid stream, reaches the consumer as an ERROR frame. If the
+consumer is gone, its last acks are sent, then the TCP connection is closed. The process ends with the process of
+`--parent-pid`.
 """
 
 from __future__ import annotations
@@ -76,20 +77,21 @@ from penstock.runtime.telemetry.logs import log_lines
 _log = logging.getLogger("penstock.client.stream.receiver")
 
 HELLO_S = 10.0
-"""Deadline of a consumer's Hello, and of the last acks of a lane whose consumer has left, in seconds."""
+"""Deadline in seconds of a consumer's Hello, and of the last acks of a lane whose consumer has left."""
 SMALL = 16 << 10
-"""Largest payload in bytes that is copied out of the receive buffer, many to a receive."""
+"""Largest payload in bytes that is copied out of the receive buffer; one receive gets many such payloads."""
 AHEAD = 4 << 10
-"""Bytes received after a larger payload: enough for the next frame, and little to copy."""
+"""Bytes received after a larger payload, in the same call: enough for the next frame, and little to copy."""
 WAKE_AT = 512 << 10
-"""Bytes of a large payload that must arrive before the next receive. Without this a receive takes 160 KiB of 8 MiB, and
-these wake-ups cost sender and receiver a tenth of their time (docs/benchmarks.md)."""
+"""Bytes of a large payload that must arrive before the next receive. Without this limit one receive gets 160 KiB of 8
+MiB, and the wake-ups cost sender and receiver a tenth of their time (docs/benchmarks.md)."""
 READS_A_TURN = 32
-"""Number of receives of one lane before the others get their turn."""
+"""Number of receives of one lane before other lanes get their turn."""
 PACKED_AHEAD = 32 << 10
-"""Bytes received after a piece of a compressed payload: each may unpack to many times as much."""
+"""Bytes received after a piece of a compressed payload, in the same call. They are few, because each may unpack to many
+times as much."""
 PACKED_READS_A_TURN = 8
-"""READS_A_TURN for a lane in the middle of a compressed payload: unpacking a piece takes 0.2 ms."""
+"""The limit READS_A_TURN for a lane in the middle of a compressed payload, because unpacking a piece takes 0.2 ms."""
 NEVER = float("inf")
 
 Connection = socket.socket | OSError | PenstockError
@@ -109,24 +111,24 @@ class ReceiverLane:
         self._tcp: socket.socket | None = None
         self._tcp_fd = -1
         self._address = ""  # address of the daemon
-        self._heard = False  # bytes have come over TCP
-        self._silent: PenstockError | None = None  # reason of the end: the other host acknowledges nothing
-        most = (max_batch_bytes + PAGE - 1) // PAGE * PAGE  # rounded as the sender's entries are
+        self._tcp_answered = False  # True once bytes have come over TCP
+        self._silence: PenstockError | None = None  # reason of the end: the other host acknowledges nothing
+        most = (max_batch_bytes + PAGE - 1) // PAGE * PAGE  # rounded as the sender rounds its entries
         self._producer = Producer(most, budget=loop.rings)
         self._producer.on_ack = self._relay
-        self._greeted = False
-        self._ended = False  # no more reads from TCP
+        self._has_hello = False
+        self._ended = False  # True if TCP is not read any more
         self._inbox = tcp.SealedInbox()
-        self._out: deque[bytes | memoryview] = deque()  # hello and acks for the sender
-        self._frame = Frame()  # the last one read
-        self._waiting = False  # `_frame` is a batch that waits for a ring entry
-        self._reserved: FreeEntry | None = None  # destination of its payload
-        self._target: memoryview | None = None  # rest of the payload
+        self._out: deque[bytes | memoryview] = deque()  # hello and acks that wait to be sent to the sender
+        self._frame = Frame()  # the frame that was read last
+        self._waiting = False  # True if `_frame` is a batch that waits for a ring entry
+        self._reserved: FreeEntry | None = None  # ring entry for its payload
+        self._target: memoryview | None = None  # the part of the payload that is still to come
         self._unpackers: dict[int, Unpacker] = {}  # for the codecs that the consumer requested
         self._unpacker: Unpacker | None = None  # for the present payload, if it is compressed
         self._hasher: xxh3_64 | None = None  # for the present payload, if a check follows it
-        self._whole = False  # the payload is complete; only its check may be missing
-        self._unwanted = 0  # remaining bytes of an unneeded payload
+        self._whole = False  # True if the payload is complete; its check may be missing
+        self._to_skip = 0  # bytes of an unneeded payload that are still to come
         self._wake_at = 1  # bytes that must arrive before TCP counts as readable
         self._limit = 1 << 20  # largest receive into the buffer, in bytes
         self._slot_bytes: dict[int, int] = {}  # entry sizes of the sender's rings
@@ -139,7 +141,7 @@ class ReceiverLane:
             if fd != self._consumer_fd:
                 if events & ~select.EPOLLOUT:
                     self._receive()
-            elif self._greeted:
+            elif self._has_hello:
                 if events & ~select.EPOLLOUT:
                     self._producer.take_acks()
                 if self._waiting:
@@ -147,11 +149,11 @@ class ReceiverLane:
             else:
                 self._greet()
             self._settle()
-        except Exception as error:  # a fault of one lane, or of this code, must not affect other lanes
+        except Exception as error:  # an error of one lane, or of this code, must not affect other lanes
             self.fail(error)
 
     def end(self, why: str) -> None:
-        """End the lane: close both sockets. The consumer can still read all that was sent to it."""
+        """End the lane: close both sockets. The consumer can still read everything that was sent to it."""
         if self.over:
             return
         _log.info("a lane has ended: %s", why)
@@ -165,7 +167,7 @@ class ReceiverLane:
             self._tcp.close()
 
     def fail(self, error: BaseException) -> None:
-        """End the lane with an error to the consumer: the stream cannot be continued."""
+        """End the lane with an error for the consumer, because the stream cannot be continued."""
         _log.warning("a lane failed: %s: %s", type(error).__name__, error)
         known = isinstance(error, PenstockError)
         detail = records_pb2.ErrorDetail(
@@ -192,11 +194,11 @@ class ReceiverLane:
         except (OSError, DecodeError, ProtocolError) as error:
             self.end(f"the consumer sent no valid Hello: {error}")
             return
-        self._greeted = True
+        self._has_hello = True
         self.deadline = time.monotonic() + 2 * SHAKE_S
         self._producer.attach(self._consumer, hello)
         hello_target = hello.target
-        # Entries of the ring are local to this end: the sender has another ring.
+        # Entry numbers belong to this end's ring; the sender has another ring.
         hello.ClearField("target")
         hello.ClearField("held")
         codecs = [codec for codec in map(load, hello.codecs) if codec is not None]
@@ -229,13 +231,13 @@ class ReceiverLane:
             self._settle()
 
     def _cut_off(self, error: PenstockError) -> None:
-        """End the lane with a CLOSE to the consumer whose reason is that the other host cannot be reached."""
+        """End the lane with a CLOSE to the consumer, with the reason that the other host cannot be reached."""
         detail = records_pb2.ErrorDetail(name=type(error).__name__, message=error.message)
         self._producer.forward_end(Frame(CLOSE, rest=detail.SerializeToString()))
         self.end(error.message)
 
     def _receive(self) -> None:
-        """Read TCP until it has no more, the turn is over, or no ring entry is free."""
+        """Read TCP until no more bytes are there, the turn is over, or no ring entry is free."""
         sock, inbox = self._tcp, self._inbox
         if sock is None or self._ended:
             return
@@ -256,15 +258,15 @@ class ReceiverLane:
                 except BlockingIOError:
                     return
                 except OSError as error:
-                    check_damage(error, heard=self._heard)
-                    if not self._heard:
+                    check_damage(error, heard=self._tcp_answered)
+                    if not self._tcp_answered:
                         self._loop.dialer.check_refusal(error, self._address)
-                    self._silent = self._silent or tcp.silence(self._address, error)
+                    self._silence = self._silence or tcp.silence(self._address, error)
                     size = 0
                 if not size:
                     self._ended = True
                     return
-                self._heard = True
+                self._tcp_answered = True
                 inbox.add(behind)
                 if not self._work_through() or self._crowded():
                     return
@@ -274,25 +276,26 @@ class ReceiverLane:
             self.fail(error)
 
     def _crowded(self) -> bool:
-        """Return whether the consumer does not read its frames: then no more are received, and wait in the network."""
+        """Return True if the consumer does not read its frames. Then no more are received, and the rest waits in the
+        network."""
         if self._producer.crowded:
             self._producer.flush()
         return self._producer.crowded
 
     def _work_through(self) -> bool:
-        """Process arrived frames. Return False if a batch waits for a ring entry."""
+        """Process the frames that have arrived. Return False if a batch waits for a ring entry."""
         inbox, producer = self._inbox, self._producer
         while True:
             if self._waiting and not self._open_slot():
                 return False
-            if self._unwanted:
-                self._unwanted -= len(inbox.take_bytes(self._unwanted))
-                if self._unwanted:
+            if self._to_skip:
+                self._to_skip -= len(inbox.take_bytes(self._to_skip))
+                if self._to_skip:
                     return True
             if self._target is not None:
                 if not self._fill():
                     return True
-                if self._unwanted:
+                if self._to_skip:
                     continue
             if self._whole:
                 if self._hasher is not None and not inbox.take_check(self._hasher):
@@ -335,7 +338,7 @@ class ReceiverLane:
             raise ProtocolError(f"a worker sent a batch of structure {frame.structure}, which it has not announced")
 
     def _fill(self) -> bool:
-        """Copy the payload's part in the receive buffer to `_target`. Return False if more is to come."""
+        """Copy the part of the payload in the receive buffer to `_target`. Return False if more is to come."""
         while self._target is not None:
             if self._target:
                 piece = self._inbox.take_bytes(len(self._target))
@@ -352,11 +355,11 @@ class ReceiverLane:
         return True
 
     def _open_slot(self) -> bool:
-        """Get an entry for the batch in `_frame`, as large as the sender's, so that the rings grow alike."""
+        """Get a ring entry for the batch in `_frame`. It is as large as the sender's, so that both rings grow alike."""
         frame, producer = self._frame, self._producer
         size = frame.nbytes + 8 * frame.size
         if frame.abandons < producer.abandons:
-            self._unwanted = (frame.wire if frame.codec else size) + tcp.CHECK_BYTES * tcp.is_checked(frame)
+            self._to_skip = (frame.wire if frame.codec else size) + tcp.CHECK_BYTES * tcp.is_checked(frame)
         else:
             reserved = producer.reserve(self._slot_bytes[frame.ring])
             if reserved is None:
@@ -374,22 +377,22 @@ class ReceiverLane:
 
     def _unpack(self, unpacker: Unpacker) -> None:
         """Unpack the part of a compressed payload that was received into `_target`."""
-        if self._frame.abandons < self._producer.abandons:  # the epoch was abandoned meanwhile: skip the work
+        if self._frame.abandons < self._producer.abandons:  # the epoch was abandoned meanwhile: do not unpack
             assert self._reserved is not None
             self._producer.return_unused(self._reserved)
-            self._unwanted = unpacker.left + tcp.CHECK_BYTES
+            self._to_skip = unpacker.left + tcp.CHECK_BYTES
             unpacker.drop()
             self._reserved = self._target = self._unpacker = None
             return
         try:
             self._target = unpacker.step()
-        except ProtocolError as error:  # the check that would detect this comes later
+        except ProtocolError as error:  # the check that would detect the damage comes later
             raise BatchCorruptError(f"the batch was damaged in transit, or was compressed wrongly: {error}") from error
         if self._target is None:
             self._unpacker, self._whole = None, True
 
     def _publish(self) -> None:
-        """Publish the batch in `_frame`, which is in its entry."""
+        """Publish the batch in `_frame`. Its payload is in the ring entry."""
         reserved, self._reserved, self._whole = self._reserved, None, False
         assert reserved is not None
         if self._frame.abandons < self._producer.abandons:
@@ -399,7 +402,7 @@ class ReceiverLane:
 
     def _settle(self) -> None:
         """Send pending bytes to the sender, check for the lane's end, and set the events to wait for."""
-        if self.over or not self._greeted:
+        if self.over or not self._has_hello:
             return
         sock, out, producer = self._tcp, self._out, self._producer
         producer.flush()
@@ -413,8 +416,8 @@ class ReceiverLane:
         except BlockingIOError:
             pass
         except OSError as error:
-            self._silent = self._silent or tcp.silence(self._address, error)
-            out.clear()  # the reading side detects the end, after the last frames
+            self._silence = self._silence or tcp.silence(self._address, error)
+            out.clear()  # the code that reads detects the end, after the last frames
         if not producer.attached:
             if sock is None or not out:
                 self.end("the consumer left")
@@ -424,9 +427,9 @@ class ReceiverLane:
             self._loop.watch(self, self._consumer_fd, 0)
         else:
             if self._ended and not producer.blocked:
-                if self._silent is not None:
+                if self._silence is not None:
                     self._loop.dialer.fell_silent(host_of(self._address), sock)
-                    self._cut_off(self._silent)
+                    self._cut_off(self._silence)
                 else:
                     self.end("the connection ended")
                 return
@@ -434,7 +437,7 @@ class ReceiverLane:
         if sock is not None:
             reading = not (self._ended or self._waiting or producer.crowded)
             missing = 0 if self._target is None else len(self._target)
-            # With TLS bytes are not yet payload, and the last ones may be inside already.
+            # With TLS, arrived bytes are not yet payload, and TLS may have read the last ones already.
             wake_at = min(missing, WAKE_AT) if missing > SMALL and not isinstance(sock, TlsSocket) else 1
             if wake_at != self._wake_at:
                 self._wake_at = wake_at
@@ -443,11 +446,11 @@ class ReceiverLane:
 
 
 class ReceiverLoop:
-    """Event loop of all lanes: one thread, one epoll."""
+    """Event loop of all lanes, with one thread and one epoll."""
 
     def __init__(self, name: str, parent_pid: int, max_batch_bytes: int, tls: Tls | None = None) -> None:
         self.again: set[ReceiverLane] = set()
-        """Lanes with bytes to read that epoll does not see."""
+        """Lanes with bytes to read that epoll does not report."""
         self.dialer = LaneDialer(tls)
         self.rings = RingBudget()
         self._max_batch_bytes = max_batch_bytes
@@ -465,7 +468,7 @@ class ReceiverLoop:
         self._epoll.register(self._listener, select.EPOLLIN)
 
     def run(self) -> None:
-        """Serve until the watched parent process is gone."""
+        """Serve until the watched parent process has ended."""
         special = {self._wake: self._take_connections, self._listener.fileno(): self._accept}
         while True:
             soonest = min((lane.deadline for lane in self._lanes), default=NEVER)
@@ -488,7 +491,7 @@ class ReceiverLoop:
                     lane.end("its deadline passed")
 
     def close(self) -> None:
-        """Release all resources, once `run` has returned. The process itself does not need this, because it ends."""
+        """Release all resources, after `run` has returned. The process itself does not need this, because it ends."""
         for lane in list(self._lanes):
             lane.end("the receiver ends")
         self._listener.close()
@@ -497,7 +500,7 @@ class ReceiverLoop:
         os.close(self._wake)
 
     def watch(self, lane: ReceiverLane, fd: int, mask: int) -> None:
-        """Report these events to the lane from now on; a mask of 0 reports none, not even a hang-up."""
+        """Report these events to the lane from now on. A mask of 0 reports none, not even a hang-up."""
         before = self._watched.get(fd)
         if before is None:
             if mask:
@@ -505,7 +508,7 @@ class ReceiverLoop:
                 self._watched[fd] = (mask, lane)
         elif not mask:
             del self._watched[fd]
-            with contextlib.suppress(OSError):  # the producer closed it, which removed it
+            with contextlib.suppress(OSError):  # the producer closed the descriptor, which removed it from epoll
                 self._epoll.unregister(fd)
         elif before[0] != mask:
             self._epoll.modify(fd, mask)
@@ -518,7 +521,7 @@ class ReceiverLoop:
             self.watch(lane, fd, 0)
 
     def connect(self, address: str, then: Callable[[Connection], None]) -> None:
-        """Connect in a thread, because name look-ups block and a handshake may take long; `then` is called in the
+        """Connect in a thread, because name look-ups block and a handshake may take long. `then` is called in the
         loop."""
 
         def work() -> None:
@@ -542,7 +545,7 @@ class ReceiverLoop:
         try:
             sock, _ = self._listener.accept()
         except OSError:
-            return  # it closed again, or there is no descriptor for it
+            return  # the peer closed its socket again, or no descriptor is free
         try:
             check_peer(sock)
         except ProtocolError as error:
@@ -572,7 +575,7 @@ def main() -> None:
         tls = load_tls(given.tls_ca, given.tls_cert, given.tls_key, given.tls_name)
         loop = ReceiverLoop(given.name, given.parent_pid, given.max_batch_bytes, tls)
     except ProcessLookupError:
-        return  # the watched parent process is gone already
+        return  # the watched parent process has ended already
     os.write(given.ready_fd, b"\n")
     os.close(given.ready_fd)
     loop.run()

@@ -1,4 +1,5 @@
-"""Handle on the receiver, the process that receives batches from other hosts. receiver.py is that process."""
+"""Handle on the receiver, the process that receives batches from other hosts. receiver.py is the code of that
+process."""
 
 from __future__ import annotations
 
@@ -17,40 +18,42 @@ __all__ = ["Receiver"]
 
 RECEIVER = Path(__file__).with_name("receiver.py")
 START_S = 30.0
-"""Deadline for the process to listen, in seconds; it takes 0.1 on an idle machine."""
+"""Seconds in which the process must listen. On an idle machine it takes 0.1 s."""
 
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_": str(4 << 20)}
-"""Setting for glibc: unpacking allocates and frees 256 KiB for each piece, and returning them to the kernel each time,
-the default, took more than half of the receiver's time with lz4: 9.5 ms for 8 MiB instead of 4."""
+"""Setting for glibc. Unpacking allocates and frees 256 KiB for each piece. By default glibc returns them to the kernel
+each time, which took more than half of the receiver's time with lz4: 9.5 ms for 8 MiB instead of 4."""
 
 
 class Receiver:
-    """The receiver of this process. `start` may be called often: it only starts one that is not running.
+    """The receiver of this process. `start` may be called often: it starts a receiver only if none is running.
 
-    max_batch_bytes: largest ring entry in bytes; larger ones are refused. tls: TLS files for connections to workers;
-    None: no TLS.
+    Args:
+        max_batch_bytes: largest ring entry in bytes; larger ones are refused.
+        tls: TLS files for connections to workers; None: no TLS.
     """
 
     def __init__(self, max_batch_bytes: int = 1 << 30, tls: Tls | None = None) -> None:
         self.max_batch_bytes = max_batch_bytes
         self.tls = tls
         self.name = ""
-        """Abstract Unix socket of the running receiver, "" before the first start."""
+        """Abstract Unix socket of the running receiver; "" before the first start."""
         self._process: Spawned | None = None
         self._lock = threading.Lock()
 
     @property
     def pid(self) -> int | None:
-        """Process id of the running receiver."""
+        """Process id of the running receiver; None if none runs."""
         process = self._process
         return process.pid if process is not None and process.status is None else None
 
     def start(self, parent_watch: int | None = None) -> str:
-        """Start the receiver if necessary; return the name to connect to (`lane.connect_local`) once it listens.
+        """Start the receiver if necessary. Return the name to connect to (`lane.connect_local`) once the receiver
+        listens.
 
-        parent_watch: pid of the process with which the receiver ends; by default this process.
+        parent_watch: pid of the process with which the receiver ends; None: this process.
 
-        Raises DeadlineError or PenstockError if none can be started.
+        Raises DeadlineError or PenstockError if no receiver can be started.
         """
         with self._lock:
             if self.pid is None:
@@ -59,7 +62,7 @@ class Receiver:
             return self.name
 
     def stop(self) -> None:
-        """End the receiver, and all its lanes."""
+        """End the receiver, and with it all its lanes."""
         with self._lock:
             self._end()
 
@@ -71,19 +74,19 @@ class Receiver:
                 [*by_path(RECEIVER), *what, "--max-batch-bytes", str(self.max_batch_bytes), *self._tls_arguments()],
                 fds=[ready.theirs],
                 stdout=NULL,
-                # Without the token: the receiver only connects to workers, with tickets.
+                # The receiver gets no token, because it only connects to workers, with tickets.
                 env=MALLOC | environment("PENSTOCK_TOKEN*"),
                 session=False,
             )
             try:
-                said = ready.line(START_S)
+                first_line = ready.line(START_S)
             except TimeoutError:
                 self._end()
                 raise DeadlineError(
                     f"waited {START_S:g} s for the receiver, the process that takes batches from other hosts, to "
                     "start: see its standard error"
                 ) from None
-        if said is None:
+        if first_line is None:
             how = exit_words(process.result())
             self._end()
             raise PenstockError(
@@ -93,7 +96,7 @@ class Receiver:
         self.name = name
 
     def _tls_arguments(self) -> list[str]:
-        """Return the TLS arguments: names of files, no secrets."""
+        """Return the TLS arguments. They are names of files, and contain no secrets."""
         tls = self.tls
         if tls is None:
             return []

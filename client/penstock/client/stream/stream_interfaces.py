@@ -1,6 +1,6 @@
-"""Interfaces of an open run and of its reader, whose batches come from worker processes, through a coordinator and
-lanes (open_run.py, ordered_reader.py), or from this process (penstock.client.in_process). And what both share:
-progress, figures, messages."""
+"""Interfaces of an open run and of its reader. There are two implementations. In one, batches come from worker
+processes, through a coordinator and lanes (open_run.py, ordered_reader.py). In the other, they are made in this process
+(penstock.client.in_process). The module also has the parts that both share: progress, figures, messages."""
 
 from __future__ import annotations
 
@@ -31,40 +31,41 @@ __all__ = [
 ]
 
 EPOCH_ENDED: Final = object()
-"""Returned by `Reader.next` instead of a batch."""
+"""Result of `Reader.next` at the end of an epoch, instead of a batch."""
 
 
 @dataclass
 class BoxProgress:
-    """The training thread's progress, for the coordinator. The thread replaces values, never changes them in place."""
+    """Progress of the training thread, for the coordinator. The thread replaces values, and never changes them in
+    place."""
 
     position: Callable[[], records_pb2.BoxPosition | None] = lambda: None
     waiting_for: int = 0
-    """Slot + 1 that the loop waits for; 0: none."""
+    """Number of the slot for which the loop waits, plus 1; 0: none."""
     waiting_since: float = 0.0
-    """Start of that wait, a time.monotonic()."""
+    """Start of the wait, a time.monotonic()."""
     waited_by_slot: list[float] = field(default_factory=list)
-    """Seconds waited, by slot; a new list resets the count."""
+    """Seconds waited, by slot. A new list resets the count."""
     epoch_ended: bool = False
     unreachable: Callable[[], list[tuple[int, int, str]]] = list
     """(slot, generation, why) of workers that this host cannot reach."""
     abandoned: tuple[tuple[int, int], ...] = field(default=())
-    """(epoch, last step) of the epochs left by `break`."""
-    _told: tuple[list[float], list[float]] = field(default=([], []))
+    """Pairs (epoch, last step) of the epochs that the loop left by `break`."""
+    _reported_waits: tuple[list[float], list[float]] = field(default=([], []))
 
     def waits(self) -> list[float]:
-        """Return the seconds waited so far, by slot, including the wait under way.
+        """Return the seconds waited so far, by slot, including the present wait.
 
-        They never fall, although the training thread may be between the end of a wait and its entry.
+        The figures never fall, although the training thread may be between the end of a wait and its entry in the list.
         """
         counted = self.waited_by_slot
         seconds, slot = list(counted), self.waiting_for - 1
         if 0 <= slot < len(seconds):
             seconds[slot] += max(0.0, time.monotonic() - self.waiting_since)
-        of, before = self._told
+        of, before = self._reported_waits
         if of is counted:
             seconds = [max(pair) for pair in zip(before, seconds, strict=True)]
-        self._told = (counted, seconds)
+        self._reported_waits = (counted, seconds)
         return seconds
 
 
@@ -77,7 +78,7 @@ class StreamStats:
     waited_s: float = 0.0
     """Seconds that the loop waited for data."""
     waited_by_worker: dict[str, float] = field(default_factory=dict)
-    """Seconds, by the worker that was waited for."""
+    """Seconds that the loop waited, by worker."""
     copies: int = 0
     """Batches delivered as copies, because the loop held too many views."""
     ahead: int = 0
@@ -113,26 +114,27 @@ class StreamRun(Protocol):
     def closed(self) -> bool: ...
 
     def wait_for(self, ready: Callable[[StreamRun], bool], timeout_s: float) -> bool:
-        """Wait until `ready` is true. False if the time ran out."""
+        """Wait until `ready` is true. Return False if the time ran out."""
 
     def report(self) -> None:
         """Report progress now."""
 
     def fail(self, error: PenstockError) -> None:
-        """End the run with an error. From any thread."""
+        """End the run with an error. May be called from any thread."""
 
     def fetch_state(self, step: int, deadline_s: float) -> FetchedState:
         """Return the records of all workers of all boxes at a step."""
 
     def aggregate(self, states: bytes, deadline_s: float) -> bytes:
-        """Run the loader's aggregate_state_dict: an envelope of the list of states -> one of the result."""
+        """Run the loader's aggregate_state_dict. `states`: envelope of the list of states. Returns the envelope of the
+        result."""
 
     def close(self, *, forget: bool = True) -> None:
-        """Close the run; safe to call again."""
+        """Close the run. May be called again."""
 
 
 class Reader(Protocol):
-    """The batches of one box, in order."""
+    """Reader of the batches of one box, in order."""
 
     position: Position
     stats: StreamStats
@@ -186,7 +188,8 @@ def recovered(box: int, slot: int, why: str) -> str:
 
 
 def warn_of_whole_input(label: str, views: Sequence[pb.SlotView], num_workers: int) -> bool:
-    """Warn if no worker has read its assignment by the time of the first batches. `num_workers`: of all boxes."""
+    """Warn if no worker has read its assignment by the time of the first batches. `num_workers`: number of workers of
+    all boxes."""
     if num_workers < 2 or not all(
         view.HasField("capabilities") and not view.capabilities.looked_at_assignment for view in views
     ):

@@ -11,7 +11,7 @@ Example::
                 ...
             state = loader.state_dict()
 
-There is no other socket, thread or process, and nothing to wait for: a batch is made when the loop requests it. All
+The appliance has no socket, thread or process, and the loop never waits: a batch is made when the loop requests it. All
 other parts are real: DataLoader, DataExecutor, checkpoint_closure, Lookahead, states. The batches are those that
 workers would send, from the same positions and with the same seeds. A state that is saved here resumes on a real
 Appliance, and the reverse. See docs/testing.md for the differences.

@@ -14,7 +14,7 @@ __all__ = ["InputError", "LostWorker", "SlowBatch"]
 @dataclass(frozen=True)
 class SlowBatch:
     """Fault: the batch of this step arrives `seconds` late. If that is the appliance's `timeout_s` or more, the loop
-    gets a DeadlineError and may then continue: the next executor gets the batch."""
+    gets a DeadlineError. It may then continue: the next executor gets the batch."""
 
     step: int
     seconds: float
@@ -26,7 +26,7 @@ class SlowBatch:
 @dataclass(frozen=True)
 class InputError:
     """Fault: input_fn's loader raises `error` (a ValueError by default) while it makes the batch of this step. The loop
-    gets an InputFnError that names it, and the run ends; load_state_dict starts another one."""
+    gets an InputFnError that names the error, and the run ends. After load_state_dict another run can be opened."""
 
     step: int
     error: Exception = field(default_factory=partial(ValueError, "injected by a test"))
@@ -37,8 +37,8 @@ class InputError:
 
 @dataclass(frozen=True)
 class LostWorker:
-    """Fault: the worker that is to make the batch of this step dies. Its slot is recovered by another worker, with a
-    warning and a count in DataExecutor.stats.recoveries; with `for_good` the loop gets a WorkerLostError, and the run
+    """Fault: the worker that is to make the batch of this step dies. By default another worker recovers the slot, with
+    a warning and a count in DataExecutor.stats.recoveries. With `for_good` the loop gets a WorkerLostError, and the run
     ends."""
 
     step: int

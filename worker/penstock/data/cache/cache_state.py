@@ -7,7 +7,7 @@
     FOLDER/.penstock/prefetched/KEY     lock shared by processes that prefetched the shard and have not used it yet
     FOLDER/.penstock/fetching/KEY       lock of the process that fetches the shard; KEY!... are its temporary files
 
-flock has no timeout: a process tries a lock repeatedly, at most 20 ms apart.
+flock has no timeout, so a process tries a lock repeatedly, at most 20 ms apart.
 """
 
 from __future__ import annotations
@@ -39,8 +39,11 @@ class CacheState:
     """State of one cache folder, for one process."""
 
     def __init__(self, folder: Path, remote: RemoteFolder | None, timeout_s: float, group: int | None = None) -> None:
-        """`group`: group whose members share the folder; None: the folder is this user's alone. Paths in the state are
-        relative to the folder."""
+        """
+        Args:
+            group: group whose members share the folder; None: the folder belongs to this user alone. Paths in the state
+                are relative to the folder.
+        """
         self.root = str(folder)
         self._group = group
         self._remote = remote
@@ -81,7 +84,8 @@ class CacheState:
         try:
             if made:
                 self._share(root)
-            # The folder itself may be writable by others: in a pod everybody may write, and there is only one user.
+            # The cache's folder itself may be writable by others: in a pod, folders often are, and there is only one
+            # user.
             found = os.fstat(root)
             if found.st_uid not in (0, os.getuid()) and found.st_gid != self._group:
                 raise self._foreign(self.root, found)
@@ -117,7 +121,7 @@ class CacheState:
         """Share a folder with the group, if there is one; files made in it inherit the group."""
         if self._group is None:
             return
-        with contextlib.suppress(PermissionError):  # another member's
+        with contextlib.suppress(PermissionError):  # the folder belongs to another member of the group
             os.fchown(folder, -1, self._group)
             os.fchmod(folder, 0o2775)
 
@@ -131,8 +135,8 @@ class CacheState:
         )
 
     def _check_remote(self) -> None:
-        """Record the remote, or compare it with the recorded one: two datasets may have shards of equal names and
-        sizes."""
+        """Record the remote, or compare it with the recorded one, because two datasets may have shards of equal names
+        and sizes."""
         if self._remote is None:
             return
         identity = self._remote.identity.encode()
@@ -152,7 +156,8 @@ class CacheState:
     def _sweep(self, state: str) -> None:
         for name in os.listdir(os.path.join(self.root, state)):
             if "!" not in name:
-                with contextlib.suppress(OSError):  # gone, or no lock: whoever needs that name says so
+                # removed meanwhile, or not a lock: a later use of the name reports it
+                with contextlib.suppress(OSError):
                     lock = take(self.root, f"{state}/{name}", shared=False, create=False)
                     if lock:
                         self._clear(f"{state}/{name}", lock)
@@ -167,7 +172,7 @@ class CacheState:
         lock = self.wait(base, until, name, shared=False, busy=busy)
         try:
             lock.write(b"%d\n" % os.getpid())
-            with parent_of(self.root, base) as (folder, last):  # written there, whatever its name leads to by then
+            with parent_of(self.root, base) as (folder, last):  # the folder is fixed now, wherever its name leads later
                 yield lambda kind: Path(f"/proc/self/fd/{folder}", f"{last}!{kind}")
         finally:
             self._clear(base, lock)
@@ -188,7 +193,8 @@ class CacheState:
             try:
                 for found in os.listdir(listed):
                     if found.startswith(f"{name}!"):
-                        with contextlib.suppress(OSError):  # gone, or a folder, which is none of ours
+                        # removed already, or a folder, which the cache never makes here
+                        with contextlib.suppress(OSError):
                             os.unlink(found, dir_fd=listed)
             finally:
                 os.close(listed)
@@ -196,7 +202,7 @@ class CacheState:
     def wait(
         self, path: str, until: float, name: str, *, shared: bool, busy: Callable[[], object] | None = None
     ) -> FileLock:
-        """Wait for the lock at `path`. `name`: file to name in errors; "": the whole cache. Raises
+        """Wait for the lock at `path` and return it. `name`: file to name in errors; "" for the whole cache. Raises
         ShardUnavailableError."""
         pause = 0.0005
         while True:
@@ -225,7 +231,7 @@ class CacheState:
         """Raise ShardUnavailableError if the cache is closing."""
         if self.closing.is_set():
             raise ShardUnavailableError(
-                f"{self._address(name)} was not fetched, because the dataset was closed meanwhile"
+                f"{self._address(name)} was not fetched, because the dataset was closed during the download"
             )
 
     def _address(self, name: str) -> str:

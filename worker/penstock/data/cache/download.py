@@ -1,8 +1,9 @@
-"""Download of one shard's files into the cache's folder: look for them there, fetch, verify, decompress, rename.
+"""Download of one shard's files into the cache's folder: look for them in the folder, fetch, verify, decompress,
+rename.
 
-A file gets its name when it is complete, verified and synced to the disk. A file that fails verification is removed
-before it can be read: otherwise the next run would read it silently. Only the process that holds the shard's fetch lock
-runs this code.
+A file gets its name only when it is complete, verified and synced to the disk. A file that fails verification is
+removed before it can be read; otherwise the next run would read it without an error. Only the process that holds the
+shard's fetch lock runs this code.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ ATTEMPTS = 2
 
 
 def put(data: bytes, temporary: Path, folder: Path, name: str, source: str) -> None:
-    """Write a file below a folder, completely or not at all."""
+    """Write a file below a folder, either completely or not at all."""
     try:
         with open(temporary, "wb", buffering=0, opener=open_plain) as file:
             view = memoryview(data)
@@ -52,8 +53,8 @@ def put(data: bytes, temporary: Path, folder: Path, name: str, source: str) -> N
 
 
 def _name(temporary: Path, folder: Path, name: str) -> None:
-    """Rename a temporary file to `name` below a folder, through no link of another user. Its bytes are synced first, so
-    a power loss cannot leave the name without them."""
+    """Rename a temporary file to `name` below a folder, without following links of other users. The file's bytes are
+    synced first, so a power loss cannot leave the name without them."""
     descriptor = open_plain(temporary, os.O_RDONLY | os.O_NOFOLLOW)
     try:
         os.fsync(descriptor)
@@ -65,7 +66,7 @@ def _name(temporary: Path, folder: Path, name: str) -> None:
 
 @dataclass(frozen=True)
 class _Numbered:
-    """Function from a kind to a temporary path, for one file of a shard."""
+    """Function from a kind ("raw", "packed") to a temporary path, for one file of a shard."""
 
     temporary: Callable[[str], Path]
     number: int
@@ -80,7 +81,10 @@ class Downloads:
     def __init__(
         self, remote: RemoteFolder | None, folder: Path, *, validate: str | Literal[False] | None, keep_packed: bool
     ) -> None:
-        """`validate`: see ShardCache."""
+        """
+        Args:
+            validate: as in ShardCache.
+        """
         self._remote = remote
         self._folder = folder
         self._validate = validate
@@ -88,7 +92,7 @@ class Downloads:
         self._index = RemoteIndex(remote, folder, f"{STATE}/{INDEX}") if remote and not remote.local else None
 
     def before_index_fetch(self) -> None:
-        """Record the remote index's version. Called before the index is fetched."""
+        """Record the version of the remote's index. Called before the index is fetched."""
         if self._index is not None:
             self._index.record_version()
 
@@ -113,15 +117,14 @@ class Downloads:
         return self._validate or ""
 
     def forget(self, version: ShardVersion) -> None:
-        """Remove the fetched files of a version that is out of date: the remote has other data under these names
-        now."""
+        """Remove the fetched files of an outdated version: the remote has other data under these names now."""
         if self._remote is not None:
             for name, _ in (*version.evictable, *version.packed):
                 self._unlink(name)
 
     def need(self, shard: Shard, *, from_remote: bool) -> ShardVersion:
-        """Return the version that claims space for a shard before it is fetched: the most bytes that it may take on
-        disk. `from_remote`: the files already in the folder were fetched."""
+        """Return a version that claims space for a shard before it is fetched: the largest number of bytes that the
+        shard may take on disk. `from_remote`: True if the files already in the folder were fetched."""
         return ShardVersion(
             evictable=tuple((file.raw.name, file.raw.size) for file in shard.files),
             packed=tuple((file.packed.name, file.packed.size) for file in shard.files if file.packed),
@@ -155,7 +158,9 @@ class Downloads:
             path, was_there = self._raw(shard, file, _Numbered(temporary, number), until)
             size_and_time = file_stat(str(path))
             if size_and_time is None:
-                raise ShardUnavailableError(f"{path} was removed while it was fetched: keep other programs out of it")
+                raise ShardUnavailableError(
+                    f"{path} was removed while it was fetched: let no other program change the cache folder"
+                )
             in_place = path != self._own(file.raw)
             raw.append((str(path) if in_place else file.raw.name, *size_and_time))
             if in_place or self._remote is None:
@@ -179,8 +184,8 @@ class Downloads:
         return self._folder / stored.name
 
     def _drop_strange_links(self, file: ShardFile) -> None:
-        """Remove links of another user in place of a file in the cache's folder: they may lead to private files of this
-        user, which would be unpacked here for others to read."""
+        """Remove links that another user put in place of a file in the cache's folder. They may lead to private files
+        of this user, which would be unpacked here for others to read."""
         for stored in (file.raw, file.packed):
             if stored and self._remote is not None and is_strange_link(self._own(stored)):
                 self._unlink(stored.name)
@@ -193,7 +198,7 @@ class Downloads:
         return found is not None and found[0] == stored.size
 
     def _raw(self, shard: Shard, file: ShardFile, temporary: Callable[[str], Path], until: float) -> tuple[Path, bool]:
-        """Return the path of the raw file, and whether the cache's folder had it or its packed form before."""
+        """Return the path of the raw file, and True if the cache's folder already had it or its packed form."""
         self._drop_strange_links(file)
         for path in (self._in_place(file.raw), self._own(file.raw)):
             if path and self._usable(path, file.raw):
@@ -217,7 +222,8 @@ class Downloads:
         return own, False
 
     def _usable(self, path: Path, stored: StoredFile) -> bool:
-        """Return whether a file exists and is good. A bad one is an error if it is the only copy, or else removed."""
+        """Return True if a file exists and is good. Raise an error for a bad file that is the only copy; remove other
+        bad files."""
         found = file_stat(str(path))
         if found is None:
             return False
@@ -233,7 +239,7 @@ class Downloads:
         return True
 
     def _is_only_copy(self, path: Path, stored: StoredFile) -> bool:
-        """Return True for a file of a local remote folder, or of a cache folder without a remote: these are never
+        """Return True for a file of a local remote folder, or of a cache folder without a remote: such files are never
         removed. One of the two folders may lie below the other."""
         return self._remote is None or path == self._in_place(stored)
 
@@ -276,7 +282,7 @@ class Downloads:
         self._download(packed, got, until, inflate)
 
     def _download(self, stored: StoredFile, temporary: Path, until: float, use: Callable[[str], None]) -> None:
-        """Download a file and pass its address to `use`, which verifies it; try again if it is corrupt."""
+        """Download a file and pass its address to `use`, which verifies it. Try again if it is corrupt."""
         if self._remote is None:
             raise ShardUnavailableError(
                 f"{self._own(stored)} is missing, and there is no remote to fetch it from: give remote, or put it there"
@@ -301,7 +307,7 @@ class Downloads:
                 ) from error
 
     def _inflate(self, shard: Shard, file: ShardFile, path: Path, temporary: Path) -> None:
-        """Inflate a packed file; verify the packed and the raw bytes."""
+        """Decompress a packed file, and verify both the packed and the raw bytes."""
         assert file.packed is not None
         data = read_plain(path, file.packed.size)
         source = (
@@ -320,6 +326,6 @@ class Downloads:
         put(raw, temporary, self._folder, file.raw.name, source)
 
     def _remove_packed(self, path: Path, packed: StoredFile) -> None:
-        """Remove a packed file that can be fetched again, unless packed files are kept."""
+        """Remove a packed file that can be fetched again. Does nothing if packed files are kept."""
         if not self._keep_packed and not self._is_only_copy(path, packed):
             self._unlink(packed.name)

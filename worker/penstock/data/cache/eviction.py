@@ -1,12 +1,12 @@
-"""Eviction from a cache's folder: the bytes that it holds, and the shards to remove when it needs space.
+"""Eviction from a cache's folder: the bytes in use, and the shards to remove when the cache needs space.
 
 One process at a time counts and evicts, under a lock. Each count reads the shards' version files (the times of all, the
 contents of those that changed), so a killed process cannot leave a wrong count. Bytes are claimed before they are
 fetched, in the shard's version file.
 
-The least recently used shard goes first. Raw files whose packed form stays go before anything that must be fetched
-again. A shard is never evicted if a process has it locked, or if the remote no longer has it. A prefetch never evicts a
-shard that another process has prefetched and not used yet.
+The least recently used shard is evicted first. Raw files whose packed form stays are evicted before anything that must
+be fetched again. A shard is never evicted while a process has it locked, or if the remote no longer has it. A prefetch
+never evicts a shard that another process has prefetched and not used yet.
 """
 
 from __future__ import annotations
@@ -32,23 +32,27 @@ class _Entry(NamedTuple):
 
 
 class Eviction:
-    """Eviction by one process. Version files are cached, and read again only if they changed."""
+    """Eviction by one process. Version files are cached, and read again only after a change."""
 
     def __init__(self, state: CacheState, limit: int, fetchable: Callable[[str, int], bool]) -> None:
-        """`fetchable(name, size)`: returns whether the remote has that file."""
+        """
+        Args:
+            fetchable: `fetchable(name, size)` returns whether the remote has that file.
+        """
         self._state = state
         self._limit = limit
         self._fetchable = fetchable
         self._entries: dict[str, _Entry] = {}
         self._only_copies: set[str] = set()
-        """Keys of shards that the remote did not have when it was asked; it is not asked again for each claim."""
+        """Keys of shards that the remote reported missing. They are remembered, so that a later claim does not ask the
+        remote again."""
 
     def claim(self, key: str, lock: FileLock, version: ShardVersion, *, demand: bool, exceed: bool = False) -> bool:
-        """Evict other shards until this one's bytes fit, then claim them by writing `version`. `lock`: the shard's,
-        held.
+        """Evict other shards until this one fits, then claim its bytes by writing `version`. `lock`: the shard's lock,
+        held by the caller.
 
-        The caller holds the eviction lock. Returns False if there is no space; with `exceed` the version is written all
-        the same. `demand`: a reader waits for the shard, so prefetched shards may be evicted.
+        The caller also holds the eviction lock. Returns False if there is no space; with `exceed` the version is
+        written all the same. `demand`: True if a reader waits for the shard, so that prefetched shards may be evicted.
         """
         self._read()
         self._entries.pop(key, None)
@@ -66,7 +70,7 @@ class Eviction:
         known, self._entries = self._entries, {}
         with os.scandir(os.path.join(self._state.root, self._state.shards)) as found:
             for file in found:
-                with contextlib.suppress(OSError):  # just evicted, or no version's file
+                with contextlib.suppress(OSError):  # evicted just now, or not a version file
                     time_ns = file.stat().st_mtime_ns
                     entry = known.get(file.name)
                     if entry is None or entry.time_ns != time_ns:
@@ -77,7 +81,7 @@ class Eviction:
                     self._entries[file.name] = entry
 
     def _shrink(self, excess: int, *, whole: bool, sparing: bool) -> int:
-        """Evict until nothing is in excess, or nothing is left to evict; return the remaining excess in bytes."""
+        """Evict until the excess is gone or nothing is left to evict; return the remaining excess in bytes."""
         if excess <= 0:
             return excess
         for key, entry in sorted(self._entries.items(), key=lambda item: item[1].time_ns):
@@ -91,7 +95,7 @@ class Eviction:
         return excess
 
     def _evict(self, key: str, *, whole: bool, sparing: bool) -> int:
-        """Evict a shard; return the bytes freed, 0 if it must stay."""
+        """Evict a shard; return the freed bytes, or 0 if it must stay."""
         if sparing:
             try:
                 mark = take(self._state.root, f"{self._state.prefetched}/{key}", shared=False, create=False)
@@ -104,7 +108,7 @@ class Eviction:
                 mark.release()
         try:
             lock = take(self._state.root, f"{self._state.shards}/{key}", shared=False, create=False)
-        except OSError:  # evicted just now, or no lock
+        except OSError:  # evicted just now, or not a lock
             return 0
         if lock is None:
             return 0
@@ -116,13 +120,15 @@ class Eviction:
                 self._only_copies.add(key)
                 return 0
             entry = self._entries[key]
-            # The files first: a process killed on the way leaves a version that does not match, which is ignored.
+            # Files are removed before the version: if a process is killed in between, the version does not match and is
+            # ignored.
             for path, _ in version.evictable:
                 self._remove(path)
             if not whole:
                 kept = replace(version, raw=(), evictable=(), size=sum(size for _, size in version.packed))
                 lock.write(kept.encoded())
-                # As old as it was, but not the same time, at which others have read it.
+                # The age stays, but the time must differ by 1 ns: other processes have read the version of the old
+                # time.
                 time_ns = entry.time_ns + 1
                 lock.touch(time_ns)
                 self._entries[key] = _Entry(time_ns, kept)
@@ -133,7 +139,7 @@ class Eviction:
             lock.remove()
             del self._entries[key]
             return entry.version.size
-        except OSError:  # a link in its path, or another user's: it stays
+        except OSError:  # a link in the path, or another user's file: the shard stays
             self._only_copies.add(key)
             return 0
         finally:

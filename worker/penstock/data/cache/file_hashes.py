@@ -14,7 +14,7 @@ from penstock.runtime.files.plain_files import open_plain
 
 __all__ = ["HASHES", "digest_of", "fastest_of"]
 
-# hashlib's algorithms that have a function of their own; without shake_*, whose digests have no fixed length.
+# hashlib's algorithms that have a function of their own. shake_* is left out, because its digests have no fixed length.
 HASHES: dict[str, Callable[[], Any]] = {
     **{
         name: getattr(hashlib, name)

@@ -1,10 +1,10 @@
 """Locks between the processes of a host: flock on small files.
 
-A lock dies with its holder, so a killed process blocks no other, and nothing has a name outside the folder. The file
-may carry a line of text from its holder. An exclusive holder may remove the file: a process that opened it before then
-finds that it has no name any more, and opens it again.
+A lock ends with its holder, so a killed process blocks no other process, and nothing has a name outside the folder. The
+holder may write a line of text into the file. An exclusive holder may remove the file; a process that opened it before
+then detects that the file has lost its name, and opens the name again.
 
-flock belongs to the open file, which a forked child shares with its parent: the child closes its copies at once and
+flock belongs to the open file, which a forked child shares with its parent. The child closes its copies at once and
 unlocks none, because that would unlock the parent's.
 """
 
@@ -26,7 +26,7 @@ LONGEST_TEXT = 1 << 20
 """Largest text that is read back, in bytes."""
 
 _opening = threading.RLock()
-"""Lock held from opening a file to registering it, during a release, and during a fork: so a forked child has a
+"""Lock held from opening a file to registering it, during a release, and during a fork. So a forked child has a
 complete list of the files to close."""
 _opened: weakref.WeakSet[Descriptor] = weakref.WeakSet()
 
@@ -56,22 +56,23 @@ class FileLock:
         return self._held().read(LONGEST_TEXT, 0)
 
     def write(self, text: bytes) -> None:
-        """Write one line, which readers see whole or not at all; the rest of a longer one is cut off afterwards."""
+        """Write one line, which readers see completely or not at all. If the old text was longer, its rest is cut off
+        afterwards."""
         descriptor = self._held()
         os.pwrite(descriptor.fileno(), text, 0)
         os.ftruncate(descriptor.fileno(), len(text))
         self.touch()
 
     def touch(self, time_ns: int | None = None) -> None:
-        """Set the file's time, to now if none is given; the kernel's clock for files is so coarse that two writes may
-        get the same time."""
+        """Set the file's time; None: to now. Now comes from the clock, because the kernel's own file times are so
+        coarse that two writes may get the same one."""
         now = time.time_ns() if time_ns is None else time_ns
         os.utime(self._held().fileno(), ns=(now, now))
 
     def share(self, group: int) -> None:
         """Let the members of `group` write the file. Does nothing if the file belongs to another user."""
         number = self._held().fileno()
-        with contextlib.suppress(PermissionError):  # another member's
+        with contextlib.suppress(PermissionError):  # the file belongs to another member of the group
             os.fchown(number, -1, group)
             os.fchmod(number, 0o664)
 
@@ -86,8 +87,8 @@ class FileLock:
         with _opening:
             descriptor, self._descriptor = self._descriptor, None
             if descriptor is not None:
-                # Unlocked explicitly: closing alone would leave the lock with a forked child that has not yet closed
-                # its copy.
+                # Unlock explicitly: closing alone would leave the lock with a forked child that has not closed its copy
+                # yet.
                 fcntl.flock(descriptor.fileno(), fcntl.LOCK_UN)
 
     def _held(self) -> Descriptor:
@@ -97,8 +98,8 @@ class FileLock:
 
 
 def take(root: str, name: str, *, shared: bool, create: bool = True) -> FileLock | None:
-    """Return the lock, or None if another process holds it. Its file is `name` below the folder `root`, and is reached
-    through no link. Without `create` an absent file raises FileNotFoundError."""
+    """Take a lock; return None if another process holds it. Its file is `name` below the folder `root`; links on the
+    way are refused. Raises FileNotFoundError for an absent file unless `create`."""
     flags = os.O_RDWR | (os.O_CREAT if create else 0)
     while True:
         with parent_of(root, name) as (folder, last), _opening:

@@ -1,11 +1,11 @@
-"""Checks that a dataset's index is still the one that the dataset was opened with, on disk or at the remote.
+"""Checks that a dataset's index is still the one with which the dataset was opened, on disk or at the remote.
 
 A dataset that is overwritten while it is read yields old rows first and new rows later. If shards are verified, the
 hashes in the index detect this. This check detects it for shards that are read in place, and for a cache's folder that
-another job fills again: writing a dataset removes or replaces its index.
+another job fills again, because writing a dataset removes or replaces its index.
 
-A file fetched without a hash belongs to the cached index as long as the remote's index keeps its version (ETag or
-time). Comparing contents would not do: without hashes, two datasets of equal sizes have equal indexes.
+A file fetched without a hash belongs to the cached index as long as the version (ETag or time) of the remote's index
+stays the same. Comparing contents is not enough: without hashes, two datasets of equal sizes have equal indexes.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ class IndexWatch:
     hashed: bool
     """True if the index has a hash of each shard: an equal index then means equal data."""
     in_place: bool
-    """True if the shards lie beside the index; False for a copy in a cache, which may be removed."""
+    """True if the shards lie beside the index. False for a copy in a cache, which may be removed."""
     seen: tuple[int, int, int] | None
     """Size, time in ns and inode of the file when its content was last found to be the same."""
     older_ns: int | None = None
-    """Time in ns, set once an index without hashes was rewritten with equal content: newer shards were rewritten
-    too."""
+    """Time in ns of an index without hashes before it was rewritten with equal content; None if it was not. Shards that
+    are newer were rewritten too."""
 
     @staticmethod
     def of(path: Path, content: bytes, *, hashed: bool, in_place: bool) -> IndexWatch:
         return IndexWatch(path, _digest(content), hashed, in_place, _file_version(path))
 
     def check(self, shard: Sequence[Path]) -> None:
-        """Raise DatasetError if the dataset was written again; `shard`: the files that were just opened. Costs one stat
-        of the index, whose content is read only if it was touched."""
+        """Raise DatasetError if the dataset was written again. `shard`: paths of the files that were just opened. Takes
+        one stat of the index; its content is read only after a change of its time."""
         seen = _file_version(self.path)
         if seen is None:
             if self.in_place:
@@ -87,23 +87,24 @@ class IndexWatch:
 
 @dataclass(frozen=True)
 class RemoteIndex:
-    """The index of a remote, of which a cache has a copy."""
+    """Index at a remote, of which a cache has a copy."""
 
     remote: RemoteFolder
     folder: Path
     """The cache's folder."""
     record: str
-    """File in that folder with the version of the index that was fetched, for all processes of the host."""
+    """Name of the file in that folder that records the fetched index's version for all processes of the host."""
 
     def record_version(self) -> None:
-        """Record the version. Called before the index is fetched: a replacement during the fetch is then noticed."""
+        """Record the version. Called before the index is fetched, so that a replacement during the fetch is
+        detected."""
         version = (self._version() or "").encode()
         with parent_of(self.folder, self.record) as (folder, name):
             write_whole(Path(f"/proc/self/fd/{folder}", name), version)
 
     def check(self) -> None:
         """Raise DatasetError if the remote's index was replaced or removed since it was fetched. Does nothing if the
-        remote has no versions, or does not answer: the next shard's download asks again."""
+        remote has no versions or does not answer; the next shard's download checks again."""
         try:
             before = read_plain(self.folder / self.record, LONGEST_TEXT).decode(errors="replace")
         except FileNotFoundError:
@@ -117,7 +118,7 @@ class RemoteIndex:
             )
 
     def _version(self) -> str | None:
-        """Return the version of the remote's index; "" if there is no index, None if unknown."""
+        """Return the version of the remote's index; "" if there is no index, None if the version is unknown."""
         try:
             return self.remote.version(INDEX, deadline_s=VERSION_TIMEOUT_S)
         except FileNotFoundError:

@@ -1,10 +1,10 @@
 """The open shards of a dataset: looked up by all threads, opened once, closed when there are too many.
 
-The shard to close is chosen by the second-chance algorithm: the oldest that was not used since it was last considered.
-So a look-up, which happens for each sample, only sets a flag and takes no lock.
+The second-chance algorithm chooses the shard to close: the oldest that was not used since it was last considered. So a
+look-up, which happens for each sample, only sets a flag and takes no lock.
 
-To close a shard here is to drop the reference to it. A thread that reads it has its own reference, so the file is
-closed after that thread, and no thread reads a file that another one closed.
+To close a shard here means to drop this module's reference to it. A thread that reads the shard has its own reference,
+so the file is closed after that thread has finished.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from collections.abc import Callable
 from penstock.data.cache.shard_cache import HeldShard
 from penstock.data.formats.shards import ShardReader
 
-__all__ = ["FEWEST_OPEN", "OpenShards"]
+__all__ = ["MIN_OPEN", "OpenShards"]
 
-FEWEST_OPEN = 64
+MIN_OPEN = 64
 """Least number of shards kept open, if the limit of file descriptors allows it."""
 
 
@@ -36,12 +36,13 @@ class OpenShards:
     """Open shards by number. Safe for threads; empty in a forked child."""
 
     def __init__(self) -> None:
-        self.most = FEWEST_OPEN
+        self.most = MIN_OPEN
         self._reset()
         _all.add(self)
 
     def _reset(self) -> None:
-        # Reentrant: a dataset may be collected, and close its shards, in the thread that holds this lock.
+        # Reentrant: garbage collection of a dataset, which closes its shards, may run in the thread that holds this
+        # lock.
         self._lock = threading.RLock()
         self._open: OrderedDict[int, _Open] = OrderedDict()
 
@@ -49,8 +50,8 @@ class OpenShards:
         return len(self._open)
 
     def get(self, number: int, opened: Callable[[int], tuple[HeldShard, ShardReader]]) -> ShardReader:
-        """Return the reader of a shard. `opened` opens a shard that is not open; other threads do not wait
-        meanwhile."""
+        """Return the reader of a shard. `opened`: function that opens the shard if it is not open. Other threads do not
+        wait meanwhile."""
         found = self._open.get(number)
         if found is None:
             found = self._add(number, _Open(*opened(number)))
@@ -60,7 +61,7 @@ class OpenShards:
     def _add(self, number: int, new: _Open) -> _Open:
         with self._lock:
             found = self._open.setdefault(number, new)
-            surplus = [] if found is new else [new]  # another thread was faster
+            surplus = [] if found is new else [new]  # another thread opened it first
             while len(self._open) > min(self.most, _descriptors() // 4):
                 oldest, shard = self._open.popitem(last=False)
                 if shard.used:

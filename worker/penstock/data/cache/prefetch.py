@@ -1,7 +1,7 @@
 """Prefetch of shards by threads, in the order in which they will be needed.
 
-A prefetched shard that was not used yet is marked by a lock of its own, which keeps prefetching processes from evicting
-each other's shards. A reader that waits for a shard may evict them. Errors are not raised here: a reader of the shard
+A shard that was prefetched and not used yet is marked by a lock of its own. The mark keeps other prefetching processes
+from evicting the shard; a reader that waits for space may evict it. Errors are not raised here: a reader of the shard
 gets its own.
 """
 
@@ -21,7 +21,8 @@ from penstock.proto.errors import PenstockError
 __all__ = ["Prefetcher"]
 
 EVICTION_PAUSE_S = 0.25
-"""Seconds between two checks for space: other processes do not report when they release a shard."""
+"""Seconds between two checks for space. Repeated checks are needed, because other processes do not report when they
+release a shard."""
 
 
 MARK_S = 10.0
@@ -32,14 +33,17 @@ class Prefetcher:
     """Prefetch threads of one process. They start with the first list."""
 
     def __init__(
-        self, state: CacheState, threads: int, bring: Callable[[Shard, str, Callable[[], None]], bool]
+        self, state: CacheState, threads: int, fetch: Callable[[Shard, str, Callable[[], None]], bool]
     ) -> None:
-        """`bring(shard, key, decided)` fetches a shard, or returns False if there is no space for it. It calls
-        `decided` once it has space, or has to wait for another process: only then the next shard begins, so shards get
-        space in order."""
+        """
+        Args:
+            fetch: `fetch(shard, key, decided)` fetches a shard, or returns False if there is no space for it. It calls
+                `decided` once it has space, or must wait for another process. Only then does the next shard begin, so
+                shards get space in order.
+        """
         self._state = state
         self._threads = threads
-        self._bring = bring
+        self._fetch_shard = fetch
         self._changed = threading.Condition()
         self._wanted: set[str] = set()
         """Keys of the last list that have not been used since."""
@@ -48,18 +52,18 @@ class Prefetcher:
         self._moving: set[str] = set()
         """Keys that a thread has taken."""
         self._deciding = ""
-        """Key that was taken last, until it is known whether there is space for it."""
-        self._there: dict[str, FileLock] = {}
-        """This process's marks (locks) on prefetched shards, by key."""
+        """Key that was taken last, while it is unknown whether there is space for it; "" otherwise."""
+        self._marks: dict[str, FileLock] = {}
+        """Marks (locks) of this process on prefetched shards, by key."""
         self._full_until = 0.0
-        """Time (monotonic) until which there is no space."""
+        """Time (monotonic) until which no space is assumed."""
         self._workers: list[threading.Thread] = []
 
     def want(self, shards: Sequence[tuple[str, Shard]], but: Collection[str]) -> None:
-        """Replace the list of shards to prefetch. Keys in `but` are in use, and are ignored."""
+        """Replace the list of shards to prefetch. `but`: keys in use, which are left out."""
         with self._changed:
             self._wanted = {key for key, _ in shards}.difference(but)
-            dropped = [self._there.pop(key) for key in tuple(self._there) if key not in self._wanted]
+            dropped = [self._marks.pop(key) for key in tuple(self._marks) if key not in self._wanted]
             self._queue = deque(shards)
             self._full_until = 0.0
             while len(self._workers) < min(self._threads, len(shards)):
@@ -74,25 +78,26 @@ class Prefetcher:
         """Remove the mark of a shard that this process uses now."""
         with self._changed:
             self._wanted.discard(key)
-            lock = self._there.pop(key, None)
+            lock = self._marks.pop(key, None)
         if lock:
             _drop(lock)
 
     def check_space(self) -> None:
-        """Try the next prefetch at once: there may be space now."""
+        """Try the next prefetch at once, because there may be space now."""
         with self._changed:
             self._full_until = 0.0
             self._changed.notify_all()
 
     def close(self) -> None:
-        """End the threads; one in a transfer ends when that breaks off. The caller sets `CacheState.closing` first."""
+        """End the threads. A thread in a transfer ends when the transfer breaks off, so the caller sets
+        `CacheState.closing` first."""
         with self._changed:
-            there, self._there = self._there, {}
+            there, self._marks = self._marks, {}
             workers, self._workers = self._workers, []
             self._changed.notify_all()
         until = time.monotonic() + 1.0
         for worker in workers:
-            if worker is not threading.current_thread():  # a dataset may be collected in one of the threads
+            if worker is not threading.current_thread():  # garbage collection may close a dataset in one of the threads
                 worker.join(max(0.0, until - time.monotonic()))
         for lock in there.values():
             _drop(lock)
@@ -105,7 +110,7 @@ class Prefetcher:
                 if self._state.closing.is_set():
                     return
                 key, shard = self._queue.popleft()
-                if key not in self._wanted or key in self._there or key in self._moving:
+                if key not in self._wanted or key in self._marks or key in self._moving:
                     continue
                 self._moving.add(key)
                 self._deciding = key
@@ -137,11 +142,11 @@ class Prefetcher:
         mark = self._state.wait(f"{self._state.prefetched}/{key}", until, shard.name, shared=True)
         kept = False
         try:
-            if not self._bring(shard, key, lambda: self._decided(key)):
+            if not self._fetch_shard(shard, key, lambda: self._decided(key)):
                 return False
             with self._changed:
                 if key in self._wanted and not self._state.closing.is_set():
-                    kept = self._there.setdefault(key, mark) is mark
+                    kept = self._marks.setdefault(key, mark) is mark
             return True
         finally:
             if not kept:
@@ -151,7 +156,7 @@ class Prefetcher:
 def _drop(lock: FileLock) -> None:
     """Release the mark of a prefetched shard; its last holder removes the file."""
     lock.release()
-    with contextlib.suppress(OSError):  # gone, or no lock any more
+    with contextlib.suppress(OSError):  # removed already, or not a lock any more
         last = take(lock.root, lock.name, shared=False, create=False)
         if last:
             last.remove()

@@ -1,9 +1,9 @@
 """A folder with a dataset's shards, filled on demand and shared by all processes of the host.
 
 Everything that processes must agree on is a file in the folder and a flock on it (see `cache_state`): there is no
-daemon, no shared memory, no semaphore. All users of a shard share its lock, so it is not evicted; fetching has another,
-exclusive lock, so it is not fetched twice. Locks die with their holders. Files that a killed process leaves are
-recognized by their free lock, and removed.
+daemon, no shared memory, no semaphore. All users of a shard share its lock, so it is not evicted. A second, exclusive
+lock is held while it is fetched, so it is not fetched twice. Locks end with their holders. The files that a killed
+process leaves are recognized by their free lock, and removed.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ __all__ = ["HeldShard", "ShardCache"]
 YIELD_S = 5.0
 """Seconds to wait for other processes to end their prefetches, before the limit is exceeded."""
 LOOK_S = 0.1
-"""Seconds to wait for other processes that check a shard, which locks it for a moment."""
+"""Seconds to wait for other processes that lock a shard for a moment, to check it."""
 CONFIRM_S = 10.0
 """Seconds to wait for the remote's answer whether it has a file."""
 
 
 class HeldShard:
-    """A shard that stays in the cache until `release`, which any thread may call, also twice. In a forked child it
-    holds nothing."""
+    """A shard that stays in the cache until `release`. Any thread may call `release`, and more than once. In a forked
+    child the object holds no shard."""
 
     __slots__ = ("_cache", "_key", "_pid", "paths")
 
@@ -80,8 +80,8 @@ class _InUse:
 
 
 class ShardCache:
-    """A cache folder. Safe for threads. A forked child starts with nothing held and no threads; pickle it for a spawned
-    process."""
+    """A cache folder. Safe for threads. A forked child starts with no shards in use and no threads. To pass it to a
+    spawned process, pickle it."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class ShardCache:
         self._lock = threading.RLock()  # reentrant, as a RemoteFolder's
         self._held: dict[str, _InUse] = {}
         self._state = CacheState(self.folder, self.remote, self._timeout_s, self._group)
-        self._prefetcher = Prefetcher(self._state, self._threads, self._bring)
+        self._prefetcher = Prefetcher(self._state, self._threads, self._prefetch_one)
         self._warned = False
         self._eviction = Eviction(self._state, self._limit, self._fetchable) if self._limit else None
 
@@ -244,7 +244,7 @@ class ShardCache:
                 paths = self._fill(shard, key, lock, until)
             if paths is None:
                 raise ShardUnavailableError(
-                    f"{shard.name} was changed in {self.folder} while it was fetched: keep other programs out"
+                    f"{shard.name} was changed in {self.folder} while it was fetched: let no other program change it"
                 )
         except BaseException as error:
             lock.release()
@@ -254,14 +254,13 @@ class ShardCache:
         with self._lock:
             in_use = self._held.setdefault(key, _InUse(lock, paths))
             in_use.count += 1
-        if in_use.lock is not lock:  # another thread was as fast
+        if in_use.lock is not lock:  # another thread was faster
             lock.release()
         self._prefetcher.used(key)
         return HeldShard(self, key, in_use.paths)
 
     def _found_in_place(self, shard: Shard) -> tuple[Path, ...] | None:
-        """Return the files that are used in place, for which no lock is needed; None if any is missing or has a wrong
-        size."""
+        """Return the files that are used in place and need no lock; None if any is missing or has a wrong size."""
         if not self._in_place or self._validate:
             return None
         paths = []
@@ -275,7 +274,7 @@ class ShardCache:
 
     def _release(self, held: HeldShard) -> None:
         with self._lock:
-            if held._cache is None:  # by another thread, just before
+            if held._cache is None:  # another thread released it just before
                 return
             held._cache = None
             in_use = self._held.get(held._key)
@@ -296,8 +295,8 @@ class ShardCache:
     def _fill(
         self, shard: Shard, key: str, lock: FileLock, until: float, decided: Callable[[], None] | None = None
     ) -> tuple[Path, ...] | None:
-        """Fetch the shard's files, or wait for the process that does. With `decided` (a prefetch, see `Prefetcher`)
-        return None if there is no space."""
+        """Fetch the shard's files, or wait for the process that fetches them. With `decided` (a prefetch, see
+        `Prefetcher`) return None if there is no space."""
         with self._state.fetching(key, until, shard.name, decided) as temporary:
             paths = self._ready(shard, lock)
             if paths:
@@ -337,10 +336,10 @@ class ShardCache:
             self.on_pressure()
             if self._try_claim(key, lock, need, until, demand=True):
                 return True
-        # A shard that is being prefetched cannot be evicted until it is complete, nor one that is just being checked.
+        # A shard that is being prefetched or checked cannot be evicted until that ends.
         now = time.monotonic()
-        soon, patience = min(until, now + LOOK_S), min(until, now + YIELD_S)
-        while now < soon or (now < patience and self._others_fetch_ahead(key)):
+        check_until, yield_until = min(until, now + LOOK_S), min(until, now + YIELD_S)
+        while now < check_until or (now < yield_until and self._others_fetch_ahead(key)):
             self._state.check_open("")
             self._state.closing.wait(LONGEST_PAUSE_S)
             if self._try_claim(key, lock, need, until, demand=True):
@@ -384,8 +383,8 @@ class ShardCache:
     def fetch_ahead(self, shards: Sequence[Shard]) -> None:
         """Prefetch these shards in this order, in threads. Replaces the list of the call before.
 
-        A prefetched shard is kept until this process holds it or drops it from the list, or a waiting reader needs its
-        space. Errors are not raised here but by `hold`.
+        A prefetched shard stays until this process uses it or drops it from the list, or a waiting reader needs its
+        space. Errors are raised by `hold` only.
         """
         self._state.check_open("")
         with self._lock:
@@ -395,7 +394,7 @@ class ShardCache:
             [(key_of(shard.name), shard) for shard in shards if not self._found_in_place(shard)], held
         )
 
-    def _bring(self, shard: Shard, key: str, decided: Callable[[], None]) -> bool:
+    def _prefetch_one(self, shard: Shard, key: str, decided: Callable[[], None]) -> bool:
         """Fetch a shard that no reader waits for. Returns False if there is no space."""
         until = time.monotonic() + self._timeout_s
         lock = self._state.wait(f"{self._state.shards}/{key}", until, shard.name, shared=True)
@@ -407,7 +406,7 @@ class ShardCache:
     # End
 
     def close(self) -> None:
-        """Release all that is held and end the threads, within a second even during a transfer."""
+        """Release all shards and end the threads, within a second even during a transfer."""
         self._state.closing.set()
         if self.remote:
             self.remote.close()

@@ -1,7 +1,7 @@
-"""The version of a shard on disk, in a file that is also the lock of its users.
+"""The version of a shard on disk, in a file that is also the lock of the shard's users.
 
-A version says that files with these sizes and times were complete, and by which hash they were verified: a process that
-finds them unchanged need not check again. It is written last, and names all files that may be evicted.
+A version records that files with these sizes and times were complete, and which hash verified them. A process that
+finds them unchanged need not verify again. The version is written last, and names all files that may be evicted.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ def file_stat(path: str) -> tuple[int, int] | None:
 
 
 def origin_of(shard: Shard, remote: Path | None) -> str:
-    """Return a digest of a shard's files as the index lists them, and of their times if the remote is a local folder.
-    It detects, as far as these show it, that another dataset was written to the same address."""
+    """Return a digest of a shard's files as the index lists them, and of their times if the remote is a local folder. A
+    changed digest shows that another dataset was written to the same address, as far as sizes, hashes and times show
+    it."""
     digest = hashlib.sha256()
     for file in shard.files:
         for stored in (file.raw, file.packed):
@@ -55,7 +56,7 @@ class ShardVersion:
     raw: tuple[tuple[str, int, int], ...] = ()
     """(path, size, time in ns) of each raw file; empty while it is being fetched."""
     packed: tuple[tuple[str, int], ...] = ()
-    """(path, size) of packed files that are kept too."""
+    """(path, size) of the packed files that stay in the folder."""
     evictable: tuple[tuple[str, int], ...] = ()
     """(path, size) of raw files that may be evicted."""
     size: int = 0
@@ -63,7 +64,8 @@ class ShardVersion:
     hash: str = ""
     """Hash algorithm that verified the files; "" for none."""
     found: tuple[tuple[str, int], ...] = ()
-    """(name, size) of files found in the folder and not fetched: evicted only if the remote has them, too."""
+    """(name, size) of files that were found in the folder and not fetched. They are evicted only if the remote has them
+    too."""
     origin: str = ""
     """Digest that `origin_of` returned; empty while the shard is being fetched."""
 
@@ -72,9 +74,9 @@ class ShardVersion:
 
     @staticmethod
     def decoded(text: bytes) -> ShardVersion | None:
-        """Return the version in a file's text; None for anything else, also a half-written one."""
+        """Return the version in a file's text; None for any other text, including a half-written one."""
         try:
-            values = json.loads(text.partition(b"\n")[0])  # the rest is left of a longer line
+            values = json.loads(text.partition(b"\n")[0])  # more lines are the rest of an older, longer text
             version = ShardVersion(
                 raw=tuple((str(path), int(size), int(time)) for path, size, time in values["raw"]),
                 packed=tuple((str(path), int(size)) for path, size in values["packed"]),
@@ -86,7 +88,8 @@ class ShardVersion:
             )
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return None
-        # A copied folder may bring foreign version files: nothing outside of it is removed because of them.
+        # A copied folder may contain version files of another folder: do not remove files outside of this one because
+        # of them.
         removable = [PurePosixPath(path) for path, _ in (*version.packed, *version.evictable)]
         return None if any(path.is_absolute() or ".." in path.parts for path in removable) else version
 

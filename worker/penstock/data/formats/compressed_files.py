@@ -1,7 +1,8 @@
 """Compressed files, by mosaicml-streaming's names of compressions: "zstd", "gz:6", "br" and so on.
 
-A caller that unpacks passes the largest size of the result, because a few packed bytes can expand to gigabytes: nothing
-here allocates much more than that size. The libraries are imported on demand, as most datasets need at most one.
+A caller that unpacks passes the largest size of the result, because a few packed bytes can expand to gigabytes. This
+module never allocates much more than that size. The libraries are imported on demand, because most datasets need at
+most one.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class FileCompression(NamedTuple):
     """A compression by its family and level."""
 
     family: str
-    """Name of the family, and extension of packed files."""
+    """Name of the family, which is also the extension of packed files."""
     level: int
     """Level; 0 for snappy, which has none."""
 
@@ -44,11 +45,12 @@ COMPRESSIONS = {
 }
 
 FIRST_PIECE, LARGEST_PIECE = 1 << 8, 1 << 24
-"""Bytes passed to a member's decompressor at a time, at first and at most; doubled each time. The rest of a piece after
-the member's end is copied, so with large pieces a file of many 20-byte members would take quadratic time."""
+"""Bytes passed to a member's decompressor at a time: at first, and at most; the number doubles each time. The rest of a
+piece after the member's end is copied, so with large pieces a file of many 20-byte members would take quadratic
+time."""
 _ZEROS = re.compile(rb"\0*")
 ZSTD_PIECE = 1 << 10
-"""Bytes passed at a time to a zstd frame of unknown length: one byte becomes 32 KiB at worst."""
+"""Bytes of a zstd frame of unknown length that are passed at a time; in the worst case one byte becomes 32 KiB."""
 
 
 def parse_compression(name: str) -> FileCompression:
@@ -134,7 +136,7 @@ def _members(family: str, make: Callable[[], _Member], data: bytes, limit: int) 
             if not piece:
                 raise _broken(family, f"they end too early, after {len(data)} bytes")
             try:
-                # One byte more than is left, so that a member that fills the limit can still show its end.
+                # One byte more than is left, so that a member that fills the limit can still reach its end.
                 part = member.decompress(piece, left + 1)
             except (OSError, ValueError, zlib.error) as error:
                 raise _broken(family, error) from error
@@ -145,7 +147,7 @@ def _members(family: str, make: Callable[[], _Member], data: bytes, limit: int) 
             at += len(piece)
             size = min(2 * size, LARGEST_PIECE)
         after = _ZEROS.match(data, at - len(member.unused_data))
-        assert after is not None  # it also matches nothing
+        assert after is not None  # the pattern also matches an empty text
         at = after.end()
         if at == len(data):
             return parts[0] if len(parts) == 1 else b"".join(parts)
@@ -175,7 +177,8 @@ def _br(data: bytes, limit: int) -> bytes:
 
 def _snappy(data: bytes, limit: int) -> bytes:
     snappy = _library("snappy")
-    # Its first bytes are the length, 7 bits each; the library allocates that many bytes before it reads on.
+    # A snappy file begins with its length, 7 bits in each byte. The library allocates that many bytes before it reads
+    # on.
     size = shift = 0
     for byte in data[:5]:
         size |= (byte & 127) << shift

@@ -1,9 +1,9 @@
-"""Open files that are owned by an object, and closed with it.
+"""Open files that belong to an object, and are closed with it.
 
-A descriptor is a small number, which the kernel gives to the next file as soon as it is closed. Code that keeps the
-bare number then reads another file without any error: one thread closes a shard while another is about to read it, and
-a third opens a file in between. So the number is never kept. A reader holds the object, and the file is closed when the
-last reference to it goes.
+A descriptor is a small number. Once the file is closed, the kernel gives the number to the next file that is opened,
+and code that kept the bare number then reads another file without any error: one thread closes a shard while another is
+about to read it, and a third opens a file in between. So the bare number is never kept. A reader keeps the object, and
+the file is closed when the last reference to the object is dropped.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ __all__ = ["Descriptor"]
 
 
 class Descriptor:
-    """An open file. Any number of threads may read it at a time, and forked children too: nothing here has a position.
+    """An open file. Any number of threads and forked children may read it at the same time, because it has no current
+    position.
 
-    It is closed when the last reference to it goes. Call `close` only if nothing else uses it.
+    It is closed when the last reference is dropped. Call `close` only if nothing else uses it.
     """
 
     __slots__ = ("__weakref__", "_number")
@@ -33,13 +34,14 @@ class Descriptor:
         self._number = open_plain(path, flags, mode, folder=folder)
 
     def fileno(self) -> int:
-        """Return the number, for a call that ends before the reference to this object does; -1 once it is closed."""
+        """Return the descriptor's number, or -1 once it is closed. Use it only in calls that end before the reference
+        to this object is dropped."""
         return self._number
 
     def read(self, size: int, begin: int) -> bytes:
-        """Return `size` bytes from position `begin`; fewer only at the file's end. Raises OSError."""
+        """Return `size` bytes from position `begin`, or fewer at the file's end. Raises OSError."""
         data = os.pread(self._number, size, begin)
-        while len(data) < size:  # the kernel may return less at a time, and returns at most 2 GiB
+        while len(data) < size:  # the kernel may return fewer bytes, and returns at most 2 GiB
             more = os.pread(self._number, size - len(data), begin + len(data))
             if not more:
                 break
@@ -53,8 +55,8 @@ class Descriptor:
             os.close(number)
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        # The default keeps the function while the interpreter ends. The number is reset first: a child that another
-        # thread forks now must not close it a second time.
+        # The default argument keeps the function available while the interpreter exits. The number is reset first: a
+        # child that another thread forks now must not close it a second time.
         number, self._number = self._number, -1
         if number >= 0:
             close(number)

@@ -1,11 +1,11 @@
 """Encodings of MDS columns, by mosaicml-streaming's names: from values to bytes, and back to the same values.
 
 A decoder gets the sample's bytes and the value's position in them, to avoid copies. It uses all of the value's bytes or
-raises, and allocates no more than these need. Arrays are writable copies: mosaicml-streaming's are copies too, but
-read-only, about which torch.from_numpy warns.
+raises an error, and allocates no more memory than these need. Arrays are writable copies. mosaicml-streaming's are
+copies too, but read-only, and torch.from_numpy warns about read-only arrays.
 
-As in mosaicml-streaming "int" and "str_float" become Python's numbers, "uint8" to "float64" numpy's scalars, and images
-PIL's, which are decoded only when they are used.
+As in mosaicml-streaming, "int" and "str_float" become Python's numbers, "uint8" to "float64" numpy's scalars, and
+images PIL's, which are decoded only when they are used.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Encoding:
     decode: Callable[[bytes, int, int], Any]
     """(sample, begin, end) -> value. Raises any exception for bytes that are not a value."""
     encode: Callable[[Any], bytes]
-    """value -> bytes. Raises TypeError, ValueError or OverflowError for a value that it would change."""
+    """value -> bytes. Raises TypeError, ValueError or OverflowError for a value that cannot be stored unchanged."""
 
 
 def encoding_of(name: str, *, allow_unsafe_types: bool = False) -> Encoding:
@@ -122,7 +122,7 @@ def _scalar(dtype: type[np.generic]) -> Encoding:
     return Encoding(size, decode, encode)
 
 
-# Numbers of dtypes in MDS; everything else about an array is in `_decode_array`.
+# Numbers of dtypes in MDS. `_decode_array` has the rest of the format.
 _DTYPES: dict[int, np.dtype[Any]] = {
     8: np.dtype(np.uint8),
     9: np.dtype(np.int8),
@@ -140,11 +140,11 @@ _NUMBERS = {dtype: number for number, dtype in _DTYPES.items()}
 _BY_NAME = {dtype.name: dtype for dtype in _NUMBERS}
 _SHAPES = tuple(struct.Struct(f"={letter}") for letter in "BHIQ")
 """Formats of a dimension, by the two lowest bits of the byte that holds the number of dimensions."""
-MOST_DIMENSIONS = 63
+MAX_DIMENSIONS = 63
 
 
 def _ndarray(config: str) -> Encoding:
-    """Return the encoding "ndarray:dtype:shape"; dtype or shape, if left out, is stored before each value."""
+    """Return the encoding "ndarray:dtype:shape". If dtype or shape is left out, it is stored before each value."""
     name, colon, dims = config.partition(":")
     if not config:
         return ENCODINGS["ndarray"]
@@ -154,7 +154,7 @@ def _ndarray(config: str) -> Encoding:
     shape = None
     if colon:
         parts = dims.split(",")
-        if len(parts) > MOST_DIMENSIONS or not all(dim.isascii() and dim.isdigit() and int(dim) for dim in parts):
+        if len(parts) > MAX_DIMENSIONS or not all(dim.isascii() and dim.isdigit() and int(dim) for dim in parts):
             raise DatasetError(f"encoding 'ndarray:{config}': the shape must be numbers >= 1, such as 3,224,224")
         shape = tuple(map(int, parts))
     size = None if shape is None else prod(shape) * dtype.itemsize
@@ -186,8 +186,8 @@ def _encode_array(dtype: np.dtype[Any] | None, shape: tuple[int, ...] | None, va
         raise TypeError(f"the array's dtype must be {dtype or ', '.join(_BY_NAME)}, got {value.dtype}")
     if shape is not None and value.shape != shape:
         raise ValueError(f"the array's shape must be {shape}, got {value.shape}")
-    if not value.ndim or value.ndim > MOST_DIMENSIONS or not value.size:
-        raise ValueError(f"the array must have 1 to {MOST_DIMENSIONS} axes, none empty, got shape {value.shape}")
+    if not value.ndim or value.ndim > MAX_DIMENSIONS or not value.size:
+        raise ValueError(f"the array must have 1 to {MAX_DIMENSIONS} axes, none empty, got shape {value.shape}")
     head = bytearray() if dtype is not None else bytearray([number])
     if shape is None:
         width = next(i for i, dim in enumerate(_SHAPES) if max(value.shape) < 1 << 8 * dim.size)
@@ -222,7 +222,7 @@ def _encode_json(value: Any) -> bytes:
 
 
 def _unpickle(sample: bytes, begin: int, end: int) -> Any:
-    # The only unpickling of foreign data: available with allow_unsafe_types=True alone.
+    # The only unpickling of foreign data, available only with allow_unsafe_types=True.
     return pickle.loads(sample[begin:end])
 
 

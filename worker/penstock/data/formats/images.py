@@ -1,7 +1,7 @@
 """Images in MDS columns: raw ones, image files, and lists of either. PIL is imported for the first image.
 
-A decoder gets the sample's bytes and the value's position in them. Sizes in the data are checked against the bytes that
-are there before anything is allocated: twelve bytes of a raw image can claim gigabytes.
+A decoder gets the sample's bytes and the value's position in them. Sizes in the data are compared with the number of
+bytes present before anything is allocated, because twelve bytes of a raw image can claim gigabytes.
 """
 
 from __future__ import annotations
@@ -86,12 +86,13 @@ def decode_png(sample: bytes, begin: int, end: int) -> Any:
 
 
 def _opened(form: str, file: bytes) -> Any:
-    """Open an image file, in the column's format only: PIL would try dozens, and for one of them start a program."""
+    """Open an image file, in the column's format only. Without this limit PIL would try dozens of formats, and starts a
+    program for one of them."""
     return _pil().open(BytesIO(file), formats=(form,))
 
 
 def encode_jpeg(value: Any) -> bytes:
-    """Return a JPEG file; an image that was read from one is stored as that file, without loss."""
+    """Return a JPEG file. An image that was read from a JPEG file is stored as that file, without loss."""
     _check(value)
     if value.format == "JPEG" and getattr(value, "filename", None):
         file = _source_file(value)
@@ -101,17 +102,18 @@ def encode_jpeg(value: Any) -> bytes:
 
 
 def _source_file(value: Any) -> bytes | None:
-    """Return the file that an image was read from, if it still holds this image: an image edited in place keeps the
-    name and format of its file."""
+    """Return the file that an image was read from, if the image is unchanged. (An image edited in place keeps the name
+    and format of its file.)"""
     try:
         with open(value.filename, "rb") as file:
             data = file.read()
         with _pil().open(BytesIO(data)) as fresh:
             if (fresh.format, fresh.mode, fresh.size) != (value.format, value.mode, value.size):
                 return None
-            # Pixels that were never loaded cannot have been edited; others are decoded again, to compare them.
+            # Pixels that were never loaded cannot have been edited. Otherwise the file is decoded again, to compare the
+            # pixels.
             return data if value.tile or fresh.tobytes() == value.tobytes() else None
-    except OSError:  # removed or replaced: the image's pixels are there
+    except OSError:  # the file was removed or replaced: encode the image's pixels instead
         return None
 
 
@@ -121,7 +123,7 @@ def encode_png(value: Any) -> bytes:
 
 
 def decode_files(sample: bytes, begin: int, end: int) -> list[Any]:
-    """Decode [count: 4] [length: 4] * count [file] * count, that is "jpeg_array"."""
+    """Decode a "jpeg_array": [count: 4] [length: 4] * count [file] * count."""
     images = _decode_list(decode_jpeg, sample, begin, end)
     if not images:
         raise ValueError("an array of images must not be empty")
@@ -135,7 +137,7 @@ def encode_files(value: Any) -> bytes:
 
 
 def list_decoder(decode: Decode) -> Decode:
-    """Return the decoder of "list[...]": four reserved bytes, then as in `decode_files`."""
+    """Return the decoder of "list[...]": four reserved bytes, then the layout of `decode_files`."""
 
     def decoder(sample: bytes, begin: int, end: int) -> list[Any]:
         return _decode_list(decode, sample, begin + 4, end)

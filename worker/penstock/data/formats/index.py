@@ -1,8 +1,8 @@
 """index.json, version 2 of mosaicml-streaming: read with every field checked, and written.
 
-The index describes all of a dataset, and may come from anywhere: nothing in it is trusted unchecked, so a wrong number
-is an error that names its shard and field, and not a later failure elsewhere. Datasets have up to hundreds of thousands
-of shards; what is the same for all of them (names and encodings of columns) is checked once and stored once.
+The index describes all of a dataset, and may come from anywhere, so every field is checked: a wrong number is an error
+that names its shard and field, and not a later failure elsewhere. Datasets have up to hundreds of thousands of shards.
+What is the same for all of them (names and encodings of columns) is checked once and stored once.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ FORMATS: Mapping[str, tuple[str, ...]] = {
     "xsv": ("data", "meta"),
     "csv": ("data", "meta"),
     "tsv": ("data", "meta"),
-    # Not a format of mosaicml-streaming: our own index of plain Parquet files, see parquet.py.
+    # Penstock's own index of plain Parquet files, see parquet.py; mosaicml-streaming has no such format.
     "parquet": ("data",),
 }
 """Files of each format, in the order of `Shard.files`."""
 
-MOST_BYTES = (1 << 32) - 1
-"""Largest size of a file with offsets, which have 32 bits, in bytes."""
+MAX_BYTES = (1 << 32) - 1
+"""Largest size in bytes of a file with offsets, which have 32 bits."""
 
-MOST = 1 << 44
+MAX_NUMBER = 1 << 44
 """Largest size of a file in bytes, and largest number of its samples: sums over all shards stay below 64 bits."""
 
 _OWN = {"version", "format", "samples", "compression", "hashes"}
@@ -47,19 +47,19 @@ _OWN |= {f"{form}_{part}" for form in ("raw", "zip") for part in ("data", "meta"
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     form: {} if form == "parquet" else {"size_limit": None} for form in FORMATS
 }
-"""Settings that only mosaicml-streaming's own reader needs."""
+"""Settings that only mosaicml-streaming's own reader needs, by format."""
 
 _STEP = r"(?!\.{1,2}(?:/|\Z))[^/\\\0]+"
 _PLAIN_PATH = re.compile(f"{_STEP}(?:/{_STEP})*")
 _OURS = re.compile(r"(?:.*/)?(?:index\.json|\.penstock(?:/.*)?)", re.DOTALL | re.IGNORECASE)
-"""Names of files in a cache's folder that are not shards. A shard of such a name would overwrite the cache's own state,
-which decides which of the user's files are removed."""
+"""Names of files in a cache's folder that are not shards. A shard with such a name would overwrite the cache's own
+state, which decides which of the user's files are removed."""
 _HEXADECIMAL = re.compile(r"[0-9a-fA-F]+")
 _NONE: Mapping[str, str] = {}
 
 
 class _Bad(Exception):
-    """A field that is wrong, and why; `read_index` adds the shard."""
+    """A wrong field, and the reason. `read_index` adds the shard."""
 
     def __init__(self, field: str, why: str) -> None:
         super().__init__(f"{field} {why}")
@@ -89,7 +89,8 @@ def write_index(shards: Iterable[Shard]) -> bytes:
 
 
 def join_indexes(parts: Iterable[tuple[str, Iterable[Shard]]]) -> list[Shard]:
-    """Return all shards of several folders, each given as (its path below the common folder, its shards)."""
+    """Return all shards of several folders. `parts`: (the folder's path below the common folder, its shards) for
+    each."""
     return [
         replace(shard, files=tuple(_below(folder, file) for file in shard.files))
         for folder, shards in parts
@@ -144,8 +145,8 @@ def _shard(entry: Any, known: dict[str, Mapping[str, Any]], files: dict[str, Sto
         if (packed is None) == bool(compression):
             what = "is missing, though compression is" if compression else "must be absent, because compression is"
             raise _Bad(f"zip_{part}", f"{what} {compression or None!r}")
-        if form != "parquet" and raw.size > MOST_BYTES:
-            raise _Bad(f"raw_{part}.bytes", f"must be at most {MOST_BYTES}, the limit of its offsets, got {raw.size}")
+        if form != "parquet" and raw.size > MAX_BYTES:
+            raise _Bad(f"raw_{part}.bytes", f"must be at most {MAX_BYTES}, the limit of its offsets, got {raw.size}")
         pairs.append(ShardFile(raw, packed))
     rest = {**_DEFAULTS[form], **{name: value for name, value in entry.items() if name not in _OWN}}
     key = f"{form} {rest!r}"
@@ -191,8 +192,8 @@ def _count(entry: dict[str, Any], key: str, field: str) -> int:
         raise _Bad(field, f"must be an integer, got {_kind(value)}" if key in entry else "is missing")
     if value < 0:
         raise _Bad(field, f"must be at least 0, got {value}")
-    if value > MOST:
-        raise _Bad(field, f"must be at most {MOST}, got more")
+    if value > MAX_NUMBER:
+        raise _Bad(field, f"must be at most {MAX_NUMBER}, got more")
     return value
 
 
@@ -223,7 +224,7 @@ def _check_mds(rest: dict[str, Any]) -> None:
     if not isinstance(sizes, list) or len(sizes) != len(columns):
         raise _Bad("column_sizes", f"must be a list with {len(columns)} sizes")
     for name, size in zip(columns, sizes, strict=True):
-        if size is not None and (type(size) is not int or not 0 <= size <= MOST_BYTES):
+        if size is not None and (type(size) is not int or not 0 <= size <= MAX_BYTES):
             raise _Bad("column_sizes", f"must be a number of bytes or null for column {name!r}, got {size!r}")
 
 
@@ -257,7 +258,7 @@ def _mark(rest: dict[str, Any], field: str) -> None:
 
 
 def _check_parquet(rest: dict[str, Any]) -> None:
-    del rest  # a Parquet file describes itself
+    del rest  # a Parquet file describes its columns itself
 
 
 _CHECKS = {

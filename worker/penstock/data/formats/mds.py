@@ -3,9 +3,9 @@
     [samples: 4] [offset: 4] * (samples + 1) [settings as JSON] [sample] * samples
     sample = [size: 4] for each column without a fixed size, then the values, column by column
 
-The columns are described in the index; the settings in the shard repeat that and are not read. This is the hot path:
-all that can be computed once (offsets, decoders, positions of values of fixed size) is computed when the shard is
-opened.
+The index describes the columns; the settings in the shard repeat the description and are not read. This code runs for
+each sample, so everything that can be computed once (offsets, decoders, positions of values of fixed size) is computed
+when the shard is opened.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Decode = Callable[[bytes, int, int], Any]
 
 
 def columns_of(shard: Shard, *, allow_unsafe_types: bool = False) -> list[tuple[str, Decode, int]]:
-    """Return (column, decoder, fixed size or 0) in the order of an MDS sample. Raises DatasetError for pickles unless
-    allowed."""
+    """Return (column, decoder, fixed size or 0) for each column, in the order of an MDS sample. Raises DatasetError for
+    pickles unless `allow_unsafe_types`."""
     settings = shard.settings
     columns = []
     triples = zip(settings["column_names"], settings["column_encodings"], settings["column_sizes"], strict=True)

@@ -1,9 +1,9 @@
 """Samples of Parquet files: a row is a sample, a file is a shard.
 
-mosaicml-streaming 0.13.0 has no such shards; an index that lists them is our own. It is made from the files' footers,
-which contain the number of rows.
+mosaicml-streaming 0.13.0 has no such shards; an index that lists them is Penstock's own. It is made from the files'
+footers, which contain the number of rows.
 
-Parquet is read by row groups, and rows are requested in any order: row groups that were read are kept in memory up to
+Parquet is read by row groups, and rows are requested in any order. Row groups that were read are kept in memory up to
 KEPT_BYTES, and the least recently used one is dropped first. A file whose row groups fit is read once.
 
 A column of a row group consists of as many arrays as pyarrow makes of it: an array of text has at most 2 GiB, and a row
@@ -61,9 +61,9 @@ def index_parquet(folder: str | os.PathLike[str]) -> list[Shard]:
 
 
 def parquet_shards(files: Iterable[tuple[str, Path | IO[bytes]]]) -> list[Shard]:
-    """Return a shard for each file, given as (its path relative to the dataset's folder, source of its footer).
+    """Return a shard for each file. `files`: (path relative to the dataset's folder, source of the footer) for each.
 
-    The columns of all must have the same names, because a loader makes batches of rows from any of them. Raises
+    All files must have columns of the same names, because a loader makes batches of rows from any of them. Raises
     DatasetError.
     """
     library = _pyarrow()
@@ -72,14 +72,14 @@ def parquet_shards(files: Iterable[tuple[str, Path | IO[bytes]]]) -> list[Shard]
     for name, source in files:
         try:
             if isinstance(source, Path):
-                opened = Descriptor(source)  # a file, and nothing that pyarrow would wait for
+                opened = Descriptor(source)  # a plain file, so that pyarrow never waits for a pipe or a device
                 footer = library.read_metadata(f"/proc/self/fd/{opened.fileno()}")
                 size = os.fstat(opened.fileno()).st_size
             else:
                 footer = library.read_metadata(source)
                 size = source.seek(0, os.SEEK_END)
             columns = list(footer.schema.to_arrow_schema().names)
-        except Exception as error:  # pyarrow's own errors, the system's, and those of the file's source
+        except Exception as error:  # errors of pyarrow, of the system, and of the file's source
             raise ShardCorruptError(f"{name}: it is not a Parquet file: {error}") from error
         if len(set(columns)) != len(columns):
             raise DatasetError(f"{name}: the names of columns must be unique, got {', '.join(columns)}")
@@ -99,15 +99,15 @@ Columns = list[tuple[str, Value, Any]]
 
 
 def _text_columns(footer: Any) -> list[str]:
-    """Return the paths of columns of text and bytes. They are read as dictionaries where they are stored so: a text
-    that a million rows share is in memory once, as it is in the file."""
+    """Return the paths of the columns of text and bytes. Columns that are stored as dictionaries are read as
+    dictionaries: a text that a million rows share is in memory once, as in the file."""
     leaves = (footer.schema.column(number) for number in range(footer.num_columns))
     return [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
 
 
 def _expand_texts(column: Any) -> Any:
-    """Convert a dictionary column to one text per row, which is read in half the time, unless the result is too
-    large."""
+    """Convert a dictionary column to one text per row, which can be read in half the time. Leave it if the result would
+    be too large."""
     arrow = importlib.import_module("pyarrow")
     if not arrow.types.is_dictionary(column.type) or column.type.value_type not in (arrow.string(), arrow.binary()):
         return column
@@ -120,19 +120,19 @@ def _expand_texts(column: Any) -> Any:
 
 class ParquetReader:
     """Reader of a Parquet file, see formats.shards.ShardReader. Values are Python's: None, lists, dictionaries,
-    datetimes; those with nanoseconds are numpy's, see parquet_values.py."""
+    datetimes. Times with nanoseconds are numpy's, see parquet_values.py."""
 
     def __init__(self, shard: Shard, path: Path) -> None:
         stored = shard.files[0].raw
         self.name = stored.name
         self._reading = threading.Lock()
-        """Lock of pyarrow's file, which is not thread-safe. One thread reads a row group, others then find it in
+        """Lock of pyarrow's file, which is not thread-safe. One thread reads a row group; the others then find it in
         memory."""
         self._kept: OrderedDict[int, tuple[int, Columns]] = OrderedDict()
         self._kept_bytes = 0
         library = _pyarrow()
         try:
-            opened = Descriptor(path)  # a file, and nothing that pyarrow would wait for
+            opened = Descriptor(path)  # a plain file, so that pyarrow never waits for a pipe or a device
             size = os.fstat(opened.fileno()).st_size
             if size != stored.size:
                 raise ShardCorruptError(f"{self.name}: {path} has {size} bytes, but its index says {stored.size}")
@@ -173,10 +173,10 @@ class ParquetReader:
             ) from error
 
     def close(self) -> None:
-        """Close the file, once a read in another thread has ended."""
+        """Close the file, after a read in another thread has ended."""
         with self._reading:
             self._kept = OrderedDict()
-            self._file = None  # dropping it closes it
+            self._file = None  # pyarrow closes the file when its last reference is dropped
 
     def _columns(self, group: int, index: int) -> Columns:
         with self._reading:
@@ -223,8 +223,8 @@ class ParquetReader:
         return columns
 
     def _table(self, group: int, rows: int) -> Any:
-        """Return a row group. pyarrow makes one array of a list of texts, of at most 2 GiB: a larger one is read in
-        parts."""
+        """Return a row group. pyarrow makes at most 2 GiB of text into one array of a list column, so a larger row
+        group is read in parts."""
         try:
             return self._file.read_row_group(group)
         except NotImplementedError:

@@ -4,8 +4,8 @@ pyarrow reads the footer too, but ends the process (std::terminate, in 26.0) whe
 group whose statistics of sizes do not fit its schema: its binding does not expect the C++ exception. So a damaged byte
 would kill a process that only asks for the size of a row group.
 
-The footer is one struct in the compact protocol of Thrift. What is not needed is skipped by its type. All loops end
-with the data, because each turn consumes at least one byte.
+The footer is one struct in the compact protocol of Thrift. Fields that are not needed are skipped by their type. All
+loops end with the data, because each turn consumes at least one byte.
 https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md
 https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift
 """
@@ -22,13 +22,14 @@ __all__ = ["RowGroup", "footer_bytes", "row_groups"]
 
 _BYTES = (1, 4, 8, 12, 4, 8, 4, 1)
 """Bytes of a value in memory, by the number of its physical type: BOOLEAN, INT32, INT64, INT96, FLOAT, DOUBLE,
-BYTE_ARRAY, FIXED_LEN_BYTE_ARRAY; for text without the text itself: its offset, or its number in a dictionary."""
+BYTE_ARRAY, FIXED_LEN_BYTE_ARRAY. For text, only its offset or its number in a dictionary counts."""
 _MAGIC = b"PAR1"
 _DEEPEST = 32
 """Largest nesting of structs and lists in a footer; the format needs 8."""
 
 Wanted = dict[int, Any]
-"""Fields to read: number -> None for a number, the fields of a struct, or a list with those of a list's structs."""
+"""Fields to read, by number. Value: None for a number, a mapping for a struct, or a list with the mapping of its
+elements for a list of structs."""
 _COLUMN: Wanted = {3: {1: None, 5: None, 6: None}}
 """ColumnChunk.meta_data: type, num_values, total_uncompressed_size."""
 _FILE: Wanted = {4: [{1: [_COLUMN], 3: None}]}
@@ -41,8 +42,8 @@ class RowGroup:
 
     rows: int
     nbytes: int
-    """Least number of bytes that the row group takes in memory: a billion equal numbers take some hundred bytes in a
-    file."""
+    """Smallest number of bytes that the row group takes in memory. It may be far above its size in the file, where a
+    billion equal numbers take some hundred bytes."""
 
 
 def footer_bytes(file: Descriptor) -> bytes:
@@ -77,7 +78,7 @@ def _row_group(group: dict[int, Any]) -> RowGroup:
 
 
 def _struct(data: bytes, at: int, wanted: Wanted, depth: int) -> tuple[dict[int, Any], int]:
-    """Return the wanted fields of a struct, and where it ends. Raises IndexError at the end of the data."""
+    """Return the wanted fields of a struct, and the offset of its end. Raises IndexError at the end of the data."""
     if depth > _DEEPEST:
         raise ValueError("its footer is nested too deeply")
     found: dict[int, Any] = {}
@@ -93,7 +94,7 @@ def _struct(data: bytes, at: int, wanted: Wanted, depth: int) -> tuple[dict[int,
         if number not in wanted:
             if kind > 2:
                 at = _skip(data, at, kind, depth + 1)
-            continue  # of a bool, the type is the value
+            continue  # a bool has no bytes: its type is its value
         fields = wanted[number]
         if fields is None and kind in (4, 5, 6):
             value, at = _varint(data, at)
@@ -129,7 +130,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def _list(data: bytes, at: int) -> tuple[int, int, int]:
-    """Return the length of a list, the type of its elements, and where these begin."""
+    """Return the length of a list, the type of its elements, and the offset where these begin."""
     head = data[at]
     count, at = (head >> 4, at + 1) if head < 0xF0 else _varint(data, at + 1)
     if count > len(data) - at:
@@ -138,8 +139,8 @@ def _list(data: bytes, at: int) -> tuple[int, int, int]:
 
 
 def _skip(data: bytes, at: int, kind: int, depth: int) -> int:
-    """Return the offset after a value of this kind: an element of a list, or a field other than a bool (a bool field
-    has no bytes of its own)."""
+    """Return the offset after a value of this kind. The value is an element of a list, or a field other than a bool (a
+    bool field has no bytes of its own)."""
     if kind == 8:
         length, at = _varint(data, at)
         return at + length

@@ -1,8 +1,8 @@
 """Values of Parquet columns: Python's types, or numpy's where Python's are too coarse.
 
-Python's datetime, timedelta and time have microseconds. Parquet has nanoseconds too, in all times that Spark wrote.
-They become numpy's datetime64[ns] and timedelta64[ns], whatever their last three digits are, and whether or not pandas
-is installed: the type of a column's values must not depend on a value, nor on other packages.
+Python's datetime, timedelta and time have microseconds. Parquet also has nanoseconds, for example in all times that
+Spark wrote. They become numpy's datetime64[ns] and timedelta64[ns], even if their last three digits are 0, and whether
+or not pandas is installed: the type of a column's values must depend neither on a value nor on other packages.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _struct(fields: dict[str, Value]) -> Value:
 
 def _map(key: Value, value: Value) -> Value:
     def pairs(scalar: Any) -> list[tuple[Any, Any]] | None:
-        # As pyarrow converts a map; the scalar's values are an array of structs.
+        # The result is that of pyarrow's own conversion of a map. `scalar.values` is an array of structs.
         return [(key(each[0]), value(each[1])) for each in scalar.values] if scalar.is_valid else None
 
     return pairs

@@ -1,9 +1,9 @@
 """Bytes of samples in a raw shard file, found by its table of offsets.
 
 The file is read with pread and not mapped. A mapped file that is truncated kills its reader without a message (SIGBUS);
-pread returns too few bytes, which is an error with a name. It costs 0.8 us more for a sample of 1 KiB. Values are
-copies and stay valid; an open file outlives its removal from a cache, and a fork. A read holds the file open (see
-Descriptor), so another thread may close the reader at any moment.
+pread returns too few bytes, which becomes a named error. It takes 0.8 us more for a sample of 1 KiB. Values are copies
+and stay valid. An open file can be read after its removal from a cache, and after a fork. A read keeps the file open
+(see Descriptor), so another thread may close the reader at any moment.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ __all__ = ["SampleFile", "read_checked"]
 
 
 class SampleFile:
-    """A file whose sample i is bytes offsets[i] up to offsets[i + 1]: base of the readers of such formats."""
+    """File in which sample i is the bytes from offsets[i] to offsets[i + 1]; base of the readers of such formats."""
 
     def __init__(self, path: Path, stored: StoredFile) -> None:
-        """Open the file and check its size. It has no samples yet: `_set_offsets` adds them."""
+        """Open the file and check its size. Subclasses call `_set_offsets`, which finds the samples."""
         self.name = stored.name
         self._count = 0
         self._offsets = memoryview(b"").cast("I")
@@ -48,7 +48,7 @@ class SampleFile:
         self._file = None
 
     def _set_offsets(self, table: bytes, samples: int, begin: int) -> None:
-        """Take [count: 4] [offset: 4] * (count + 1) from the start of `table`; no sample may begin before `begin`."""
+        """Take [count: 4] [offset: 4] * (count + 1) from the start of `table`. No sample may begin before `begin`."""
         count = int.from_bytes(table[:4], "little")
         if len(table) < 4 or count != samples:
             self._corrupt(f"its header says {count} samples, but the index says {samples}")

@@ -17,10 +17,10 @@ __all__ = ["open_shard"]
 def open_shard(
     shard: Shard, paths: Sequence[Path], *, allow_unsafe_types: bool = False, source: str = ""
 ) -> ShardReader:
-    """Return a reader of a shard whose raw files are `paths`, in the order of `shard.files`. `source`: their origin,
-    for messages.
+    """Return a reader of a shard. `paths`: its raw files, in the order of `shard.files`. `source`: their origin, for
+    messages.
 
-    Raises ShardCorruptError if they differ from the index, and DatasetError for a column with pickles unless
+    Raises ShardCorruptError if the files differ from the index, and DatasetError for a column with pickles unless
     `allow_unsafe_types`.
     """
     if not source:

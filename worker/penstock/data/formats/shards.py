@@ -18,7 +18,7 @@ class StoredFile:
     """A file in the dataset's folder."""
 
     name: str
-    """Path relative to the folder, with forward slashes; never absolute, and never out of the folder."""
+    """Path relative to the folder, with forward slashes. It is never absolute and never leads out of the folder."""
     size: int
     """Size in bytes."""
     hashes: Mapping[str, str] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class ShardFile:
 
     raw: StoredFile
     packed: StoredFile | None = None
-    """Compressed form; the raw one may then be absent from the dataset's folder."""
+    """Compressed form, or None. If there is one, the dataset's folder may lack the raw form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +49,12 @@ class Shard:
 
     @property
     def name(self) -> str:
-        """Name of its first file, for messages."""
+        """Name of the shard's first file, for messages."""
         return self.files[0].raw.name
 
     @property
     def size(self) -> int:
-        """Bytes of its raw files."""
+        """Bytes of the shard's raw files."""
         return sum(file.raw.size for file in self.files)
 
 
@@ -68,8 +68,8 @@ class ShardReader(Protocol):
         """Return the number of samples."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return a sample: column -> value. Raises ShardCorruptError if its bytes are not valid."""
+        """Return a sample: column -> value. Raises ShardCorruptError if the stored bytes are not valid."""
 
     def close(self) -> None:
-        """Close the shard. Values that were read stay valid, a read in progress ends normally, a later one raises
+        """Close the shard. Values that were read stay valid, and a read in progress ends normally. A later read raises
         ValueError."""

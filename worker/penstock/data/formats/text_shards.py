@@ -1,7 +1,8 @@
-"""Samples of shards in text form: a line of JSON, or a line of separated values, and a second file with their offsets.
+"""Samples of shards in text form: a line of JSON, or a line of separated values, and a second file with the lines'
+offsets.
 
-Lines are found by these offsets and not by their ends, so a value may contain what ends a line in another dataset.
-Quotes have no meaning: mosaicml-streaming writes none, and refuses values that would need them.
+Lines are found by these offsets and not by line ends, so a value may contain a newline. Quotes have no meaning:
+mosaicml-streaming writes none, and refuses values that would need them.
 """
 
 from __future__ import annotations

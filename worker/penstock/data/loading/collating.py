@@ -1,4 +1,4 @@
-"""Calls of a user's collate function, whose StopIteration must not end an epoch silently; and batches without rows."""
+"""Calls of a user's collate function, with StopIteration turned into an error; and batches without rows."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__ = ["checked_collate", "empty_batch", "without_rows"]
 
 
 def checked_collate(collate_fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """Wrap `collate_fn` to raise DatasetError instead of StopIteration, which would end the epoch silently and drop the
-    rest of it."""
+    """Wrap `collate_fn` to raise DatasetError instead of StopIteration. A StopIteration would end the epoch silently,
+    without its remaining batches."""
     if not callable(collate_fn):
         raise InvalidArgumentError(
             f"collate_fn must be a function that makes a batch of a list of samples, got {collate_fn!r}"

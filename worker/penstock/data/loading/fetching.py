@@ -1,11 +1,11 @@
-"""Batches that are made ahead of need, in threads or in processes, and returned in order.
+"""Batches made ahead of need, in threads or in processes, and returned in order.
 
 Threads and processes get the plans of an epoch's batches (ordering/epoch_plan.py), which name the samples to read. The
-loader counts only batches that were taken: after a resume, batches that were made ahead are made again.
+loader counts only batches that the caller took: after a resume, batches that were made ahead are made again.
 
-Threads are for data that wait for disk or network, and for code that releases the GIL. They only read: batches are
-collated in the main thread, where the ring is. Processes are those of torch's own DataLoader, which watches them, moves
-tensors through shared memory and returns errors. Each of its items is the plan of a whole batch.
+Threads suit data that wait for disk or network, and code that releases the GIL. They only read: batches are collated in
+the main thread, which has the ring. Processes are those of torch's own DataLoader, which watches them, moves tensors
+through shared memory and returns errors. Each item of that DataLoader is the plan of a whole batch.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from penstock.runtime.process.end import describe_exit
 __all__ = ["ReadAhead", "in_processes", "in_threads"]
 
 EXIT_WAIT_S = 5.0
-"""Seconds to wait for the exit status of a process that stopped sending; it takes milliseconds."""
+"""Seconds to wait for the exit status of a process that stopped sending; it usually comes within milliseconds."""
 PREFETCHED_BATCHES = 2
 """Batches made ahead by each thread or process, as in torch's DataLoader by default."""
 
 
 class ReadAhead:
-    """A Fetcher (position_loader.py). `begin` makes an iterator of batches from plans; dropping it stops it."""
+    """A Fetcher (position_loader.py). `begin` turns plans into an iterator of batches; dropping it stops them."""
 
     def __init__(self, own_batches: WorkerBatches, begin: Callable[[Iterator[BatchPlan]], Iterator[Any]]) -> None:
         self._worker_batches, self._begin = own_batches, begin
@@ -64,7 +64,8 @@ def in_threads(plans: Iterator[BatchPlan], reader: MapReader, threads: int) -> I
     wanted: SimpleQueue[tuple[Future[list[Any]], BatchPlan] | None] = SimpleQueue()
     ahead: deque[tuple[Future[list[Any]], BatchPlan]] = deque()
     for _ in range(threads):
-        # Not those of a ThreadPoolExecutor: a read that hangs must not delay the end of the loop or of the process.
+        # Plain daemon threads instead of a ThreadPoolExecutor's: a read that hangs must not delay the end of the loop
+        # or of the process.
         Thread(target=_read, args=(wanted, reader), name="penstock-fetch", daemon=True).start()
     try:
         for plan in plans:
@@ -114,10 +115,10 @@ def in_processes(plans: Iterator[BatchPlan], reader: MapReader, processes: int, 
         num_workers=processes,
         prefetch_factor=PREFETCHED_BATCHES,
         collate_fn=_unchanged,
-        generator=torch.Generator().manual_seed(seed),  # by default it draws from the process's own
+        generator=torch.Generator().manual_seed(seed),  # by default torch draws from this process's generator
     )
     batches: Iterator[Any] | None = iter(loader)
-    workers = list(getattr(batches, "_workers", ()))  # torch's own list: no other source has the exit codes
+    workers = list(getattr(batches, "_workers", ()))  # torch's own list: the only source of exit codes
     failed: Exception | None = None
     while batches is not None:
         try:
@@ -130,13 +131,13 @@ def in_processes(plans: Iterator[BatchPlan], reader: MapReader, processes: int, 
         except StopIteration:
             return
         except Exception as error:
-            with contextlib.suppress(RuntimeError, ValueError):  # the handler's, or the iterator has already ended
+            with contextlib.suppress(RuntimeError, ValueError):  # the handler raised, or the iterator has ended
                 _watch(batches, [])
             failed = _explained(error, workers, reader.name)
         if failed is not None:
-            # Its message has the process's traceback. Our own traceback, and the error's cause, would hold torch's
-            # iterator and so its processes for as long as the caller holds the error; collected later, each process
-            # takes five seconds to end.
+            # The error's message contains the process's traceback. Its own traceback and cause would keep torch's
+            # iterator, and so the processes, alive for as long as the caller holds the error. Collected that late, each
+            # process takes five seconds to end.
             batches = None
             workers.clear()
             try:
@@ -147,9 +148,9 @@ def in_processes(plans: Iterator[BatchPlan], reader: MapReader, processes: int, 
 
 
 def _watch(batches: Iterator[Any], workers: list[Any]) -> None:
-    """Set the processes that torch's handler of SIGCHLD checks. The handler raises wherever the main thread is. While
-    this module waits for a batch, that is wanted: it also ends a wait for the rest of a broken message. At any other
-    time the error would come out of the user's own code."""
+    """Set the processes that torch's handler of SIGCHLD checks. The handler raises in the main thread, wherever that
+    thread is. This is wanted only while this module waits for a batch, because it also ends a wait for the rest of a
+    broken message. At any other time the error would appear in the user's own code."""
     _C._remove_worker_pids(id(batches))
     _C._set_worker_pids(id(batches), tuple(worker.pid for worker in workers))
 
@@ -182,10 +183,10 @@ def _status(workers: list[Any], wait_s: float) -> int | None:
 
 
 class _Batches(torch.utils.data.Dataset[Any]):
-    """Dataset that makes a whole batch for each plan.
+    """Dataset whose items are whole batches, one for each plan.
 
-    Batches are pickled here and not by torch's queue, whose feeder thread drops what cannot be sent (a function, a
-    tensor with a graph, one that finds no shared memory): the reader would then wait for ever.
+    Batches are pickled here and not by torch's queue. The queue's feeder thread drops what cannot be sent (a function,
+    a tensor with a graph, a tensor that finds no shared memory), and the reader would wait for ever.
     """
 
     def __init__(self, reader: MapReader) -> None:
@@ -208,13 +209,13 @@ class _Batches(torch.utils.data.Dataset[Any]):
 
 
 class _WorkerEnded(RuntimeError):
-    """A process closed the pipe of its batches; it is about to end, but may not have ended yet."""
+    """The process closed the pipe of its batches. It is ending, but may still be alive."""
 
 
 def _received(batch: bytes) -> Any:
     try:
         return pickle.loads(batch)
-    except (OSError, EOFError) as error:  # from asking for the memory that holds its tensors
+    except (OSError, EOFError) as error:  # the receiver could not open the shared memory of the batch's tensors
         raise _WorkerEnded(
             f"a process of fetch_processes ended before its batch was read: {error}".rstrip(": ")
         ) from error

@@ -1,9 +1,9 @@
 """The process's random generators, set for one sample: from a key and the sample's position in the order.
 
 User code draws from the generators of python, numpy and torch. Unless these are set, a sample depends on what the same
-process read before: on workers, boxes and restarts. Each is set in its cheapest way: by 64 bits for Python's, by 32 for
-numpy's and torch's (torch keeps no more of a seed). torch.manual_seed would cost twenty times as much, because it asks
-every kind of device.
+process read before, and so on workers, boxes and restarts. Each is seeded in its cheapest way: by 64 bits for Python's,
+by 32 for numpy's and torch's (torch uses no more of a seed). torch.manual_seed would take twenty times as long, because
+it asks every kind of device.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from penstock.data.ordering.permutation import mix
 __all__ = ["Seeds", "seed_generators", "seeds_of"]
 
 _PYTHON, _OTHERS = 0, 1
-"""Numbers that make the keys of Python's generator and of the others differ."""
+"""Constants mixed into the keys, so that Python's generator and the others get different ones."""
 
 Seeds = tuple[int, int]
 """Seed of Python's generator, and seed of the others."""
 
 
 def seeds_of(key: int, *position: npt.ArrayLike) -> list[Seeds]:
-    """Return the seeds of several samples. `position`: integers that identify each, such as epochs and positions; at
-    least one array, the others broadcast."""
+    """Return the seeds of several samples. `position`: integers that identify each sample, such as epochs and
+    positions. At least one is an array; the others broadcast."""
     words = mix(key, *position)
     return list(zip(mix(_PYTHON, words).tolist(), mix(_OTHERS, words).tolist(), strict=True))
 

@@ -1,7 +1,7 @@
-"""Reading of samples by number, for MapLoader and StreamingLoader: random generators, and notes on users' errors.
+"""Reading of samples by number, for MapLoader and StreamingLoader: random generators, and notes added to users' errors.
 
 Random augmentation draws from the process's generators. They are set before each sample, from the seed and the sample's
-position in the order (keyed_random.py), and restored afterwards.
+position in the order (keyed_random.py), and restored after the batch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["MapReader"]
 
 
 class MapReader:
-    """Reader of samples and maker of batches. Holds only the dataset and settings, so that it can be sent to a
+    """Reader of samples and maker of batches. Contains only the dataset and settings, so that it can be sent to a
     process."""
 
     def __init__(
@@ -65,8 +65,8 @@ class MapReader:
             restore_rng(before)
 
     def batch(self, plan: BatchPlan) -> Any:
-        """Return the collated batch; if generators are set, collation draws by the position of the batch's first
-        row."""
+        """Return the collated batch. If generators are set, collation draws from generators keyed by the position of
+        the batch's first row."""
         if not self.reseeds:
             return self.collated(plan, self._all(plan))
         before = capture_rng()
@@ -96,13 +96,13 @@ class MapReader:
         if not callable(getattr(type(self.dataset), "__getitems__", None)):
             dataset, left = self.dataset, iter(numbers)
             try:
-                return [dataset[number] for number in left]  # a call of ours for each would take a third longer
+                return [dataset[number] for number in left]  # a method called for each sample takes a third longer
             except Exception as error:
                 self._annotate(error, self._sample_position(plan, len(numbers) - operator.length_hint(left) - 1))
                 raise
         try:
             found = self.dataset.__getitems__(numbers)
-            if isinstance(found, Mapping):  # its keys would be taken for samples
+            if isinstance(found, Mapping):  # iterating it would yield its keys as samples
                 raise DatasetError(f"{self.name}: __getitems__ must return a list of samples, got a dict")
             found = list(found)
         except Exception as error:
@@ -124,7 +124,8 @@ class MapReader:
             raise
 
     def _annotate(self, error: Exception, what: str) -> None:
-        """Note the sample in the user's error. A StopIteration, which would end the epoch silently, is replaced."""
+        """Add a note that names the sample to the user's error. Raises DatasetError for a StopIteration, which would
+        end the epoch silently."""
         if isinstance(error, StopIteration):
             raise stop_iteration_error(f"{self.name} for {what}") from error
         error.add_note(f"raised by {self.name} for {what}")

@@ -1,8 +1,8 @@
 """A loader of samples whose order is a function from position to sample, whatever the storage.
 
-The order (ordering/sharded_order.py, unsharded_order.py) maps positions to samples, ordering/epoch_plan.py says which
-batches an epoch has, and WorkerBatches which of them this process makes. So the position is a few integers, and a state
-of them fits any topology. Subclasses define how the samples of a batch are read.
+The order (ordering/sharded_order.py, unsharded_order.py) maps positions to samples, ordering/epoch_plan.py defines the
+batches of an epoch, and WorkerBatches selects those that this process makes. So the position is a few integers, and a
+state of them fits any topology. Subclasses define how the samples of a batch are read.
 """
 
 from __future__ import annotations
@@ -41,15 +41,16 @@ class Fetcher(Protocol):
     """Maker of a worker's batches, ahead of need."""
 
     def take(self, done: int) -> Any:
-        """Return the batch after the first `done` batches; there must be one. `done` grows by one at each call, except
-        after an error, when it may stay."""
+        """Return the batch after the first `done` batches; the caller makes sure that there is one. `done` grows by one
+        at each call; after an error it may stay the same."""
 
     def close(self) -> None:
         """Stop making batches ahead; the next `take` starts again."""
 
 
 class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
-    """Batches in an order that does not depend on boxes and workers. One iteration is one epoch, or the rest of one."""
+    """Loader of batches in an order that does not depend on boxes and workers. One iteration is one epoch, or the rest
+    of it."""
 
     loads_own_state = True
     exact_states = True
@@ -78,13 +79,14 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         self._keys, self._key_field = PositionKeys.of(described, len(order)), checked_name(keys)
         self._epoch = self._start = self._done = self._first = 0
         self._partitioned_for = self._topology()
-        """Topology that divides the batches, of which this worker has made `_done`."""
+        """Topology for which the batches were divided when this worker began to count `_done`."""
         self._at_position = True
         """True if the next iteration begins at the present position; False if it begins the next epoch."""
         self._counted = 0, 0
         """(epoch, start) from which `state_after` counts."""
         self._epochs_begun = 0
-        """Number of iterations begun, and of jumps by loading or `set_epoch`: an iterator from before ends."""
+        """Number of iterations begun, plus jumps by loading or `set_epoch`. An iterator that sees another number than
+        at its start ends."""
         if EpochPlan(len(order), tail).remainder(0, 0, batch, identity.boxes).batches == 0:
             raise DatasetError(
                 f"{name}: {len(order)} samples make no batch of {batch} with tail={tail!r}; use a smaller batch or "
@@ -99,7 +101,7 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
             f"epoch {self._epoch}, {self._done} batches done>"
         )
 
-    # ---- what a loader adds
+    # ---- methods of subclasses
 
     @abstractmethod
     def _read_samples(self, plan: BatchPlan) -> list[Any]:
@@ -130,7 +132,7 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         """Return an iterator of the next epoch, or of the rest of a loaded state's epoch."""
         self._repartition()
         own_batches = self._worker_batches()
-        # Skip an epoch of which nothing is left, but not one that never had a batch.
+        # Skip an epoch that has no batch left; do not skip one that never had a batch.
         ended = (
             (self._done > 0 or self._start > 0)
             and own_batches.ended(self._done)
@@ -162,12 +164,12 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
 
     @staticmethod
     def advance_state(state_dict: dict[str, Any], batches: int) -> dict[str, Any]:
-        """Return a worker's state after `batches` more of its batches in the same epoch. A state between two snapshots
-        is thus computed: nothing is read again, and no user code runs."""
+        """Return a worker's state after `batches` more of its batches in the same epoch. The state is computed: nothing
+        is read again, and no user code runs."""
         return {**state_dict, "done": progress_of(state_dict).done + batches}
 
     def __init_subclass__(cls, **keywords: Any) -> None:
-        """Disable `advance_state` in a class that overrides `state_dict` alone: the two must agree."""
+        """Set `advance_state` to None in a class that overrides `state_dict` alone, because the two must agree."""
         super().__init_subclass__(**keywords)
         if "state_dict" in vars(cls) and "advance_state" not in vars(cls):
             cls.advance_state = None  # type: ignore[assignment]
@@ -192,7 +194,7 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
                     f"by a worker in {topology}: load one that aggregate_state_dict or state_after returned, which "
                     "fits any number of workers"
                 )
-            progress = self._part(state_dict, strict=strict)  # each box has done as many batches
+            progress = self._part(state_dict, strict=strict)  # all boxes have delivered equally many batches
         elif skip_of(state_dict) != self._epochs.skip:
             if progress.done and topology.workers > 1:
                 raise StateMismatchError(
@@ -259,16 +261,17 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         self._partitioned_for = self._topology()
 
     def _count_from_here(self) -> None:
-        # Among several workers the progress of the others is unknown.
+        # With several workers, the progress of the others is unknown.
         done = self._done if self._partitioned_for.workers == 1 else 0
         self._counted = self._remainder(self._epoch, self._start).position_after(done)
 
     def _repartition(self) -> None:
-        """Move a copy of the loader to this process's share. A worker process of a torch DataLoader has a copy of a
-        loader that was made, and maybe loaded, in the parent process, where fewer processes share the batches."""
+        """Adapt a copy of the loader to this process's share. A worker process of a torch DataLoader has a copy of the
+        loader, which was made and maybe loaded in the parent process, where fewer processes share the batches."""
         topology = self._topology()
         if not self._done or self._partitioned_for == topology:
-            self._partitioned_for = topology  # from here on; with persistent_workers=True the copies count their epochs
+            # fixed from now on: with persistent_workers=True each copy counts its epochs itself
+            self._partitioned_for = topology
             return
         if self._partitioned_for.workers > 1:
             raise StateMismatchError(
@@ -278,7 +281,7 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
             )
         self._move_to(*self._worker_batches().remainder.position_after(self._done))
 
-    # ---- which process makes what
+    # ---- division among processes
 
     def _topology(self) -> Topology:
         return Topology(self._identity.boxes, self._identity.turn().of, self._batch)
@@ -313,7 +316,8 @@ class _Epoch:
             try:
                 batch = with_keys(batch, loader._key_field, [loader._keys.key(*progress) for progress in positions])
             except BaseException:
-                self._close()  # the fetcher has advanced and the loader has not: it restarts here
+                # the fetcher has advanced and the loader has not: restart the fetcher from the loader's position
+                self._close()
                 raise
         self._move_on()
         return batch

@@ -1,4 +1,4 @@
-"""Restore keys: short texts that travel with a batch, one for each row, and name the sample that it was made of."""
+"""Restore keys: short texts in a batch, one for each row, that name the sample of the row."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class PositionKeys:
 
     @staticmethod
     def of(described: Mapping[str, Any], length: int) -> PositionKeys:
-        # An epoch's tail decides which batches there are, not which sample is at a position.
+        # The tail decides which batches an epoch has, but not which sample is at a position.
         text = json.dumps({**described, "tail": None}, sort_keys=True)
         return PositionKeys(length, xxhash.xxh3_64_hexdigest(text.encode()))
 

@@ -26,7 +26,7 @@ __all__ = ["StreamingLoader"]
 BLOCK = 1 << 18
 """Default number of samples that are shuffled with each other."""
 EXAMINED_POSITIONS = 1 << 14
-"""Largest number of the positions ahead that are examined to find the shards needed next."""
+"""Largest number of upcoming positions that are examined to find the shards needed next."""
 
 
 class StreamingLoader(PositionLoader):
@@ -158,8 +158,8 @@ class StreamingLoader(PositionLoader):
         return self._reader.batch(plan)
 
     def _prefetch(self, own_batches: WorkerBatches, plans: list[BatchPlan]) -> None:
-        """Prefetch the shards that this process needs for the next samples, then those that the box needs for the
-        positions after them, also of the next epoch."""
+        """Prefetch the shards that this process needs for its next samples, then those that the box needs for later
+        positions, including those of the next epoch."""
         remainder, position = own_batches.remainder, int(plans[0].positions[0])
         remainder_before, at = self._prefetched_from
         if remainder_before is remainder and position - at < self._ahead // 4:
@@ -177,8 +177,8 @@ class StreamingLoader(PositionLoader):
         self.dataset.fetch_ahead(shards[np.sort(first)])
 
     def _near(self, remainder: EpochRemainder, position: int, count: int) -> Ints:
-        """Return this box's next positions; if there are many, only some evenly spread runs that each touch all
-        partitions."""
+        """Return this box's next positions. If there are many, return only some evenly spread runs, each of which
+        touches all partitions."""
         run = max(self._shards.partitions, self._identity.boxes)
         return remainder.near(self._identity.box, position, count, run=run, runs=max(1, EXAMINED_POSITIONS // run))
 
@@ -192,8 +192,8 @@ def _reader(
     *,
     own_collate: bool,
 ) -> MapReader:
-    """Return a reader of an epoch of `length` samples. Generators are set only for user code, which may draw random
-    numbers."""
+    """Return a reader of an epoch of `length` samples. Generators are set only for user code, because nothing else
+    draws random numbers."""
     return MapReader(
         dataset,
         type(dataset).__qualname__,

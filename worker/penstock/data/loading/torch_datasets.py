@@ -1,8 +1,8 @@
 """Ready-made input_fns with torch's arguments, for `penstock.client.DataLoader(dataset, batch_size=32, ...)`.
 
 A map-style dataset becomes a MapLoader, whose order and position do not depend on the number of workers. An iterable
-one is read by torch's DataLoader, in each worker: it must shard itself by get_worker_info(), as torch demands, and is
-restored from the start of its epoch by replay.
+dataset is read by torch's DataLoader in each worker. It must shard itself by get_worker_info(), as torch demands, and
+is restored by replay from the start of its epoch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["read_batches", "stream_batches"]
 
 
 class _OnlySample:
-    """Collate function for `batch_size=None`: return the one sample, converted to tensors as torch does it."""
+    """Collate function for `batch_size=None`: returns the only sample, converted to tensors as torch converts it."""
 
     def __init__(self, convert: Callable[[Any], Any]) -> None:
         self._convert = convert

@@ -1,7 +1,8 @@
 """Identity of this process in a job: its box, and its number among the workers that make the box's batches.
 
-Inside an input_fn it comes from the assignment. Elsewhere it comes from torchrun's variables, and without these the
-process is the only one. A torch DataLoader's worker processes then share this process's batches among themselves.
+Inside an input_fn the identity comes from the assignment. Elsewhere it comes from torchrun's variables; without these
+the process is the only one. If such a process uses a torch DataLoader, the DataLoader's worker processes share its
+batches.
 """
 
 from __future__ import annotations
@@ -60,13 +61,14 @@ class WorkerIdentity:
         )
 
     def turn(self, first: int = 0) -> WorkerTurn:
-        """Return which batches this process makes: its slot's, or a part of them in a worker process of a torch
+        """Return the batches that this process makes: its slot's, or a part of them in a worker process of a torch
         DataLoader. `first`: slot that makes the first batch."""
         info = torch.utils.data.get_worker_info()
         number = (self.slot - first) % self.workers
-        if info is None or info.dataset is None:  # a runner answers the latter about itself
+        # in a runner, get_worker_info() describes the runner itself, without a dataset
+        if info is None or info.dataset is None:
             return WorkerTurn(number, self.workers)
-        # Whichever slot is first: each begins with its first process.
+        # Whichever slot is first, its first process makes its first batch.
         return WorkerTurn(number + self.workers * info.id, self.workers * info.num_workers)
 
     def alone(self, turn: WorkerTurn) -> bool:

@@ -2,8 +2,8 @@
 
     index in a partition -> index in the sequence -> permuted within its block -> part -> shard and sample
 
-A block is some neighbouring parts, cut at the partition's borders. To read a position, only the shards of its block are
-needed. Memory holds one number for each part: its beginning.
+A block is a few neighbouring parts, cut at the partition's borders. To read a position, only the shards of its block
+are needed. Memory contains one number for each part: its beginning.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from penstock.data.ordering.shard_selection import ShardParts
 __all__ = ["Blocks", "PartSequence"]
 
 Blocks = list[tuple[int, Ints]]
-"""Pairs of (index of the first position that lies in the block, numbers of its shards)."""
+"""Pairs of (index, in the request, of the first position that lies in the block; numbers of the block's shards)."""
 
 
 class PartSequence:
@@ -45,13 +45,14 @@ class PartSequence:
         partition = np.arange(partitions + 1)
         self._partition_starts = partition * (self._length // partitions)
         self._partition_starts += np.minimum(partition, self._length % partitions)
-        """Index at which each partition begins; if the division has a remainder, the first ones have one sample
-        more."""
+        """Index at which each partition begins. If the sequence cannot be divided evenly, the first partitions have one
+        sample more."""
         self._first = self._rank(self._partition_starts[:-1])
         """Rank of the part in which each partition begins."""
 
     def ids(self, positions: Ints) -> Ints:
-        """Return the samples at these positions, in [0, length): position p is sample p div C of partition p mod C."""
+        """Return the samples at these positions, in [0, length). Position p is sample p div C of partition p mod C, for
+        C partitions."""
         at = self._at(positions)
         if self._shuffle:
             low, high, keys = self._blocks(at, positions % self._partitions)
@@ -85,7 +86,7 @@ class PartSequence:
         return at
 
     def _blocks(self, at: Ints, partition: Ints) -> tuple[Ints, Ints, Words]:
-        """Return where the block of each index begins and ends, and its key."""
+        """Return the beginning and end of the block of each index, and the block's key."""
         first = self._first[partition]
         number = (self._rank(at) - first) // self._block
         low = np.maximum(self._bounds[first + number * self._block], self._partition_starts[partition])
@@ -94,7 +95,7 @@ class PartSequence:
         return low, high, mix(self._key, partition, number)
 
     def _rank(self, at: Ints) -> Ints:
-        """Return the rank in the sequence of the part in which each index lies."""
+        """Return, for each index, the rank in the sequence of the part that contains it."""
         return np.searchsorted(self._bounds, at, side="right") - 1
 
     def _part_at(self, ranks: Ints) -> Ints:

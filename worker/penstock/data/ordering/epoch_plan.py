@@ -21,7 +21,7 @@ from penstock.data.ordering.skips import KeptPositions, Ranges
 __all__ = ["BatchPlan", "EpochPlan", "EpochRemainder", "SampleOrder", "WorkerBatches"]
 
 ORDERED_AT_ONCE = 2048
-"""Rows whose samples are looked up in one call, which takes 0.1 us a row; calls of 64 rows take 2 us a row."""
+"""Rows whose samples are looked up in one call. This many take 0.1 us a row; calls of 64 rows take 2 us a row."""
 
 
 class SampleOrder(Protocol):
@@ -44,7 +44,8 @@ class BatchPlan(NamedTuple):
     ids: Ints
     """Numbers of the rows' samples."""
     empty: bool = False
-    """True if the box has no row: the plan then names another box's row, as a model for a batch without rows."""
+    """True if the box has no row. The plan then names another box's row, which serves as a model for a batch without
+    rows."""
 
     def position_of(self, row: int, length: int) -> tuple[int, int]:
         """Return (epoch, position) of a row, where epochs have `length` samples."""
@@ -87,7 +88,7 @@ class EpochRemainder:
             begin = epoch * length
             if not skip or skip[-1][1] <= begin or self._like(epoch, start).batches:
                 return epoch, start
-            ends = [end for first, end in skip if first <= begin < end]  # at most one
+            ends = [end for first, end in skip if first <= begin < end]  # at most one range contains the beginning
             epoch = max([epoch + 1, *(end // length for end in ends)])
 
     def _like(self, epoch: int, start: int) -> EpochRemainder:
@@ -122,7 +123,7 @@ class EpochPlan:
         return EpochRemainder(self, epoch, start, batch, boxes)
 
     def begin(self, epoch: int, batch: int, position: tuple[int, int]) -> int:
-        """Return the `start` of an epoch for which `position` is a whole number of batches of this size away."""
+        """Return the `start` of an epoch that is a whole number of batches of this size before `position`."""
         if self.tail != "carry":
             return 0
         kept = KeptPositions(self.skip, epoch * self.length)
@@ -172,7 +173,7 @@ class WorkerBatches:
 
     def _ids(self, positions: Ints) -> Ints:
         epoch, length = self.remainder.epoch, self.remainder.epochs.length
-        if positions[0] >= 0:  # the first row is the first in the order, or after the epoch's beginning
+        if positions[0] >= 0:  # the first row is in this epoch, so the batch has no rows of earlier ones
             return self.order.ids(epoch, positions)
         ids = np.empty_like(positions)
         epochs = positions // length

@@ -25,9 +25,9 @@ import numpy as np
 
 from penstock.data.ordering.permutation import Ints
 
-__all__ = ["FARTHEST_OFF", "Interleaving"]
+__all__ = ["MAX_DEVIATION", "Interleaving"]
 
-FARTHEST_OFF = 1.68
+MAX_DEVIATION = 1.68
 """Largest deviation of a sequence from its share, in units."""
 
 
@@ -47,8 +47,8 @@ class _Inner:
         """Return how many of the first `units` units are the left child's: floor(x l / n + 1/2)."""
         n, part = self.units, self.left.units
         found: Ints = np.floor(units * (part / n) + 0.5).astype(np.int64)
-        # Floats of 53 bits are off by less than one for n < 2^48. The remainder of the division is small, so products
-        # that overflow do not harm it, and it shows which of the candidates is exact.
+        # A float has 53 bits, so for n < 2^48 the quotient is off by less than one. The division's remainder is small:
+        # it survives the overflow of the products, and shows which candidate is exact.
         with np.errstate(over="ignore"):
             rest = 2 * part * units + n - found * (2 * n)
         exact: Ints = found - (rest < 0) + (rest >= 2 * n)
@@ -72,7 +72,8 @@ class Interleaving:
         """Units of all sequences."""
 
     def split(self, positions: Ints) -> Iterator[tuple[int, Ints, Ints]]:
-        """Yield (sequence, indexes of its positions, index of the sequence's unit at each)."""
+        """Yield (number of the sequence, indexes in `positions` that belong to it, number of the sequence's unit at
+        each of them)."""
         if self._root is not None and len(positions):
             yield from _split(self._root, np.arange(len(positions)), positions)
 

@@ -41,7 +41,7 @@ __all__ = [
 
 FORMAT = 3
 """Version of the state's format."""
-MOST = 1 << 62
+NUMBER_LIMIT = 1 << 62
 """Exclusive upper bound of every number in a state."""
 
 
@@ -60,38 +60,39 @@ class OrderProgress:
 
     epoch: int
     start: int
-    """Position in the epoch where this partition began; negative where samples of earlier epochs were left over."""
+    """Position in the epoch where this partition began; negative if samples of earlier epochs were left over."""
     done: int
-    """Batches of this worker since then."""
+    """Batches that this worker has made since `start`."""
     topology: Topology
-    """Numbers of boxes and workers among which the batches are divided, and the global batch."""
+    """Numbers of boxes and workers that share the batches, and the size of the global batch."""
     first: int = 0
     """Worker of each box that makes the partition's first batch."""
 
     def plain(self) -> dict[str, Any]:
-        """Return the fields of a state. Written out by hand: a loop may save at every step, and `asdict` takes 10
-        us."""
+        """Return the fields of a state. Written without `dataclasses.asdict`, which takes 10 us: a loop may save at
+        every step."""
         topology = {"boxes": self.topology.boxes, "workers": self.topology.workers, "batch": self.topology.batch}
         return {"epoch": self.epoch, "start": self.start, "done": self.done, "topology": topology, "first": self.first}
 
     @classmethod
     def parsed(cls, state: Mapping[str, Any]) -> OrderProgress:
-        """Return the progress in a state. Raises KeyError, TypeError or ValueError for impossible values; `start`
-        depends on the order and is checked elsewhere."""
+        """Return the progress in a state. Raises KeyError, TypeError or ValueError for impossible values. `start` is
+        checked elsewhere, because its limits depend on the order."""
         topology = Topology(**state["topology"])
         progress = cls(state["epoch"], state["start"], state["done"], topology, state["first"])
         numbers = [progress.epoch, progress.done, topology.boxes - 1, topology.workers - 1, topology.batch - 1]
         numbers += [progress.first, topology.workers - 1 - progress.first]
-        if any(type(number) is not int or not 0 <= number < MOST for number in numbers):
+        if any(type(number) is not int or not 0 <= number < NUMBER_LIMIT for number in numbers):
             raise ValueError(f"values out of range: {progress}")
         return progress
 
     def turn(self, number: int) -> WorkerTurn:
-        """Return the turn of a box's worker `number`."""
+        """Return the worker's turn. `number`: the worker's number within its box."""
         return WorkerTurn((number - self.first) % self.topology.workers, self.topology.workers)
 
     def of_worker(self, number: int) -> OrderProgress:
-        """Return the progress of a box's worker `number`, if this is the progress of the whole box."""
+        """Return the progress of one worker of a box. `number`: the worker's number within the box. Call it on the
+        progress of the whole box."""
         return replace(self, done=self.turn(number).done(self.done))
 
 
@@ -110,11 +111,11 @@ def progress_of(state: Any) -> OrderProgress:
     check_format(state, "a StreamingLoader or MapLoader")
     try:
         progress = OrderProgress.parsed(state)
-        if type(progress.start) is not int or not -MOST < progress.start < MOST:
+        if type(progress.start) is not int or not -NUMBER_LIMIT < progress.start < NUMBER_LIMIT:
             raise ValueError(f"values out of range: {progress}")
         skip_of(state)
     except (KeyError, TypeError, ValueError) as error:
-        raise StateCorruptError(f"the loader's state is damaged, load an older one: {error!r}") from error
+        raise StateCorruptError(f"the loader's state is damaged: {error!r}. Load an older state") from error
     return progress
 
 
@@ -124,7 +125,7 @@ def skip_of(state: Mapping[str, Any]) -> Ranges:
     skip = tuple((first, end) for first, end in state.get("skip", ()))
     last = -1
     for number in (number for piece in skip for number in piece):
-        if type(number) is not int or not last < number < MOST:
+        if type(number) is not int or not last < number < NUMBER_LIMIT:
             raise ValueError(f"skip must be rising ranges of sample numbers, got {state['skip']!r:.200}")
         last = number
     return skip
@@ -132,7 +133,7 @@ def skip_of(state: Mapping[str, Any]) -> Ranges:
 
 def check_format(state: Any, loader: str, *names: str) -> None:
     """Raise StateMismatchError unless `state` is of this kind of loader, which has the entries `names` besides the
-    common ones; StateVersionError for a state of another format; StateCorruptError for a damaged one."""
+    common ones. Raise StateVersionError for a state of another format, and StateCorruptError for a damaged one."""
     if not isinstance(state, Mapping) or not {"format", "order", *names} <= state.keys():
         raise StateMismatchError(f"the state must be that of {loader}, got one of another loader: {str(state)[:200]}")
     if type(state["format"]) is not int or state["format"] < 1 or not isinstance(state["order"], Mapping):
@@ -148,24 +149,24 @@ def check_format(state: Any, loader: str, *names: str) -> None:
 
 
 def others_of(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return, from an aggregated state, the states of workers that are not at the common position, by
-    global_worker_id."""
+    """Return, by global_worker_id, the states in an aggregated state of those workers that are not at the common
+    position."""
     others = state.get("others")
     if not isinstance(others, Mapping):
-        raise StateCorruptError(f"the loader's state is damaged: others is {others!r:.200}")
+        raise StateCorruptError(f"the loader's state is damaged: others must be a dict, got {others!r:.200}")
     return others
 
 
 def check_order(state: Mapping[str, Any], order: Mapping[str, Any], epochs: EpochPlan, *, strict: bool) -> None:
-    """Raise StateMismatchError if the state is a position in another order; without `strict` warn. Raise
-    StateCorruptError if the position is outside of this order."""
+    """Raise StateMismatchError if the state is a position in another order; without `strict` warn instead. Raise
+    StateCorruptError if the position lies outside this order."""
     saved = state["order"]
     names = [name for name in {**saved, **order} if saved.get(name) != order.get(name)]
     if not names:
         least = -state["epoch"] * epochs.length if epochs.tail == "carry" else 0
         if not least <= state["start"] <= epochs.length or state["done"] > epochs.length - least:
             raise StateCorruptError(
-                f"the loader's state is damaged: it says {state['done']} batches after sample {state['start']}, but an "
+                f"the loader's state is damaged: it has {state['done']} batches after sample {state['start']}, but an "
                 f"epoch has {epochs.length} samples"
             )
         return
@@ -174,8 +175,8 @@ def check_order(state: Mapping[str, Any], order: Mapping[str, Any], epochs: Epoc
 
 
 def _check_same_order(states: Sequence[Mapping[str, Any]]) -> None:
-    """Raise StateMismatchError unless all workers divide the same order into the same batches: otherwise samples were
-    lost and repeated."""
+    """Raise StateMismatchError unless all workers divide the same order into the same batches. Otherwise they have left
+    out and repeated samples."""
     first = _settings(states[0])
     for number, state in enumerate(states):
         settings = _settings(state)
@@ -189,8 +190,8 @@ def _check_same_order(states: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _check_same_epochs(workers: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    """Raise StateMismatchError unless this loader has the workers' number of samples and `tail`. The seed may differ:
-    outside of a worker the run's seed is unknown."""
+    """Raise StateMismatchError unless this loader has the same number of samples and the same `tail` as the workers.
+    The seed may differ, because the run's seed is unknown outside a worker."""
     names = [name for name in ("samples", "tail") if workers.get(name) != identity.get(name)]
     if names:
         differing = ", ".join(
@@ -217,7 +218,8 @@ def replanned(state: Mapping[str, Any], epochs: EpochPlan, done: int, *, strict:
     """Return the position of a state after `done` batches of each box, for a loader that now skips the ranges in
     `epochs`.
 
-    Raises StateMismatchError, or warns without `strict`, if it skips more before the position than the saved run did.
+    Raises StateMismatchError, or warns without `strict`, if the loader skips more before the position than the saved
+    run did.
     """
     progress, saved = progress_of(state), skip_of(state)
     position = _remainder(progress, replace(epochs, skip=saved)).position(done)
@@ -242,7 +244,7 @@ def aggregated(states: Sequence[Mapping[str, Any]], order: Mapping[str, Any], ep
     _check_same_epochs(states[0]["order"], order)
     newest = max(workers_progress, key=lambda progress: progress.epoch)
     workers = newest.topology.workers
-    # A worker that is still at the end of the previous epoch has done nothing of this one.
+    # A worker that is still at the end of the previous epoch has made no batch of this one.
     dones = [progress.done if progress.epoch == newest.epoch else 0 for progress in workers_progress]
     batches = min(newest.turn(number % workers).batch(done) for number, done in enumerate(dones))
     batches = min(batches, _remainder(newest, replace(epochs, skip=skip)).batches)
@@ -265,7 +267,7 @@ def deaggregated(
         other = others_of(state).get(str(number))
         return whole.of_worker(number % topology.workers) if other is None else progress_of(other)
     start = replanned(state, epochs, whole.done, strict=strict)
-    if same:  # also at the epoch's end, which the worker notices itself, as with the same batches
+    if same:  # also at the epoch's end, which the worker detects itself
         return OrderProgress(whole.epoch, start, 0, topology, (whole.first + whole.done) % topology.workers)
     remainder = epochs.remainder(whole.epoch, start, topology.batch, topology.boxes)
     return OrderProgress(*remainder.position_after(0), 0, topology)

@@ -19,12 +19,13 @@ __all__ = ["APART", "Partition", "Tail", "WorkerTurn"]
 
 Tail = Literal["emit", "pad", "drop", "carry"]
 APART: Literal["emit apart"] = "emit apart"
-"""Tail for samples that are batches already: as "emit", but the last rows are never added to the batch before."""
+"""Tail for samples that are batches already. Works as "emit", but never adds the last rows to the batch before."""
 
 
 @dataclass(frozen=True)
 class WorkerTurn:
-    """Turn of a worker among those that make a box's batches: it makes number, number + of, number + 2 of, ..."""
+    """Turn of a worker among the workers of its box: of `of` workers, it makes the batches number, number + of, number
+    + 2 of, ..."""
 
     number: int
     of: int
@@ -42,10 +43,10 @@ class WorkerTurn:
 class Partition:
     """Rest of an epoch, from position `start` on, in global batches of `batch` samples for `boxes` boxes.
 
-    An incomplete last batch is emitted, padded with positions from the epoch's beginning, dropped, or carried: then its
-    samples are the first of the next epoch, whose `start` is negative. An emitted batch with fewer rows than boxes is
-    added to the batch before. If there is no batch before (the epoch has too few samples, or too few are left after a
-    resume on more boxes), the last boxes get a batch without rows: no sample comes twice.
+    An incomplete last batch is emitted, padded with positions from the epoch's beginning, dropped, or carried. A
+    carried batch's samples become the first of the next epoch, whose `start` is then negative. An emitted batch with
+    fewer rows than boxes is added to the batch before. If there is no batch before (the epoch has too few samples, or
+    too few are left after a resume on more boxes), the last boxes get a batch without rows: no sample comes twice.
     """
 
     length: int

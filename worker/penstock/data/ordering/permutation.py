@@ -1,11 +1,13 @@
-"""Keyed permutations that are computed for each element and not stored.
+"""Keyed permutations, computed for each element and not stored.
 
 A shuffled epoch of 10^9 samples is a function from position to sample. A Feistel network over b bits is a bijection
-whatever its round function; b is the least that holds n, and a result of n or more is permuted again until it falls
-below n (cycle-walking: J. Black and P. Rogaway, "Ciphers with Arbitrary Finite Domains", 2002), less than twice on
-average. Each element has a key and an n of its own, so that a batch drawn from many shuffled blocks is one call.
+whatever its round function. b is the smallest number of bits that can represent n values. A result of n or more is
+permuted again until it falls below n (cycle-walking: J. Black and P. Rogaway, "Ciphers with Arbitrary Finite Domains",
+2002), less than twice on average. Each element has its own key and its own n, so one call can draw a batch from many
+shuffled blocks.
 
-The order of a dataset is a promise: states are positions in it. So this arithmetic never changes; a test holds it.
+The order of a dataset is a promise, because states are positions in it. So this arithmetic never changes; a test
+compares it with recorded values.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 
 ROUNDS = 8
-LEAST_BITS = 6
-"""Least width of the network: halves of one or two bits have too few permutations to choose from."""
+MIN_BITS = 6
+"""Smallest width of the network, in bits: halves of one or two bits have too few permutations to choose from."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -28,14 +30,14 @@ _30, _27, _31, _ONE = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(1)
 
 
 def _scrambled(words: Words) -> Words:
-    """Return the finalizer of splitmix64 (G. Steele, D. Lea and C. Flood, 2014)."""
+    """Return the words hashed by the finalizer of splitmix64 (G. Steele, D. Lea and C. Flood, 2014)."""
     words = (words ^ (words >> _30)) * _FIRST
     words = (words ^ (words >> _27)) * _SECOND
     return words ^ (words >> _31)
 
 
 def mix(key: int, *parts: npt.ArrayLike) -> Words:
-    """Return a key of 64 bits for each element of `parts` (integers, which broadcast); different parts give different
+    """Return a key of 64 bits for each element of `parts` (integers, which broadcast). Different parts give different
     keys."""
     with np.errstate(over="ignore"):
         words = _scrambled(np.asarray(key & (2**64 - 1), np.uint64) + _GOLDEN)
@@ -67,13 +69,13 @@ def permuted(positions: npt.ArrayLike, count: npt.ArrayLike, keys: npt.ArrayLike
 
 
 def _bits(size: Words) -> Words:
-    """Return the bits of the least power of two that holds [0, size)."""
+    """Return the number of bits of the smallest power of two that is at least `size`, at least MIN_BITS."""
     _, exponent = np.frexp((size - _ONE).astype(np.float64))
     exponent = exponent.astype(np.uint64)
-    # A float of 53 bits may have been rounded up to the next power of two. One bit too many is still correct, but the
-    # same on every machine only if it is decided in integers.
+    # A float of 53 bits may have been rounded up to the next power of two. One bit too many would still be correct, but
+    # only a decision in integers gives the same result on every machine.
     exponent = np.where((size - _ONE) >> np.maximum(exponent, _ONE) - _ONE == 0, exponent - _ONE, exponent)
-    return np.maximum(exponent, np.uint64(LEAST_BITS))
+    return np.maximum(exponent, np.uint64(MIN_BITS))
 
 
 def _feistel(words: Words, bits: Words, key: Words) -> Words:

@@ -1,8 +1,8 @@
-"""Selection of the shards, and how often each, that an epoch takes of a stream whose share is not its length.
+"""Selection of the shards that an epoch takes of a stream, and how often, if the stream's share is not its length.
 
-An epoch that takes q L + r samples of a stream of L takes every shard q times, and r samples more. Each epoch's r begin
-where those of the epoch before ended: no sample repeats before all of the stream has come, and then the order is new.
-So with a share of a tenth every sample was seen once after ten epochs.
+An epoch that takes q L + r samples of a stream of L takes every shard q times, and r samples more. Each epoch's r
+samples begin where those of the epoch before ended. So no sample repeats before the whole stream has come, and each
+repeat has a new order. With a share of a tenth, every sample is seen once in ten epochs.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def parts_of(sizes: Ints, share: int, first_shard: int, *, epoch: int, key: int,
 
 
 def _piece(sizes: Ints, start: int, stop: int, first_shard: int, *, key: int, shuffle: bool) -> ShardParts:
-    """Return samples [start, stop) of one repeat of the stream."""
+    """Return the pieces for samples [start, stop) of one repeat of the stream."""
     order = np.arange(len(sizes))
     if shuffle:
         order = permuted(order, len(sizes), np.uint64(key))

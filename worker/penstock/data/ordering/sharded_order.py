@@ -38,8 +38,8 @@ __all__ = ["Interleave", "ShardedOrder"]
 Interleave = Literal["shards", "samples", "batches"]
 
 KEPT_EPOCHS = 2
-"""Epochs in memory: the present one, and the next, whose shards are prefetched already."""
-MOST = 1 << 48
+"""Epochs whose plans stay in memory: the present one and the next, whose shards are prefetched already."""
+SAMPLE_LIMIT = 1 << 48
 """Exclusive upper bound of an epoch's samples: positions in it are divided as floats of 53 bits."""
 
 
@@ -72,8 +72,10 @@ class ShardedOrder:
         self._sizes = np.concatenate([np.zeros(0, np.int64), *self._streams])
         self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._sizes)])
         self._length = sum(self._shares)
-        if not 0 < self._length < MOST:
-            raise DatasetError(f"an epoch must have at least 1 sample and fewer than {MOST}, got {self._length}")
+        if not 0 < self._length < SAMPLE_LIMIT:
+            raise DatasetError(
+                f"an epoch must have at least 1 sample and fewer than {SAMPLE_LIMIT}, got {self._length}"
+            )
         self._seed, self._shuffle, self._block = seed, shuffle, block
         self.partitions = partitions
         taken = [number for number, share in enumerate(self._shares) if share]
@@ -116,7 +118,7 @@ class ShardedOrder:
         return needed[np.sort(first)]
 
     def _split(self, epoch: int, at: Ints) -> Iterator[tuple[PartSequence, Ints, Ints]]:
-        """Yield (sequence, indexes of its positions, positions in it)."""
+        """Yield (sequence, indexes in `at` that belong to it, positions in the sequence)."""
         sequences = self._epoch(epoch)
         if len(sequences) == 1:
             yield sequences[0], np.arange(len(at)), at

@@ -1,8 +1,8 @@
-"""Skips: samples that are left out of an order, for a run that avoids data on which it went wrong.
+"""Skips: samples left out of an order, so that a run avoids data on which it failed.
 
 A sample's number counts from the run's beginning over all epochs: epoch * samples of an epoch + position. Skipping
 removes numbers from the order and changes no other, so a position means the same whatever is skipped after it. Ranks
-count the samples that are kept.
+count only the samples that are not skipped.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from penstock.proto.errors import InvalidArgumentError
 __all__ = ["KeptPositions", "Ranges", "added_before", "ranges_of"]
 
 Ranges = tuple[tuple[int, int], ...]
-"""Pairs of (first, end), ascending, neither empty nor adjoining."""
+"""Pairs of (first, end), ascending; no range is empty, and there is a gap between any two."""
 
-FARTHEST = 1 << 61
-"""Largest distance from an epoch's beginning, so that 64 bits are enough."""
+MAX_DISTANCE = 1 << 61
+"""Largest distance from an epoch's beginning; it makes 64 bits enough."""
 
 
 def ranges_of(skip: Iterable[range]) -> Ranges:
-    """Return the numbers that `skip` names as ranges. Raises InvalidArgumentError for anything else in it."""
+    """Return the ranges of numbers in `skip`. Raises InvalidArgumentError for anything else in it."""
     found = []
     for piece in skip:
-        if not isinstance(piece, range) or piece.step != 1 or not 0 <= piece.start <= piece.stop <= FARTHEST:
+        if not isinstance(piece, range) or piece.step != 1 or not 0 <= piece.start <= piece.stop <= MAX_DISTANCE:
             raise InvalidArgumentError(
                 f"skip must hold ranges of sample numbers, such as range(6400, 12800), got {piece!r}"
             )
@@ -50,7 +50,7 @@ def added_before(saved: Ranges, now: Ranges, position: int) -> tuple[int, int] |
     for first, end in now:
         index = bisect_right(ends, first)
         if index < len(saved) and saved[index][0] <= first:
-            first = ends[index]  # ranges do not adjoin: after its end something was not skipped
+            first = ends[index]  # there is a gap between ranges: the number at a range's end is not skipped
         if first < min(end, position):
             return first, min(end, position)
     return None
@@ -61,13 +61,17 @@ class KeptPositions:
     the first of these in the epoch; earlier ones are negative."""
 
     def __init__(self, ranges: Sequence[tuple[int, int]], begin: int) -> None:
-        """`begin`: number of the epoch's first sample."""
-        near = [(first - begin, end - begin) for first, end in ranges if -FARTHEST < first - begin < FARTHEST]
+        """
+        Args:
+            begin: number of the epoch's first sample.
+        """
+        near = [(first - begin, end - begin) for first, end in ranges if -MAX_DISTANCE < first - begin < MAX_DISTANCE]
         self._firsts = [first for first, _ in near]
         self._ends = [end for _, end in near]
         before = sum(max(0, min(end, 0) - first) for first, end in near)
         self._out = list(accumulate((end - first for first, end in near), initial=-before))
-        """Number of skipped samples from the epoch's beginning up to each range, and up to the end of the last."""
+        """Number of skipped samples from the epoch's beginning to each range's beginning, and to the end of the
+        last."""
         ranks = [first - out for first, out in zip(self._firsts, self._out, strict=False)]
         self._arrays = (np.array(ranks, np.int64), np.array(self._out, np.int64)) if near else None
 

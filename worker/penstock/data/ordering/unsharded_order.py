@@ -20,10 +20,10 @@ from penstock.proto.state.generators import derive_seed
 
 __all__ = ["UnshardedOrder"]
 
-MOST = 1 << 48
+SAMPLE_LIMIT = 1 << 48
 """Exclusive upper bound of a dataset's samples, and of an epoch's."""
 _BLOCKS, _SHORT, _INSIDE = 0, 1, 2
-"""Purposes of keys."""
+"""Constants that distinguish the keys: of a repeat's blocks, of the short block's place, of the samples in a block."""
 
 
 class UnshardedOrder:
@@ -38,9 +38,10 @@ class UnshardedOrder:
 
         Raises DatasetError for an epoch without samples, or with too many.
         """
-        if not 0 < count < MOST or not 0 < epoch_size < MOST:
+        if not 0 < count < SAMPLE_LIMIT or not 0 < epoch_size < SAMPLE_LIMIT:
             raise DatasetError(
-                f"dataset and epoch must have at least 1 sample and fewer than {MOST}, got {count} and {epoch_size}"
+                f"dataset and epoch must have at least 1 sample and fewer than {SAMPLE_LIMIT}, got {count} "
+                f"and {epoch_size}"
             )
         self._count, self._length, self._shuffle = count, epoch_size, shuffle
         self._block = count if block is None else min(block, count)
@@ -52,7 +53,7 @@ class UnshardedOrder:
 
     def ids(self, epoch: int, positions: npt.ArrayLike) -> Ints:
         """Return the numbers of the samples at these positions, which lie in [0, len(self))."""
-        repeat, first = divmod(epoch * self._length, self._count)  # Python's int: the epoch is unbounded
+        repeat, first = divmod(epoch * self._length, self._count)  # a Python int: epoch * length may exceed 64 bits
         at = np.asarray(positions, np.int64) + first
         if not self._shuffle:
             ids: Ints = at % self._count
@@ -65,7 +66,7 @@ class UnshardedOrder:
         if block == count:
             return permuted(at, count, keys)
         blocks, rest = divmod(count, block)
-        # The short block follows a keyed number of whole ones, and holds the dataset's last samples.
+        # A keyed number of whole blocks precedes the short block, which has the dataset's last samples.
         short = _chosen(keys, blocks + 1) * block
         inside_short = (at >= short) & (at < short + rest)
         whole = np.where(at >= short + rest, at - rest, at)

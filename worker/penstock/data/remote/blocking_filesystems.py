@@ -2,7 +2,8 @@
 
 Their calls may block for ever. So each call runs in a thread of its own, which the caller may abandon; the thread ends
 when the call does. Few of these filesystems may be used by two threads at a time: FTP has one connection, an archive
-one position. So a call has its filesystem to itself, and after a call that failed or hangs it is not used again.
+one position. So each call uses a filesystem that no other call uses, and a filesystem whose call failed or hangs is not
+used again.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ __all__ = ["PlainFilesystems"]
 
 
 class PlainFilesystems:
-    """Filesystems of one remote, for one process. As many are opened as there are concurrent calls."""
+    """Filesystems of one remote, for one process: one for each concurrent call."""
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         self._url, self._options = url, options
-        self._lock = threading.RLock()  # reentrant, as the remote's
+        self._lock = threading.RLock()  # reentrant, like the remote's lock
         self._free: list[tuple[Any, str]] = []
         self._calls: set[Future[Any]] = set()
         """Calls in progress."""
@@ -38,7 +39,7 @@ class PlainFilesystems:
         return future
 
     def close(self) -> None:
-        """Abandon all calls in progress, with an error for their waiters."""
+        """Abandon all calls in progress; their waiters get an error."""
         with self._lock:
             calls = tuple(self._calls)
         for future in calls:
@@ -66,7 +67,7 @@ class PlainFilesystems:
             return self._free.pop() if self._free else None
 
     def _opened(self) -> tuple[Any, str]:
-        import fsspec  # takes 0.1 s, which runners without a remote do not spend
+        import fsspec  # imported here: it takes 0.1 s, which runners without a remote save
 
         fs, root = fsspec.core.url_to_fs(self._url, skip_instance_cache=True, **self._options)
         return fs, root

@@ -1,12 +1,12 @@
 """A dataset's folder on this machine, a web server, an object store, or anything else that fsspec reaches.
 
-A temporary failure is tried again until the deadline, with growing pauses; a permanent one is raised at once. Every
-transfer has a deadline, and a minimum rate: a server that sends a byte now and then counts as stalled.
+A temporary failure is retried until the deadline, with growing pauses; a permanent one is raised at once. Every
+transfer has a deadline and a minimum rate: a server that sends a byte now and then counts as stalled.
 
 fsspec's shared event loop does not survive a fork, and closes its connections at any time. So a remote has an event
-loop of its own, in a thread that the first transfer starts and `close` ends. A forked child starts its own; it never
-touches what it inherited, whose sockets are the parent's. (That is never freed either: the frame of the loop's thread,
-which the child does not have, refers to it.)
+loop of its own, in a thread that the first transfer starts and `close` ends. A forked child starts its own loop. It
+never touches the inherited one, whose sockets are the parent's, and never frees it: the frame of the loop's thread,
+which the child does not have, refers to it.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ from penstock.runtime.files.plain_files import open_plain, read_plain
 __all__ = ["LARGEST_READ", "RemoteFolder", "joined"]
 
 LARGEST_READ = 1 << 30
-"""Largest file that is taken into memory as a whole, in bytes: an index of some million shards."""
+"""Largest file that is read into memory as a whole, in bytes: an index of some million shards."""
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 10.0
 LAST_PAUSE_S = 0.2
 """Seconds before the deadline in which no new try begins."""
 QUIET_TRIES = 5
 """Failures in a row, some two seconds, before the first log line."""
-SLOWEST = 1 << 16
-"""Bytes that must arrive in each `stall_s`; otherwise the transfer is broken off and continued."""
+MIN_PROGRESS_BYTES = 1 << 16
+"""Bytes that must arrive in each `stall_s`. If fewer arrive, the transfer is broken off and continued."""
 _SERVERS = ("endpoint_url", "endpoint", "host", "port", "account_name")
 """Options of fsspec's filesystems that name the server of a URL."""
 _log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class _Loop:
         self.pid = os.getpid()
         self.loop = asyncio.new_event_loop()
         self._session: Any = None
-        self._lock = threading.RLock()  # reentrant, as the remote's
+        self._lock = threading.RLock()  # reentrant, like the remote's lock
         self._ending = False
         self._thread = threading.Thread(target=self._run, name="penstock-remote", daemon=True)
         self._thread.start()
@@ -103,12 +103,12 @@ class _Loop:
 
     @property
     def ended(self) -> bool:
-        """True once no call can begin any more, as at the interpreter's end."""
+        """True once no call can begin any more, for example while the interpreter exits."""
         return self._ending
 
     def call(self, work: Coroutine[Any, Any, Any]) -> concurrent.futures.Future[Any]:
         with self._lock:
-            if self._ending:  # as at the interpreter's end, while a thread tries again what was ended with it
+            if self._ending:  # for example at the interpreter's exit, when a thread retries a call that `close` ended
                 work.close()
                 raise TransferBroken("was closed")
             return asyncio.run_coroutine_threadsafe(work, self.loop)
@@ -131,7 +131,7 @@ class _Loop:
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._session is not None:
             await self._session.close()
-        await asyncio.sleep(0)  # the transports' last callbacks
+        await asyncio.sleep(0)  # lets the transports run their last callbacks
         self.loop.stop()
 
 
@@ -146,8 +146,12 @@ class RemoteFolder:
         tries: int | None = None,
         stall_s: float = 30.0,
     ) -> None:
-        """`storage_options` go to fsspec's filesystem. `tries`: failures in a row, without a new byte, that end a
-        transfer; None: only the deadline does. `stall_s`: seconds without progress that break a transfer off."""
+        """
+        Args:
+            storage_options: options of fsspec's filesystem.
+            tries: failures in a row, without a new byte, that end a transfer; None: only the deadline ends it.
+            stall_s: seconds without progress after which a transfer is broken off.
+        """
         if (tries is not None and tries < 1) or stall_s <= 0:
             raise InvalidArgumentError(f"tries must be at least 1 and stall_s above 0, got {tries} and {stall_s}")
         self._url = os.fspath(url)
@@ -157,7 +161,7 @@ class RemoteFolder:
         self._protocol = self._url.split("://")[0].split("::")[0] if "://" in self._url else "file"
         self.local: Path | None = None
         """Path of the folder, if it is on this machine."""
-        import fsspec  # takes 0.1 s, which runners without a remote do not spend
+        import fsspec  # imported here: it takes 0.1 s, which runners without a remote save
 
         try:
             kind = fsspec.get_filesystem_class(self._protocol)
@@ -173,14 +177,16 @@ class RemoteFolder:
             self.local = Path(kind._strip_protocol(self._url)).absolute()
         self._is_http = self._protocol in ("http", "https")
         if self._is_http:
-            # Files are wanted as stored: for a server that treats .gz as an encoding, aiohttp would inflate them.
+            # Files are needed as they are stored. If a server declares .gz as an encoding, aiohttp would decompress
+            # them.
             self._options["client_kwargs"] = {"auto_decompress": False} | self._options.get("client_kwargs", {})
         self._asynchronous = kind.async_impl and "::" not in self._url
         self._reset()
         _remotes.add(self)
 
     def _reset(self) -> None:
-        self._lock = threading.RLock()  # reentrant: a dataset may be collected, and close its remotes, anywhere
+        # reentrant: garbage collection of a dataset, which closes its remotes, may run at any point
+        self._lock = threading.RLock()
         self._loop: _Loop | None = None
         self._plain = PlainFilesystems(self._url, self._options)
         self._reached = False
@@ -203,7 +209,7 @@ class RemoteFolder:
 
     @property
     def identity(self) -> str:
-        """Text that differs between remotes: URL and server, because two servers may have buckets of the same name."""
+        """Text that differs between remotes: URL and server. Two servers may have buckets of the same name."""
         options = {**self._options, **self._options.get("client_kwargs", {})}
         server = [scrubbed(str(options[name])) for name in _SERVERS if options.get(name)]
         return " ".join([self.url, *(["at", *server] if server else [])])
@@ -224,14 +230,14 @@ class RemoteFolder:
         return buffer.getvalue()
 
     def download(self, name: str, to: Path, *, expected_size: int, deadline_s: float) -> None:
-        """Write a file of any size into a file of the caller's. Raises ShardUnavailableError, also if the disk is full,
-        and ShardCorruptError if the size differs."""
+        """Write a file of any size into an open file of the caller. Raises ShardUnavailableError, also if the disk is
+        full, and ShardCorruptError if the size differs."""
         with open(to, "wb", buffering=0, opener=open_plain) as file:
             self._fetch(name, file, expected_size, deadline_s)
             file.truncate(expected_size)
 
     def has(self, name: str, size: int, *, deadline_s: float) -> bool:
-        """Return whether the remote reports a file of this name and size."""
+        """Return True if the remote reports a file of this name and size."""
         if self.local:
             return (self.local / name).is_file() and (self.local / name).stat().st_size == size
         try:
@@ -244,8 +250,8 @@ class RemoteFolder:
         return bool(info.get("size") == size)
 
     def version(self, name: str, *, deadline_s: float) -> str | None:
-        """Return what the remote reports of a file's age, as a text that changes whenever the file is written; None if
-        it reports nothing of the kind. Raises FileNotFoundError, or any other error of the remote."""
+        """Return a text that changes whenever the file is written (from the remote's ETag or time); None if the remote
+        reports neither. Raises FileNotFoundError, or any other error of the remote."""
         until = time.monotonic() + deadline_s
         path = self._path_of(name, until)
         if self._is_http:
@@ -282,7 +288,7 @@ class RemoteFolder:
         return names
 
     def upload(self, name: str, source: Path, *, deadline_s: float) -> None:
-        """Upload a local file, completely or not at all. Raises ShardUnavailableError."""
+        """Upload a local file, either completely or not at all. Raises ShardUnavailableError."""
         if self.local:
             self.write(name, read_plain(source, source.stat().st_size), deadline_s=deadline_s)
             return
@@ -294,7 +300,7 @@ class RemoteFolder:
         )
 
     def write(self, name: str, data: bytes, *, deadline_s: float) -> None:
-        """Write a file of these bytes, completely or not at all. Raises ShardUnavailableError."""
+        """Write a file of these bytes, either completely or not at all. Raises ShardUnavailableError."""
         if self.local:
             try:
                 (self.local / name).parent.mkdir(parents=True, exist_ok=True)
@@ -322,7 +328,7 @@ class RemoteFolder:
         self._retry(work, name, deadline_s, "removed")
 
     def _retry(self, work: Callable[[float], Any], name: str, deadline_s: float, done: str) -> Any:
-        """Call `work` until it succeeds, fails for good, or the deadline passes."""
+        """Call `work` until it succeeds, fails permanently, or the deadline passes."""
         until = time.monotonic() + deadline_s
         failures = 0
         while True:
@@ -344,7 +350,7 @@ class RemoteFolder:
             self._closed.wait(pause)
 
     def close(self) -> None:
-        """End all transfers with an error; for remotes with an event loop within a second."""
+        """End all transfers with an error. Remotes with an event loop end them within a second."""
         self._closed.set()
         with self._lock:
             moving, loop, self._loop = tuple(self._moving), self._loop, None
@@ -383,7 +389,7 @@ class RemoteFolder:
             tries = "1 try" if failures == 1 else f"{failures} tries"
             mistyped = failure_kind.no_such_host and not self._reached and failures == QUIET_TRIES
             if failure_kind.final or mistyped or failures == self._tries:
-                # Without a cause: its text may hold the credentials that are left out of ours.
+                # The cause is left out: its text may contain the credentials that this error leaves out.
                 raise ShardUnavailableError(
                     f"{source} could not be fetched after {tries}: {failure_kind.reason}"
                 ) from None
@@ -416,10 +422,10 @@ class RemoteFolder:
         return joined(self._root, name)
 
     def _call(self, until: float, method: str, *args: Any, stall_s: float | None = None, **kwargs: Any) -> Any:
-        """Call a method of the filesystem, or its coroutine `_name` if the filesystem has an event loop. `stall_s`:
-        seconds without progress that end the call, instead of the remote's."""
+        """Call a method of the filesystem; if the filesystem has an event loop, call the method's coroutine `_name`.
+        `stall_s`: seconds without progress that end the call; None: the remote's."""
         if not self._asynchronous:
-            # A call may transfer a whole file or archive: only the deadline ends it.
+            # One call may transfer a whole file or archive, so only the deadline ends it.
             future = self._plain.begin(lambda fs, root: getattr(fs, method)(*args, **kwargs))
             return self._wait(future, until, math.inf, None)
         loop, fs, _ = self._opened(until)
@@ -458,7 +464,7 @@ class RemoteFolder:
                     return future.result()
                 if time.monotonic() >= until:
                     raise TransferBroken("time ran out")
-                if not target or target.at - before < SLOWEST:
+                if not target or target.at - before < MIN_PROGRESS_BYTES:
                     received = f"{target.at - before} bytes" if target else "nothing"
                     raise TransferBroken(f"{received} arrived in {stall_s:g} s")
         finally:
@@ -473,7 +479,7 @@ class RemoteFolder:
                 raise TransferBroken("was closed")
             if self._loop is None:
                 self._loop = _Loop(self._url, self._options)
-                weakref.finalize(self, _Loop.close, self._loop)  # also at the interpreter's end
+                weakref.finalize(self, _Loop.close, self._loop)  # also at the interpreter's exit
             loop = self._loop
             if loop.ended:
                 raise ShardUnavailableError(

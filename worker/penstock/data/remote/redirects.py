@@ -1,9 +1,9 @@
 """Limits on where a server of shards may redirect its readers.
 
-Hubs answer with the address of another host, and such redirects are followed. But a server, or an attacker who controls
-it, could make a worker request what can be reached only from this network: a cloud's metadata service, which hands out
-credentials, or a database's port. So a redirect to another host may not lead to an address nearer than the server's
-own.
+Data hubs answer with the address of another host, and such redirects are followed. But a server, or an attacker who
+controls it, could make a worker request addresses that only this network can reach: a cloud's metadata service, which
+hands out credentials, or a database's port. So a redirect to another host may not lead to an address nearer than the
+server's own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def is_nearer(target: Address, source: Address) -> bool:
-    """Return whether the target is nearer than the source: this machine and its link are nearer than a private network,
+    """Return True if the target is nearer than the source. This machine and its link are nearer than a private network,
     which is nearer than the Internet."""
     return _reach(target) < _reach(source)
 
@@ -36,7 +36,7 @@ def _reach(address: Address) -> int:
 
 def watch_redirects(fs: Any) -> None:
     """Refuse redirects to nearer addresses, in a filesystem of fsspec that has no session yet."""
-    import aiohttp  # here, because it comes with an extra
+    import aiohttp  # imported here, because it comes with an extra
 
     watch = aiohttp.TraceConfig()
     watch.on_request_redirect.append(_check_redirect)
@@ -61,7 +61,7 @@ async def _check_redirect(session: Any, context: Any, request: Any) -> None:
 
 
 async def _addresses(host: str | None) -> list[Address]:
-    """Return a host's addresses; none for a name that only a proxy can resolve."""
+    """Return a host's addresses. The list is empty for a name that only a proxy can resolve."""
     with contextlib.suppress(OSError, ValueError):
         found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
         return [ipaddress.ip_address(str(address[0]).partition("%")[0]) for *_, address in found]

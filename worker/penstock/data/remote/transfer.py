@@ -1,6 +1,6 @@
 """Attempt to fetch a file's bytes through fsspec, and classification of failures.
 
-HTTP is read as one stream, and each response is checked before its body: a broken stream continues at its byte if the
+HTTP is read as one stream, and each response is checked before its body. A broken stream continues at its byte if the
 server's validator (ETag or Last-Modified) shows that the file is unchanged. Everything else that fsspec reaches (object
 stores, memory, SFTP) is read in pieces by `cat_file`, and the file's `info` is compared before and after: a file that
 changed meanwhile is read again from its beginning.
@@ -40,8 +40,8 @@ __all__ = [
 ]
 
 PIECE = 4 << 20
-"""Bytes requested from an object store at a time: large against a request's latency, small against what a slow line
-brings before it counts as stalled."""
+"""Bytes requested from an object store at a time: large compared with a request's latency, small compared with what a
+slow connection transfers before it counts as stalled."""
 _PASSING = frozenset((408, 425, 429))
 """HTTP statuses below 500 that are temporary."""
 _PERMANENT = (
@@ -58,7 +58,7 @@ _PERMANENT = (
     zipfile.BadZipFile,
 )
 _AGES = ("Last-Modified", "LastModified", "last_modified", "modified", "updated", "mtime", "created", "ETag", "etag")
-"""Names by which remotes report when a file was written, the best first. An ETag is the last resort: it may be a digest
+"""Names by which remotes report when a file was written, the best first. An ETag comes last, because it may be a digest
 of the content."""
 _ADDRESS = re.compile(r"(\w+://)(?:[^/\s?#]*@)?([^\s?#'\"<>]*)(?:[?#][^\s'\"<>]*)?")
 
@@ -79,7 +79,7 @@ def scrubbed(text: str) -> str:
 class DownloadTarget(io.RawIOBase):
     """Target of one try's bytes: a file, from a position on, up to `limit`.
 
-    Written by the event loop's thread and abandoned by another: after `abandon` nothing is written any more.
+    The event loop's thread writes, and another thread may abandon the target: after `abandon` nothing more is written.
     """
 
     def __init__(self, file: io.FileIO | io.BytesIO, at: int, limit: int, source: str) -> None:
@@ -122,8 +122,8 @@ class DownloadTarget(io.RawIOBase):
 
 
 def unwritable(error: OSError, file: io.FileIO | io.BytesIO, needed: int, source: str) -> ShardUnavailableError:
-    """Return the error for bytes that the local disk does not take."""
-    name = os.path.realpath(getattr(file, "name", ""))  # it may be named by a descriptor
+    """Return the error for bytes that the local disk refuses."""
+    name = os.path.realpath(getattr(file, "name", ""))  # the file may have been opened by its descriptor
     text = f"{source} could not be written to {name}: {error.strerror}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         disk = os.statvfs(os.path.dirname(name))
@@ -142,7 +142,7 @@ class DownloadProgress:
     validator: str = ""
     """HTTP: strong ETag, or Last-Modified if there is no ETag; "" if there is neither."""
     info: Any = None
-    """Other remotes: their `info` of the file."""
+    """`info` of the file at remotes other than HTTP."""
 
     def begin_again(self) -> None:
         self.at, self.validator, self.info = 0, "", None
@@ -156,8 +156,8 @@ class DownloadProgress:
 
 
 async def over_http(fs: Any, url: str, target: DownloadTarget, progress: DownloadProgress, source: str) -> None:
-    """Read a file as one stream, from `progress.at` on if it is provably the same."""
-    import aiohttp  # here, because it comes with an extra
+    """Read a file as one stream. Continue at `progress.at` if the file is provably the same."""
+    import aiohttp  # imported here, because it comes with an extra
 
     headers = {**fs.kwargs.get("headers", {}), "Accept-Encoding": "identity"}
     if not progress.validator:
@@ -181,7 +181,7 @@ async def over_http(fs: Any, url: str, target: DownloadTarget, progress: Downloa
         if response.content_length is not None:
             progress.check_size(target.at + response.content_length, source)
 
-    timeout = aiohttp.ClientTimeout(total=None)  # the waiting thread watches the progress
+    timeout = aiohttp.ClientTimeout(total=None)  # the waiting thread watches the progress instead
     await fs._get_file(url, target, headers=headers, raise_for_status=check, timeout=timeout)
 
 
@@ -196,7 +196,7 @@ async def http_headers(fs: Any, url: str) -> Any:
 
 
 def age_of(info: Any) -> str | None:
-    """Return when a file was written, from the remote's info, as a text to be compared."""
+    """Return the text in a remote's info that shows when a file was written, for comparison; None if there is none."""
     return next((f"{name}: {info[name]}" for name in _AGES if info.get(name)), None)
 
 
@@ -214,7 +214,7 @@ def by_pieces(
     """Read a file by ranges. `call(method, ...)` calls the filesystem, with a deadline for each call."""
     size = progress.expected
     if size is not None and size <= PIECE and not target.at:
-        # One request, for one byte more than expected.
+        # One request for one byte more than expected, to detect a longer file.
         data = call("cat_file", path, start=0, end=size + 1)
         progress.check_size(len(data) if len(data) <= size else call("info", path)["size"], source)
         target.write(data)
@@ -250,9 +250,9 @@ class FailureKind:
 
 
 def judge(error: Exception) -> FailureKind:
-    """Return what an error means: its reason, whether it is final, and when to try again."""
+    """Classify an error: its reason, whether it is final, and when to try again."""
     status = getattr(error, "status", None)
-    if isinstance(status, int) and status >= 400:  # aiohttp's, without being imported here
+    if isinstance(status, int) and status >= 400:  # aiohttp's error, without importing aiohttp here
         reason = f"HTTP {status} {getattr(error, 'message', '')}".rstrip()
         final = status < 500 and status not in _PASSING
         return FailureKind(reason, final, _retry_after(getattr(error, "headers", None) or {}))
@@ -268,8 +268,8 @@ def judge(error: Exception) -> FailureKind:
 
 
 def _no_such_host(error: BaseException) -> bool:
-    """Return whether the host's name does not exist in DNS; a missing answer is another error (EAI_AGAIN)."""
-    cause: Any = getattr(error, "os_error", error)  # where aiohttp's errors have it
+    """Return True if the host's name does not exist in DNS. A missing answer is another error (EAI_AGAIN)."""
+    cause: Any = getattr(error, "os_error", error)  # aiohttp's errors have the system's error in `os_error`
     return isinstance(cause, socket.gaierror) and cause.errno == socket.EAI_NONAME
 
 

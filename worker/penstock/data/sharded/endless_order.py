@@ -4,11 +4,11 @@ The L shards are arranged in T = L / C columns of C shards, where C is the numbe
 blocks of B positions. Block q takes samples from column q mod T, and continues where that column's last block ended:
 the r-th sample of column t is sample r div C of shard t * C + r mod C.
 
-The order does not depend on batches, boxes and workers: a batch is a range of positions of any size, so a batch may
-also be halved and accumulated. The block only decides which worker reads what. If it is the global batch, its multiple
-or its divisor, and the number of workers divides the remaining columns, a worker makes the batches of its own columns;
-if the number of boxes divides C and the batch, a box takes its rows from its own shards of each column: then a shard is
-read by one worker alone.
+The order does not depend on batches, boxes and workers. A batch is a range of positions of any size, so a batch may
+also be halved and accumulated. The block only decides which worker reads which shard. A shard is read by one worker
+alone under two conditions. First, the block is the global batch, its multiple or its divisor, and the number of workers
+divides the remaining columns: then a worker makes the batches of its own columns. Second, the number of boxes divides C
+and the batch: then a box takes its rows from its own shards of each column.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class EndlessOrder:
     shards: int
     partitions: int
     block: int
-    """Consecutive positions of one column."""
+    """Number of consecutive positions that belong to one column."""
 
     @property
     def columns(self) -> int:
@@ -48,7 +48,7 @@ class EndlessOrder:
         return columns * self.partitions + partitions, indices
 
     def counts(self, position: int) -> Ints:
-        """Return how many samples of each shard come before this position."""
+        """Return, for each shard, how many of its samples come before this position."""
         blocks, inside = divmod(position, self.block)
         column_blocks, column = divmod(blocks, self.columns)
         rows = np.full(self.columns, column_blocks * self.block, np.int64)
@@ -58,7 +58,7 @@ class EndlessOrder:
         return found
 
     def place(self, shard: int) -> Place:
-        """Return the function from an index in this shard to the position in the stream."""
+        """Return the Place of this shard: the function from an index in it to the position in the stream."""
         column, partition = divmod(shard, self.partitions)
 
         def place(index: int) -> int:
@@ -68,8 +68,7 @@ class EndlessOrder:
         return place
 
     def own(self, start: int, batch: int, workers: int, box: int, boxes: int) -> Ints:
-        """Return the shards that have rows of a box in every `workers`-th batch, the first of which begins at
-        `start`."""
+        """Return the shards that have rows of a box in every `workers`-th batch, counted from the batch at `start`."""
         period = self.columns * self.block * (self.partitions // math.gcd(self.partitions, self.block))
         step = math.gcd(workers * batch, period)
         rows = np.arange(box, batch, boxes)

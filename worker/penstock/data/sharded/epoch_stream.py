@@ -1,9 +1,9 @@
 """Epoch of a finite source as one stream of positions, of which a worker takes its rows.
 
-With the lengths of the shards known this is arithmetic (round_robin.py): a worker reads the samples of its own rows,
-and skips in each shard what lies between. With unknown lengths each worker has to pass over all rows, its own or not,
-to find where shards end. It looks ahead only as far as needed to know whether a batch is the last one: with tail="emit"
-by one row for each box, because fewer rows than boxes would be added to this batch.
+If the lengths of the shards are known, this is arithmetic (round_robin.py): a worker reads the samples of its own rows,
+and skips the others. If they are unknown, each worker has to pass over all rows, its own or not, to find where shards
+end. It reads ahead only as far as needed to decide whether a batch is the last one. With tail="emit" this is one row
+for each box beyond the batch, because fewer rows than boxes would be added to this batch.
 """
 
 from __future__ import annotations
@@ -43,40 +43,40 @@ class EpochStream:
         """
         Args:
             ended: lengths of shards whose ends were found before.
-            every: n, if the worker makes every n-th batch of its box.
+            every: n if the worker makes every n-th batch of its box.
         """
         self._round_robin, self._readers = round_robin, readers
         self._start, self._batch, self._tail, self._every = start, batch, tail, every
         self._box, self._boxes = box, boxes
         self._found = dict(ended)
         self._reached = 0
-        """Position before which all samples exist, and have been read or skipped."""
+        """Position up to which all samples exist, and have been read or skipped."""
 
     @property
     def length(self) -> int | None:
-        """Number of the epoch's samples; None while it is unknown."""
+        """Number of samples in the epoch; None while it is unknown."""
         return self._round_robin.length
 
     @property
     def ended(self) -> dict[int, int]:
-        """Lengths that were found by reading, by shard."""
+        """Lengths found by reading, by shard."""
         return dict(self._found)
 
     def rows(self, number: int, *, read: bool = True) -> Rows | None:
-        """Return the box's rows of a batch, possibly none in the last one; None after the last batch.
+        """Return the box's rows of a batch (possibly none in the last batch), or None after the last batch.
 
-        `read`: True if the caller is going to read the rows, False if it skips the batch.
+        `read`: True if the caller will read the rows, False if it skips the batch.
         """
         begin = self._start + number * self._batch
         if self._round_robin.length is None:
             self._look_ahead(begin, read)
-        if self._round_robin.length is None:  # more positions exist than any batch of this number needs
+        if self._round_robin.length is None:  # the number of samples is unknown: assume enough positions for any batch
             return self._rows(np.arange(begin + self._box, begin + self._batch, self._boxes))
         partition = Partition(self._round_robin.length, self._start, self._batch, self._boxes, self._tail)
         if self._round_robin.length < self._start:
             raise DatasetError(
                 f"the epoch must continue after sample {self._start}, but has only {self._round_robin.length} samples. "
-                "Have the data changed?"
+                "The data may have changed since the state was saved: use the same data, or start without the state"
             )
         if number >= partition.batches:
             return None
@@ -101,8 +101,8 @@ class EpochStream:
         return list(zip(*self._round_robin.at(positions), again, strict=True))
 
     def _look_ahead(self, begin: int, read: bool) -> None:
-        """Advance until it is certain that the batch from position `begin` on is not the last one, or where the epoch
-        ends."""
+        """Advance until it is certain that the batch from position `begin` on is not the last one, or until the epoch's
+        end is found."""
         end = begin + self._batch
         self._pass_over(begin)
         if self._round_robin.length is not None:
@@ -124,21 +124,21 @@ class EpochStream:
             if exists:
                 at += 1
                 self._reached = at
-            else:  # the positions from here on belong to other shards now
+            else:  # after a shard's end, later positions belong to other shards
                 self._end(shard, min(found, index))
                 if self._round_robin.length is None:
                     first = at
                     shards, indices = self._round_robin.at(np.arange(at, until))
 
     def _is_own(self, row: int, read: bool) -> bool:
-        """Return True if this worker may have to read a row, counted from the batch's first: a row of the batch, one
-        that is added to it because the epoch ends, or one of the next batch."""
+        """Return True if this worker may have to read a row. `row`: its number, counted from the batch's first row.
+        Such rows are those of the batch, those added to it at the epoch's end, and those of the next batch."""
         if row < self._batch or self._every > 1:
             return read and row % self._boxes == self._box
         return (read and row % self._boxes == self._box) or (row - self._batch) % self._boxes == self._box
 
     def _pass_over(self, position: int) -> None:
-        """Skip the samples of each shard before a position: this worker needs none of them."""
+        """Skip the samples of each shard before a position, because this worker needs none of them."""
         while self._reached < position and self._round_robin.length is None:
             targets: Ints = self._round_robin.counts(position)
             over = True

@@ -2,22 +2,22 @@
 
 A source has L logical shards, whatever the number of boxes and workers. A shard of an epoch is read sequentially by a
 cursor, and each sample's position is (shard, index). Everything that has a buffer or a counter (packing, mixing,
-windows) lives inside one shard, and a cursor's token holds its state; so a change of the number of workers moves whole
-shards and never cuts through a buffer. Layers are sources made from sources:
+windows) works inside one shard, and a cursor's token contains its state. So a change of the number of workers moves
+whole shards and never divides a buffer. Layers are sources made from sources:
 
     LogicalShards -> Mapped -> Chunked -> Packed -> WindowShuffled -> ShardLoader
 
-Every source promises, and tests/datasets/sharded checks for each:
+Every source makes these promises, and tests/datasets/sharded checks them for each:
 
 - `open(shard, epoch, seed)` yields the same samples each time, in any process, whatever else is open.
 - `open(shard, epoch, seed, token)` with a token taken after n samples yields the samples from n on. A token is a value
-  of penstock.proto.state.codec, holds no reference to mutable objects, and can be taken before the first sample,
-  between two, and after the last; taking it changes nothing, and costs microseconds. For a source with restore keys the
-  token of a position must always be the same, however the position was reached: keys contain it, and batches contain
-  keys.
+  of penstock.proto.state.codec without references to mutable objects. It can be taken before the first sample,
+  between two, and after the last; taking it changes nothing, and takes microseconds. For a source with restore keys
+  the token of a position must always be the same, however the position was reached: keys contain it, and batches
+  contain keys.
 - `skip(n)` leaves the cursor where n times `next` would have left it, without making samples where possible.
-- A layer never loses what it took from its source: if samples are in its buffer, its token holds the source's position
-  from which to read them again.
+- A layer never loses samples that it took from its source: if samples are in its buffer, its token contains the
+  source's position from which to read them again.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from typing import Any, Protocol, runtime_checkable
 __all__ = ["Cursor", "Place", "ShardedSource", "Token"]
 
 Token = Any
-"""State of a cursor: None, or a tree of dicts, lists, numbers, text, bytes, tensors and arrays (a value of
-penstock.proto.state.codec). Small."""
+"""State of a cursor: None, or a small tree of dicts, lists, numbers, text, bytes, tensors and arrays (a value of
+penstock.proto.state.codec)."""
 
 Place = Callable[[int], int]
 """Function from a shard's sample index to the sample's position among those of all shards, in the order of batches."""
 
 
 class Cursor(Iterator[Any], Protocol):
-    """Sequential reader of one shard in one epoch. After the last sample `next` raises StopIteration, repeatedly."""
+    """Sequential reader of one shard in one epoch. After the last sample every call of `next` raises StopIteration."""
 
     def skip(self, count: int) -> int:
-        """Skip `count` samples, or all that are left; return how many were skipped."""
+        """Skip `count` samples, or all that are left. Return how many were skipped."""
 
     def token(self) -> Token:
-        """Return the position, as the token with which `ShardedSource.open` continues at the next sample."""
+        """Return the position as a token, with which `ShardedSource.open` continues at the next sample."""
 
     def close(self) -> None:
         """Close files; may be called twice."""
@@ -61,8 +61,9 @@ class ShardedSource(Protocol):
         """True if cursors never end. The epoch is then always 0: each shard begins its next epoch by itself."""
 
     def described(self) -> dict[str, Any]:
-        """Return all that decides which samples come in which order, as a JSON value: kind, settings and each `source`.
-        It is saved with a state. A state with a different one is refused, with the names and values that differ."""
+        """Return everything that decides the samples and their order, as a JSON value: kind, settings, and the
+        description of each `source`. It is saved with a state. A state with a different description is refused by an
+        error that names the differing values."""
 
     def lengths(self, epoch: int) -> Sequence[int] | None:
         """Return the samples of each shard in this epoch, or None if they are unknown before reading."""

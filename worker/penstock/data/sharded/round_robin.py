@@ -1,9 +1,9 @@
 """Round robin over shards of any lengths: which sample of which shard is at which position of the stream.
 
 A finite source's epoch is read in rounds: sample 0 of each shard, then sample 1, and so on, without the shards that
-have ended. With the lengths known this is arithmetic, and no shard has to be read to find a position. An unknown length
-is taken as infinite: positions are right up to the shard's real end, so a reader that advances in order and reports
-each end it finds always gets right positions.
+have ended. If the lengths are known, a position is found by arithmetic, without reading a shard. An unknown length is
+taken as infinite: positions are right up to the shard's real end. So a reader that advances in order and reports each
+end that it finds always gets right positions.
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ from penstock.data.ordering.permutation import Ints
 __all__ = ["RoundRobin", "Tail"]
 
 Tail = Literal["emit", "pad", "drop", "emit apart"]
-"""Treatments of an epoch's incomplete last batch: those of ordering/partition.py that need no other epoch."""
+"""Treatments of an epoch's incomplete last batch. They are those of ordering/partition.py that need no other epoch."""
 
 UNKNOWN = 1 << 62
 
 
 class RoundRobin:
-    """The positions of one epoch."""
+    """Positions of one epoch."""
 
     def __init__(self, shards: int, lengths: Sequence[int] | Mapping[int, int]) -> None:
-        """`lengths`: samples of each shard, or a mapping with those that are known."""
+        """
+        Args:
+            lengths: samples of each shard, or a mapping with those that are known.
+        """
         self._lengths: Ints = np.full(shards, UNKNOWN, np.int64)
         if isinstance(lengths, Mapping):
             for shard, length in lengths.items():
@@ -37,7 +40,7 @@ class RoundRobin:
         self._lay_out()
 
     def _lay_out(self) -> None:
-        """Cut the rounds into sections with the same live shards."""
+        """Cut the rounds into sections. Within a section the same shards are live, that is, have not ended."""
         known = self._lengths[self._lengths < UNKNOWN]
         ends, leaving = np.unique(known, return_counts=True)
         self._first_round: Ints = np.concatenate([[0], ends]).astype(np.int64)
@@ -51,7 +54,7 @@ class RoundRobin:
         return int(self._first_position[-1]) if self._live[-1] == 0 else None
 
     def end(self, shard: int, length: int) -> None:
-        """Set the length of a shard whose end was found."""
+        """Set the length of a shard. Called when its end is found."""
         self._lengths[shard] = length
         self._lay_out()
 
@@ -67,7 +70,7 @@ class RoundRobin:
         return shards.tolist(), indices.tolist()
 
     def counts(self, position: int) -> Ints:
-        """Return how many samples of each shard come before this position."""
+        """Return, for each shard, how many of its samples come before this position."""
         section = int(np.searchsorted(self._first_position, position, side="right")) - 1
         if self._live[section] == 0:
             return self._lengths.copy()

@@ -1,11 +1,11 @@
-"""Open shards of one epoch, read on demand; and the cursor states that a saved state holds of each.
+"""Open shards of one epoch, read on demand; and the cursor state of each, for saved states.
 
-A cursor state is an index and a token: the token before the sample of that index. A cursor state is usable unless it
-lies beyond the saved position, because the samples between the two are skipped. Two things follow. Tokens are taken
-only when a state is saved, and only of shards that were read since the last one; and when a reader looks ahead, its
-cursor state from before that is kept.
+A cursor state is an index and the token before the sample of that index. A cursor state is usable unless it lies beyond
+the saved position, because the samples between the two are skipped. This has two consequences. Tokens are taken only
+when a state is saved, and only of shards that were read since the last save. And when a reader reads ahead, the cursor
+state from before the read-ahead is kept.
 
-Samples are held until their batch was yielded: if reading or collating fails, the same batch can be made again.
+Samples are kept until their batch was yielded: if reading or collating fails, the same batch can be made again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ __all__ = ["CursorStates", "ShardReaders"]
 
 @dataclass
 class CursorStates:
-    """Cursor states of shards, in columns: a state of a thousand is built in 20 us that way, and one by one in 200."""
+    """Cursor states of shards, in columns. A state of a thousand is built in 20 us that way; one by one it takes
+    200."""
 
     indices: dict[int, int] = field(default_factory=dict)
     tokens: dict[int, Token] = field(default_factory=dict)
@@ -69,35 +70,36 @@ class ShardReaders:
         """Index of each cursor's next sample."""
         self._states = states.copy()
         self._touched: set[int] = set()
-        """Shards that were read since their cursor states were taken."""
+        """Numbers of shards that were read since their cursor states were taken."""
         self._ahead: dict[int, tuple[int, Token]] = {}
-        """Cursor states of shards that have been read further than the batch which is made next."""
+        """Cursor states of shards from which samples beyond the next batch have been read, taken before those
+        samples."""
         self._held: dict[tuple[int, int], tuple[Any, str | None]] = {}
         self._second: dict[int, tuple[Cursor, int]] = {}
-        """Second cursors, which read from the epoch's beginning again to pad a batch."""
+        """Second cursors of shards. They read from the epoch's beginning again, to pad a batch."""
 
     def get(self, shard: int, index: int, *, again: bool = False) -> tuple[Any, str | None]:
-        """Return the sample and its key. `again`: the sample is a repetition in this epoch.
+        """Return the sample and its key. `again`: True if the sample is a repetition in this epoch.
 
-        Raises DatasetError if the shard ends before it.
+        Raises DatasetError if the shard ends before the sample.
         """
         if not (self._find_again(shard, index) if again else self.find(shard, index)):
             raise DatasetError(
                 f"shard {shard} of {self._source.num_shards} ended before sample {index} of epoch {self._epoch}: "
                 + ("its source declares itself endless" if self._source.endless else "its source declared it longer")
-                + ". Have the data changed?"
+                + ". The data may have changed: use the data with which the run began"
             )
         return self._held[shard, index]
 
     def find(self, shard: int, index: int) -> bool:
-        """Read the sample and hold it; return False if the shard ends before it."""
+        """Read the sample and keep it; return False if the shard ends before it."""
         if (shard, index) in self._held:
             return True
         reached = self.reach(shard, index)
         if reached > index:
             raise StateCorruptError(
-                f"the state is damaged: it says that {reached} samples of shard {shard} were read, but that sample "
-                f"{index} is next"
+                f"the state is damaged: {reached} samples of shard {shard} were read according to its cursor state, "
+                f"but sample {index} is next. Load an older state"
             )
         return reached == index and self._read(shard, index, self._cursors[shard])
 
@@ -116,13 +118,13 @@ class ShardReaders:
         return at
 
     def look_ahead(self, shard: int) -> None:
-        """Keep the present cursor state of a shard that is going to be read for later batches."""
+        """Keep the present cursor state of a shard before samples of later batches are read from it."""
         if shard not in self._ahead:
             cursor = self._open(shard)
             self._ahead[shard] = self._at[shard], cursor.token()
 
     def begin(self) -> None:
-        """Begin the next batch, and drop the cursor states from before the look-ahead."""
+        """Begin the next batch, and drop the cursor states that were kept by `look_ahead`."""
         self._touched.update(self._ahead)
         self._ahead.clear()
 
@@ -135,8 +137,8 @@ class ShardReaders:
         self._held = {at: found for at, found in self._held.items() if at[0] in ahead and at[1] >= ahead[at[0]][0]}
 
     def states(self, *, up_to_date: bool) -> CursorStates:
-        """Return the cursor states of all shards: those after the last yielded batch, or (not `up_to_date`) older
-        ones."""
+        """Return the cursor states of all shards. With `up_to_date` they are those after the last yielded batch;
+        otherwise they may be older."""
         if up_to_date:
             for shard in self._touched:
                 if shard in self._ahead:
@@ -183,7 +185,8 @@ class ShardReaders:
         return True
 
     def _drop(self, shard: int) -> None:
-        """Close a cursor that failed, which is not reliable: the shard is opened again from its cursor state."""
+        """Close the cursor of a shard after an error, because it is not reliable any more. The shard is opened again
+        from its cursor state."""
         self._cursors.pop(shard).close()
 
     def _find_again(self, shard: int, index: int) -> bool:

@@ -1,13 +1,14 @@
-"""Restore keys: text that names a sample, and from where to read it again.
+"""Restore keys: text that names a sample, and where to begin reading to get it again.
 
     epoch.shard.index.order.more
 
-`order` is a digest of what decides the order; `more` is an encoded state (penstock.proto.state.codec) in base64, with
-the token before the sample unless that is large, and for an endless source the block, which gives the sample's
-position.
+`order` is a digest of all that decides the order. `more` is an encoded state (penstock.proto.state.codec) in base64. It
+contains the token before the sample, unless that is large. For an endless source it also contains the block, which
+gives the sample's position.
 
 A key is part of its batch, and a batch that is made again, for example by another worker after the first one died, must
-be identical to the bit. So a key depends only on the sample's position, not on when a stream's state was taken.
+be identical to the bit. So a key depends only on the sample's position, not on the time at which a stream's state was
+taken.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from penstock.proto.state.codec import decode_state, encode_state
 __all__ = ["SampleKey", "digest_of"]
 
 LARGEST = 4096
-"""Largest encoded token in bytes; a larger one is left out, and the sample is found by skipping from the shard's
+"""Largest encoded token in bytes. A larger one is left out, and the sample is found by skipping from the shard's
 start."""
 
 
@@ -42,10 +43,10 @@ class SampleKey:
     index: int
     order: str
     at: int
-    """Index of the sample after the token: the sample's own, or 0."""
+    """Index of the sample at which the token continues: the key's own sample, or 0."""
     token: Token | None
     block: int | None
-    """Block of an endless source's order."""
+    """Block of an endless source's order; None for a finite source."""
 
     @staticmethod
     def text(epoch: int, shard: int, index: int, order: str, token: Token, block: int | None) -> str:
@@ -57,7 +58,7 @@ class SampleKey:
 
     @staticmethod
     def of(text: str) -> SampleKey:
-        """Parse a key. Raises InvalidArgumentError for other text, StateCorruptError for a damaged key."""
+        """Parse a key. Raises InvalidArgumentError if the text is not a key, StateCorruptError for a damaged key."""
         parts = text.split(".") if isinstance(text, str) else []
         if len(parts) != 5 or not all(part.isdecimal() and len(part) < 19 for part in parts[:3]):
             raise InvalidArgumentError(
@@ -75,6 +76,6 @@ class SampleKey:
 
 
 def digest_of(order: Mapping[str, Any]) -> str:
-    """Return a digest of all that decides which sample a shard has at an index."""
+    """Return a digest of everything that decides which sample a shard has at an index."""
     decisive = {name: value for name, value in order.items() if name != "tail"}
     return xxhash.xxh3_64_hexdigest(json.dumps(decisive, sort_keys=True).encode())

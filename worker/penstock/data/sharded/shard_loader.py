@@ -129,13 +129,13 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
             OrderProgress(0, 0, 0, self._topology()),
             endless_order=self._fixed_order.endless_order(block or self._batch),
         )
-        """Position where the epoch began, or will begin."""
+        """Position at which the present epoch began, or at which the next one will begin."""
         self._at_position = True
-        """True if the next iteration begins at this position; else at the next epoch."""
+        """True if the next iteration begins at `_begun`; False if it begins the next epoch."""
         self._warned = False
         """True once the warning about a second epoch of an endless source was logged."""
         self._share: WorkerShare | None = None
-        """Share of the epoch in progress; an iterator of an earlier one yields nothing more."""
+        """Share of the epoch in progress. An iterator whose share is not this one yields nothing more."""
         lengths = None if source.endless else source.lengths(0)
         if not is_keyed(self._order["source"]) or (lengths is None and not source.endless):
             self.advance_state = None  # type: ignore[method-assign, assignment]
@@ -146,7 +146,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         return f"<{type(self).__name__} over {self.source!r}: {self._batch} samples in a global batch>"
 
     def __len__(self) -> int:
-        """Return the number of a whole epoch's batches that this process makes. Raises TypeError if it is unknown."""
+        """Return the number of batches that this process makes in a whole epoch. Raises TypeError if it is unknown."""
         lengths = None if self.source.endless else self.source.lengths(self._begun.progress.epoch)
         if lengths is None:
             why = "is endless" if self.source.endless else "does not know the lengths of its shards before reading them"
@@ -189,8 +189,8 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         }
 
     def can_restore_sample(self) -> bool:
-        """Return True: any sample can be read again by its key. For functions that draw from the process's generators
-        the drawn values differ."""
+        """Return True: any sample can be read again by its key. A function that draws from the process's generators
+        draws other values then."""
         return True
 
     def restore_sample(self, key: str) -> Any:
@@ -223,7 +223,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         except StopIteration:
             raise DatasetError(
                 f"shard {found.shard} of epoch {found.epoch} ends before sample {found.index}, which the restore key "
-                "names. Have the data changed?"
+                "names. The data may have changed: use the data from which the key was made"
             ) from None
         finally:
             cursor.close()
@@ -237,20 +237,21 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
 
     @staticmethod
     def advance_state(state_dict: dict[str, Any], batches: int) -> dict[str, Any]:
-        """Return a worker's state after `batches` more of its batches in the same epoch. The cursor states stay as they
-        are, and what lies between is skipped after a resume. No user code runs for it.
+        """Return a worker's state after `batches` more of its batches in the same epoch. The cursor states stay
+        unchanged; after a resume the samples from there to the position are skipped. No user code runs.
 
-        Only available if the position is a number (the source is endless, or knows its lengths) and nothing draws from
-        the process's generators, whose state a step between two snapshots would need: else the attribute is None."""
+        The attribute is None unless the position is a number (the source is endless, or knows its lengths) and nothing
+        draws from the process's generators. Otherwise a state between two snapshots would need the generators' state.
+        """
         return {**state_dict, "done": OrderProgress.parsed(state_dict).done + batches}
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
-        """Go to the position of a state. It must be of the same numbers of boxes and workers, or one that fits any
-        numbers: of aggregate_state_dict, or of a single worker.
+        """Go to the position of a state. The state must come from the same numbers of boxes and workers, or fit any
+        numbers: one from aggregate_state_dict, or of a single worker.
 
         Raises:
-            StateMismatchError: it is a position in another order, or of one of several workers of another topology.
-            StateCorruptError, StateVersionError: it cannot be read.
+            StateMismatchError: the state is of another order, or of one of several workers of another topology.
+            StateCorruptError, StateVersionError: the state cannot be read.
         """
         check_order(state_dict, self._order, strict=strict)
         if "others" in state_dict:
@@ -259,7 +260,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
             position, topology = self._fixed_order.read(state_dict), self._topology()
             before = position.progress
             if before.done and before.topology != topology:
-                # The workers of other boxes know the ends of other shards.
+                # Only the workers of other boxes may know the ends of other shards.
                 if not before.topology.boxes == before.topology.workers == 1:
                     raise StateMismatchError(
                         f"the state is that of a single worker in {before.topology}, and cannot be loaded by a worker "
@@ -298,8 +299,8 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         return part
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the loader for another process: with its position, without open shards. Its next iteration begins the
-        next epoch."""
+        """Return the loader for another process: with its position, but without open shards. Its next iteration begins
+        the next epoch."""
         if self._share is None:
             return self.__dict__.copy()
         return {**self.__dict__, "_begun": self._share.position(), "_share": None}
@@ -310,7 +311,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         return Topology(self._identity.boxes, self._identity.turn().of, self._batch)
 
     def _move_to(self, position: ShardedPosition) -> None:
-        """Begin the next epoch at this position."""
+        """Set the position at which the next epoch begins."""
         if self._share is not None:
             self._share.close()
             self._share = None
@@ -322,8 +323,8 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         )
 
     def _begin(self) -> WorkerShare:
-        """Open the epoch at the loader's position. Only now is it known whether this is a worker process of a torch
-        DataLoader: the loader there is a copy of one that was made, and maybe loaded, in the parent process."""
+        """Open the epoch at the loader's position. Whether this is a worker process of a torch DataLoader is known only
+        now: such a process has a copy of a loader that was made, and maybe loaded, in the parent process."""
         progress, topology = self._begun.progress, self._topology()
         if progress.topology != topology:
             if progress.done and progress.topology.workers > 1:
@@ -361,7 +362,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
 
 
 class _Epoch:
-    """The iterator of an epoch."""
+    """Iterator of one epoch."""
 
     def __init__(self, loader: ShardLoader) -> None:
         self._loader = loader
@@ -388,12 +389,13 @@ class _Epoch:
             if samples is not None:
                 return samples
             if not loader._identity.alone(loader._identity.turn()):
-                break  # others count epochs, and notice by the next iter() that this one has ended
+                break  # other workers count epochs too: they detect by the next iter() that this one has ended
             resumed = self._share.begun_at_end
             loader._move_to_epoch(loader._begun.progress.epoch + 1)
             if not resumed:
                 break
-            # The state of an epoch's end is the next one's beginning, for a caller who has nothing but the state.
+            # The state at an epoch's end is also that of the next epoch's beginning: a caller may have nothing but the
+            # state.
             loader._at_position, self._share = False, loader._begin()
         else:
             self._share = None
@@ -419,8 +421,8 @@ def _only(samples: list[Any]) -> Any:
 
 
 def _described(source: ShardedSource) -> Any:
-    """Return the source's description. Raises InvalidArgumentError if it is not JSON: its text might differ between
-    processes, or change by being saved."""
+    """Return the source's description. Raises InvalidArgumentError if it is not JSON, because its text might differ
+    between processes, or change when it is saved."""
     described = source.described()
     try:
         json.dumps(described, allow_nan=False)

@@ -1,10 +1,10 @@
 """States of a worker in a sharded source's order; aggregation and deaggregation of all workers' states.
 
-Besides the integers of ordering/order_states.py a state has the cursor states of the worker's shards
-(shard_cursors.py), and what was found on the way: for a finite source with unknown lengths which shards have ended, for
-an endless one the block of its order (endless_order.py). The integers alone determine which samples were delivered;
-cursor states only avoid reading these again. So whichever worker had a shard, an aggregated state takes its furthest
-cursor state that does not lie beyond the position.
+Besides the integers of ordering/order_states.py, a state has the cursor states of the worker's shards
+(shard_cursors.py), and facts that were found by reading: for a finite source with unknown lengths which shards have
+ended, for an endless one the block of its order (endless_order.py). The integers alone determine which samples were
+delivered; cursor states only avoid reading these again. So for each shard, an aggregated state takes the furthest
+cursor state of any worker that does not lie beyond the position.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from penstock.proto.errors import (
 
 __all__ = ["FixedOrder", "ShardedPosition", "check_order", "differences"]
 
-MOST = 1 << 62
+NUMBER_LIMIT = 1 << 62
 """Exclusive upper bound of every number in a state."""
 KIND = ("a ShardLoader", "shards")
-"""Arguments by which `check_format` recognizes its states."""
+"""Arguments with which `check_format` recognizes the states of a ShardLoader."""
 
 
 @dataclass(frozen=True)
 class ShardedPosition:
-    """Position of one worker, or of all of them together."""
+    """Position of one worker, or of all workers together."""
 
     progress: OrderProgress
     """Progress whose `start` is a position in a finite source's epoch, or in an endless one's stream."""
     cursors: CursorStates = field(default_factory=CursorStates)
     ended: Mapping[int, int] = field(default_factory=dict)
-    """Lengths that were found by reading, by shard."""
+    """Lengths found by reading, by shard."""
     endless_order: EndlessOrder | None = None
     """Order of an endless source; None for a finite one."""
 
     def state(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state. Cursor states are in columns: a thousand are encoded in 60 us that way, one by one in
+        """Return the state. Cursor states are in columns: a thousand are encoded in 60 us that way; one by one it takes
         740."""
         indices, tokens = self.cursors.columns
         more: dict[str, Any] = {
@@ -72,11 +72,12 @@ class FixedOrder:
     partitions: int
     tail: Tail
     block: int | None
-    """Block of an endless source's order, if it was given; None: the state's, or the batch with which the run
-    begins."""
+    """Block of an endless source's order, if the user gave it. None: the block of the loaded state, or the batch with
+    which the run begins."""
 
     def round_robin(self, epoch: int, ended: Mapping[int, int]) -> RoundRobin:
-        """Return the order of an epoch, with the lengths that the source reports, or else those in `ended`."""
+        """Return the order of an epoch. Lengths are those that the source reports; if it reports none, those in
+        `ended`."""
         lengths = self.source.lengths(epoch)
         if lengths is not None and len(lengths) != self.source.num_shards:
             raise DatasetError(
@@ -92,11 +93,12 @@ class FixedOrder:
         return EndlessOrder(self.source.num_shards, self.partitions, block) if self.source.endless else None
 
     def _endless_order_of(self, state: Mapping[str, Any]) -> EndlessOrder | None:
-        """Return the order of a state. Raises StateMismatchError for other blocks."""
+        """Return the order of an endless source from a state; None for a finite one. Raises StateMismatchError if the
+        state has another block than the loader."""
         if not self.source.endless:
             return None
         block = state["block"]
-        if type(block) is not int or not 1 <= block < MOST:
+        if type(block) is not int or not 1 <= block < NUMBER_LIMIT:
             raise ValueError(f"block must be an int >= 1, got {block!r:.100}")
         if self.block not in (None, block):
             raise StateMismatchError(
@@ -119,18 +121,18 @@ class FixedOrder:
             ended = {} if endless_order is not None else dict(zip(state["ended"], state["lengths"], strict=True))
             numbers += [*ended.values(), *(self.source.num_shards - 1 - shard for shard in (*cursors.indices, *ended))]
             numbers += [*cursors.indices, *ended]
-            if any(type(number) is not int or not 0 <= number < MOST for number in numbers):
+            if any(type(number) is not int or not 0 <= number < NUMBER_LIMIT for number in numbers):
                 raise ValueError(f"values out of range: {progress}, {ended}, cursors at {state['indices']}"[:400])
             length = None if endless_order is not None else self.round_robin(progress.epoch, ended).length
             if length is not None and progress.start > length:
                 raise ValueError(f"{progress} is beyond the {length} samples of the epoch")
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise StateCorruptError(f"the ShardLoader's state is damaged, load an older one: {error!r}") from error
+            raise StateCorruptError(f"the ShardLoader's state is damaged: {error!r}. Load an older state") from error
         return ShardedPosition(progress, cursors, ended, endless_order)
 
     def aggregated(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return one state from those of all workers, in order of global_worker_id. Only the states hold the
-        topology."""
+        """Return one state from those of all workers, in order of global_worker_id. The topology is taken from the
+        states, because any process may call this."""
         if not states:
             raise InvalidArgumentError("aggregate_state_dict() needs the states of all workers, got none")
         positions = [self.read(state) for state in states]
@@ -138,7 +140,7 @@ class FixedOrder:
         newest = max((each.progress for each in positions), key=lambda progress: progress.epoch)
         now = [each for each in positions if each.progress.epoch == newest.epoch]
         workers = newest.topology.workers
-        # A worker that is still at the end of the previous epoch has done nothing of this one.
+        # A worker that is still at the end of the previous epoch has made no batch of this one.
         dones = [each.progress.done if each in now else 0 for each in positions]
         batches = min(newest.turn(number % workers).batch(done) for number, done in enumerate(dones))
         ended = {shard: length for each in now for shard, length in each.ended.items()}
@@ -154,8 +156,8 @@ class FixedOrder:
     def part(
         self, state: Mapping[str, Any], number: int, workers: int, topology: Topology
     ) -> tuple[ShardedPosition, bool]:
-        """Return the position of worker `number` (global_worker_id) of `workers` in all, which have this topology; and
-        True if the workers changed: then the caller skips an epoch that has no batch left."""
+        """Return the position of worker `number` (global_worker_id) of `workers` in all, for this topology. The second
+        value is True if the workers changed: then the caller skips an epoch that has no batch left."""
         whole = self.read(state)
         progress = whole.progress
         same = state.get("workers") == workers and progress.topology.workers == topology.workers
@@ -168,16 +170,17 @@ class FixedOrder:
         return self.repartitioned(whole, topology, first=first), not same
 
     def repartitioned(self, whole: ShardedPosition, topology: Topology, *, first: int) -> ShardedPosition:
-        """Return the rest of the epoch, partitioned among workers of this topology; worker `first` of each box makes
-        the first batch."""
+        """Return the rest of the epoch, partitioned among the workers of this topology. `first`: worker of each box
+        that makes the first batch."""
         epoch, start = whole.progress.epoch, self._position(whole)
         endless_order = whole.endless_order
-        if (epoch, start, self.block) == (0, 0, None):  # a run that begins: the batch of the new topology decides
+        if (epoch, start, self.block) == (0, 0, None):  # a run begins: the batch of the new topology becomes the block
             endless_order = self.endless_order(topology.batch)
         return replace(whole, progress=OrderProgress(epoch, start, 0, topology, first), endless_order=endless_order)
 
     def _partition(self, position: ShardedPosition) -> Partition | None:
-        """Return the partition of a finite source's epoch; None while lengths are unknown, or for an endless source."""
+        """Return the partition of a finite source's epoch; None for an endless source, and while lengths are
+        unknown."""
         progress = position.progress
         if position.endless_order is not None:
             return None
@@ -194,7 +197,8 @@ class FixedOrder:
         return progress.start + progress.done * progress.topology.batch
 
     def _furthest(self, whole: ShardedPosition, positions: Sequence[ShardedPosition]) -> CursorStates:
-        """Return each shard's furthest cursor state, of all workers', that is not beyond the aggregated position."""
+        """Return, for each shard, the furthest cursor state of any worker that is not beyond the aggregated
+        position."""
         position = self._position(whole)
         if whole.endless_order is not None:
             counts: Ints = whole.endless_order.counts(position)
@@ -209,8 +213,8 @@ class FixedOrder:
 
 
 def _check_same_order(orders: Sequence[Mapping[str, Any]]) -> None:
-    """Raise StateMismatchError unless all workers have the same order. If some process had another list of files,
-    samples were lost and repeated."""
+    """Raise StateMismatchError unless all workers have the same order. If a process had another list of files, samples
+    have been left out and repeated."""
     for number, order in enumerate(orders):
         if order != orders[0] and (found := differences(orders[0], order)):
             raise StateMismatchError(
@@ -222,8 +226,8 @@ def _check_same_order(orders: Sequence[Mapping[str, Any]]) -> None:
 
 def check_order(state: Any, order: Mapping[str, Any], *, strict: bool) -> None:
     """Raise StateMismatchError if the state is a position in another order. Without `strict` only warn, if the position
-    also exists in this order because shards and rows are arranged alike. For anything else than a state, raise the
-    errors of `FixedOrder.read`."""
+    also exists in this order because shards and rows are arranged alike. If `state` is not a state, raise the errors of
+    `FixedOrder.read`."""
     check_format(state, *KIND)
     found = differences(state["order"], order)
     if not found:

@@ -1,4 +1,4 @@
-"""Share of one worker in an epoch: its batches' samples in order, and its position after each."""
+"""Share of one worker in an epoch: the samples of its batches in order, and its position after each batch."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ class SharePlan:
     order: str
     """Digest of the order, for keys."""
     keys: bool
-    """True if samples come with keys."""
+    """True if samples come with restore keys."""
 
     def opening(self, epoch: int) -> tuple[int, int]:
-        """Return the epoch and seed to open the source with. Epochs of an endless source differ only in the seed."""
+        """Return the epoch and seed with which to open the source. Epochs of an endless source differ only in the
+        seed."""
         if not self.fixed_order.source.endless:
             return epoch, self.seed
         return 0, derive_seed(self.seed, "pass", epoch) if epoch else self.seed
@@ -77,14 +78,16 @@ class SharePlan:
             readers.close()
 
     def check_length(self, epoch: int, length: int, batch: int, boxes: int) -> None:
-        """Raise DatasetError for an epoch without a batch."""
+        """Raise DatasetError for an epoch that has no batch."""
         if Partition(length, 0, batch, boxes, self.fixed_order.tail).batches == 0 or length == 0:
             hint = (
-                "with tail='drop'; use a smaller batch, or another tail" if length else "; is the source's list empty?"
+                " with tail='drop'; use a smaller batch, or another tail"
+                if length
+                else ": make sure that its list of files or pieces is not empty"
             )
             raise DatasetError(
                 f"epoch {epoch} of {self.fixed_order.source.num_shards} shards: {length} samples make no batch of "
-                f"{batch} {hint}"
+                f"{batch}{hint}"
             )
 
 
@@ -133,7 +136,8 @@ class WorkerShare:
         return self._readers.get(*self._first_of_all(), again=True)[0]
 
     def first_row(self) -> tuple[int, int, int]:
-        """Return epoch, shard and index of the next batch's first row; those of `template`, if it has none."""
+        """Return epoch, shard and index of the next batch's first row. If this box has no row in it, return those of
+        `template`."""
         shard, index = self._first or self._first_of_all()
         return self._begun.progress.epoch, int(shard), int(index)
 
@@ -157,7 +161,8 @@ class WorkerShare:
 
     @property
     def begun_at_end(self) -> bool:
-        """True if the worker has made no batch here; at the end it means that all of them were done before."""
+        """True if the worker has made no batch in this share. At the epoch's end it means that all batches were made
+        before."""
         return self._done == self._begun.progress.done
 
     def close(self) -> None:

@@ -64,7 +64,7 @@ def merge_index(
 
 
 def _all_below(remote: RemoteFolder, timeout_s: float) -> list[str]:
-    """Return the folders with an index, without those below another one."""
+    """Return the folders that have an index, except those below another such folder."""
     paths = [
         PurePosixPath(name).parent for name in remote.find(deadline_s=timeout_s) if f"/{name}".endswith(f"/{INDEX}")
     ]

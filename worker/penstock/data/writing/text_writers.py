@@ -94,7 +94,7 @@ class XSVWriter(_TextWriter):
                 raise DatasetError(f"{out}: column {name!r}: the name must not contain the separator or the newline")
         super().__init__(out, ordered, newline, **settings)
         self._header = (separator.join(ordered) + newline).encode()
-        self._most -= len(self._header)  # the size limit does not count it
+        self._most -= len(self._header)  # the size limit does not count the header
 
     def _settings(self) -> dict[str, Any]:
         settings = {
@@ -115,7 +115,8 @@ class XSVWriter(_TextWriter):
 
     def _joined(self, values: dict[str, bytes]) -> bytes:
         line = self.separator.encode().join(values.values())
-        if line.split(self.separator.encode()) != list(values.values()):  # two adjoining ends form another separator
+        # the end of a value and the separator form another separator
+        if line.split(self.separator.encode()) != list(values.values()):
             raise DatasetError(
                 f"{self.name}: sample {self._written}: a value must not end with the separator's first characters, got "
                 f"{line!r}"

@@ -1,7 +1,7 @@
-"""Upload of a dataset's files to a remote: sent as they are written, the index after all others.
+"""Upload of a dataset's files to a remote: shards as they are written, the index after all others.
 
-A folder without an index is not a dataset. So a dataset that is replaced loses its index first, and what an error or a
-killed process leaves there is never read as if it were complete.
+A folder without an index is not a dataset. So a dataset that is replaced loses its index first, and files that an error
+or a killed process leaves there are never read as if they were complete.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _SCHEME_LOST_A_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 def local_folder(name: str, value: Any) -> Path:
-    """Return a local folder. Raises InvalidArgumentError for an address, of which pathlib would make a folder "s3:"."""
+    """Return a local folder. Raises InvalidArgumentError for an address, because pathlib would turn it into a folder
+    named "s3:"."""
     path = Path(value).expanduser()
     if _SCHEME_LOST_A_SLASH.match(str(path)):
         raise InvalidArgumentError(
@@ -41,10 +42,13 @@ def writable_remote(url: str, storage_options: Any = None) -> RemoteFolder:
 
 
 class Uploads:
-    """Uploads of one dataset's files. Threads send them; `send` waits while they are busy."""
+    """Uploads of one dataset's files. Threads send them; `send` waits while two files for each thread are pending."""
 
     def __init__(self, remote: RemoteFolder, *, keep_local: bool, threads: int, timeout_s: float) -> None:
-        """`timeout_s`: seconds for each file."""
+        """
+        Args:
+            timeout_s: seconds for each file.
+        """
         self._remote, self._keep_local, self._timeout_s = remote, keep_local, timeout_s
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="penstock-upload")
         self._free = threading.Semaphore(2 * threads)
@@ -56,7 +60,8 @@ class Uploads:
         names = self._remote.names(deadline_s=self._timeout_s)
         if names and not exist_ok:
             raise DatasetError(
-                f"{self._remote.url} is not empty; exist_ok=True replaces the dataset in it and keeps other files"
+                f"{self._remote.url} must be empty: give another folder, or pass exist_ok=True, which replaces the "
+                "dataset in it and keeps other files"
             )
         for name in sorted(names, key=lambda name: name != INDEX):  # the index first
             if name == INDEX or is_shard(name):

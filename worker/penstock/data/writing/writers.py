@@ -1,11 +1,11 @@
 """Writers of datasets that mosaicml-streaming 0.13.0 reads.
 
-Shards go to the disk as they fill up; the index comes last, complete, and only if there was no error. A folder without
-an index is not a dataset, so an interrupted write is never read as if it were complete.
+Shards are written to the disk as they fill up. The index is written last, and only if there was no error. A folder
+without an index is not a dataset, so an interrupted write is never read as if it were complete.
 
 For the same samples and settings the files are those of mosaicml-streaming's own writer, byte for byte, with two
-exceptions: gzip files contain no time, and before a first sample that is larger than the limit its writer puts an empty
-shard, this one puts none.
+exceptions. gzip files contain no time. And if the first sample is larger than the limit, mosaicml-streaming writes an
+empty shard before it, and this writer does not.
 
 To a remote, shards are sent as they fill up, and the index after all of them (writing/uploads.py).
 """
@@ -31,7 +31,7 @@ from penstock.data.arguments import at_least_one, byte_count
 from penstock.data.cache.file_hashes import digest_of
 from penstock.data.formats.compressed_files import extension_of, pack
 from penstock.data.formats.encodings import encoding_of
-from penstock.data.formats.index import FORMATS, INDEX, MOST_BYTES, write_index
+from penstock.data.formats.index import FORMATS, INDEX, MAX_BYTES, write_index
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.data.remote.folders import RemoteFolder
 from penstock.data.writing.uploads import Uploads, local_folder, writable_remote
@@ -50,11 +50,11 @@ class WriterSettings(TypedDict, total=False):
     """Keyword arguments of every writer."""
 
     compression: str | None
-    """Compression of the shards: "zstd", "gz:6" and so on."""
+    """Compression of the shards: "zstd", "gz:6" and so on; None: shards are stored raw."""
     hashes: Collection[str]
     """Hash algorithms (penstock.data.cache.file_hashes); the index gets the digests of raw and packed files."""
     size_limit: int | str | None
-    """Bytes of a raw shard, also as "64mb"; None puts all samples into one."""
+    """Largest size of a raw shard in bytes, or a text such as "64mb"; None puts all samples into one shard."""
     exist_ok: bool
     """True to replace a dataset that is already there."""
     keep_local: bool
@@ -72,7 +72,7 @@ Out = str | os.PathLike[str] | tuple[str | os.PathLike[str], str]
 
 
 class Writer(ABC):
-    """Context manager that writes samples, and the index when it is left without an error."""
+    """Context manager that writes samples. Leaving it without an error writes the index."""
 
     format: str
 
@@ -91,7 +91,7 @@ class Writer(ABC):
         timeout_s: float = 600.0,
     ) -> None:
         self.out, remote = _destination(out, storage_options)
-        """Local folder of the files, from where they may be uploaded."""
+        """Local folder of the files. If there is a remote, they are uploaded from this folder."""
         self.name = str(self.out) if remote is None else remote.url
         """Name for messages."""
         self.compression = compression or None
@@ -102,16 +102,16 @@ class Writer(ABC):
             if not isinstance(name, str):
                 raise DatasetError(f"{self.name}: a column's name must be a str, got {name!r}")
         if self.compression:
-            pack(b"", self.compression)  # raises if it is unknown, or its package is missing
+            pack(b"", self.compression)  # raises an error if the compression is unknown, or its package is missing
         for algorithm in self.hashes:
             digest_of(b"", algorithm)
         self._shards: list[Shard] = []
         self._samples: list[bytes] = []
         self._written = 0
         self._ended = False
-        # Bytes of a shard besides its samples, and of each sample besides its values, as the limit counts them.
+        # Bytes of a shard besides its samples, and of each sample besides its values, as the size limit counts them.
         self._shard_bytes = self._sample_bytes = self._bytes = 0
-        self._most = MOST_BYTES
+        self._most = MAX_BYTES
         self._keeps, self._temporary = keep_local, remote is not None and not isinstance(out, tuple | list)
         if keep_local and (remote is None or self._temporary):
             raise InvalidArgumentError("keep_local=True needs out=(local folder to keep it in, remote)")
@@ -138,7 +138,7 @@ class Writer(ABC):
             self._bytes = self._shard_bytes
         if self._bytes + size > self._most:
             raise DatasetError(
-                f"{self.name}: sample {self._written}: its shard would have more than {MOST_BYTES} bytes, more than "
+                f"{self.name}: sample {self._written}: its shard would have more than {MAX_BYTES} bytes, more than "
                 "its offsets can address; give a size_limit, or split the sample"
             )
         self._samples.append(data)
@@ -146,7 +146,8 @@ class Writer(ABC):
         self._written += 1
 
     def close(self) -> list[Shard]:
-        """Write what is left, and the index; return the shards of the index. Leaving the context does the same."""
+        """Write the remaining samples and the index; return the shards of the index. Leaving the context does the
+        same."""
         if not self._ended:
             if self._samples:
                 self._flush()
@@ -166,7 +167,7 @@ class Writer(ABC):
         if self._temporary:
             shutil.rmtree(self.out, ignore_errors=True)
         elif not self._keeps:
-            with contextlib.suppress(OSError):  # it holds other files
+            with contextlib.suppress(OSError):  # the folder has other files
                 self.out.rmdir()
 
     def __enter__(self) -> Self:
@@ -184,7 +185,7 @@ class Writer(ABC):
 
     @abstractmethod
     def _settings(self) -> dict[str, Any]:
-        """Return the fields of each shard in the index, for its reader."""
+        """Return the fields that the index has for each shard, for its reader."""
 
     @abstractmethod
     def _encode_column(self, name: str, value: Any) -> Any:
@@ -261,9 +262,10 @@ class Writer(ABC):
             return
         if not exist_ok:
             raise DatasetError(
-                f"{self.name} is not empty; exist_ok=True replaces the dataset in it and keeps other files"
+                f"{self.name} must be empty: give another folder, or pass exist_ok=True, which replaces the dataset "
+                "in it and keeps other files"
             )
-        # The index first, then what it lists.
+        # Remove the index first, then the files that it lists.
         (self.out / INDEX).unlink(missing_ok=True)
         for path in self.out.iterdir():
             if _SHARD_FILE.fullmatch(path.name) and path.is_file():
@@ -289,14 +291,14 @@ def _size_limit(out: str, value: int | str | None) -> int | None:
         limit = byte_count("size_limit", value)
     except InvalidArgumentError as error:
         raise DatasetError(f"{out}: {error.message}") from None
-    if limit is not None and limit > MOST_BYTES:
-        raise DatasetError(f"{out}: size_limit must be at most {MOST_BYTES} bytes, or None, got {value!r}")
+    if limit is not None and limit > MAX_BYTES:
+        raise DatasetError(f"{out}: size_limit must be at most {MAX_BYTES} bytes, or None, got {value!r}")
     return limit
 
 
 class MDSWriter(Writer):
-    """Writer of samples with any columns. `columns`: name -> encoding, see encodings.py. A value that is already bytes
-    is stored as it is, whatever the encoding.
+    """Writer of samples with any columns. `columns`: name -> encoding, see encodings.py. A value that is bytes already
+    is stored unchanged, whatever the encoding.
 
     Example::
 

@@ -1,8 +1,8 @@
-"""Targets of a restore: what each needs of a checkpoint, whether that fits, and loading it.
+"""Targets of a restore. For each target: the values that it needs of a checkpoint, whether they fit, and loading them.
 
-Three steps, so that nothing is changed before all of it is known to be good: `wanted` returns what to read and into
-which tensors, `fit` takes the values that were read and raises if they do not fit, `put` loads them, and is called once
-every rank has reached that point.
+A restore has three steps, so that nothing is changed before everything is known to be good. `wanted` returns the values
+to read, and into which tensors. `fit` takes the values that were read, and raises an error if they do not fit. `put`
+loads them; it is called once every rank has reached that point.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ReadRequest:
     tensor: torch.Tensor | None
     """Tensor to fill; None for an object."""
     own: bool
-    """True if the restore made this tensor: it may be filled before all is known to be good."""
+    """True if the restore made this tensor. Such a tensor may be filled before everything is known to be good."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class SavedEntries:
     """Name -> the keys that led to it."""
 
     def under(self, key: str) -> dict[str, KeyPath]:
-        """Return name -> path behind the key, of all values saved under it."""
+        """Return name -> path below the key, of all values saved under the key."""
         found = {name: path[1:] for name, path in self.paths.items() if path[0] == key}
         if not found:
             there = ", ".join(sorted({repr(path[0]) for path in self.paths.values()}))
@@ -72,7 +72,7 @@ class SavedEntries:
         return found
 
     def empty(self, name: str, like: torch.Tensor | None = None) -> ReadRequest:
-        """Return a request for a new tensor, with the layout of `like` if it has the same size."""
+        """Return a request for a new tensor. It gets the layout of `like` if that has the same size."""
         saved = self.metadata.state_dict_metadata[name]
         if not isinstance(saved, TensorStorageMetadata):
             return ReadRequest(None, True)
@@ -109,25 +109,25 @@ class RestoreContext:
     """Values that entries need besides their own."""
 
     containers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """See `with_containers`."""
+    """Descriptions of dicts by path, see `with_containers`."""
     notes: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
-    """Optimizer's key -> what `optimizers.notes` returned at the save, on all ranks."""
+    """Results of `optimizers.notes` at the save, merged over all ranks, by the optimizer's key."""
     orders: dict[int, list[int]] = field(default_factory=dict)
-    """Optimizer's id -> what `group_order` returned for it; optimizers come before all others."""
+    """Results of `group_order`, by the optimizer's id. Optimizers are restored before the entries that need them."""
 
 
 class StateEntry(ABC):
-    """Entry of the state that is restored: one key and its value."""
+    """Entry of the state to restore: one key and its value."""
 
     comes_first = False
-    """True if other entries need this one's result."""
+    """True if other entries need the result of this one, so that it comes before them."""
 
     def __init__(self, key: str, value: Any, saved: SavedEntries) -> None:
         self.key = key
         self.value = value
         self.saved = saved
         self.names = saved.under(key)
-        """Name -> path behind the key, of the values to read."""
+        """Name -> path below the key, of the values to read."""
         self.loaded: Any = None
 
     @abstractmethod
@@ -147,7 +147,7 @@ class StateEntry(ABC):
 
     @contextmanager
     def named_errors(self) -> Iterator[None]:
-        """Turn what user code or torch raises into a CheckpointError that names this entry."""
+        """Convert an error of user code or torch into a CheckpointError that names this entry."""
         try:
             yield
         except PenstockError:
@@ -212,7 +212,8 @@ class _OptimizerEntry(StateEntry):
             check_order(self.loaded, self.value, self._parameters, order)
         except CheckpointError as error:
             raise self.misfit(error.message) from None
-        for optimizer in (self.value, getattr(self.value, "optimizer", None)):  # a wrapper's
+        # a wrapper has the optimizer in an attribute
+        for optimizer in (self.value, getattr(self.value, "optimizer", None)):
             around.orders[id(optimizer)] = order
         self.loaded = numbered_state(self.loaded, self._parameters, order, lengths)
         self._notes = around.notes.get(self.key, {})
@@ -244,7 +245,7 @@ class _ModuleEntry(StateEntry):
     def put(self) -> None:
         current = self.value.state_dict()
         state = OrderedDict((raw, self.loaded[clean]) for raw, clean in clean_keys(self.value, list(current)).items())
-        if hasattr(current, "_metadata"):  # versions of modules' states, which dicts of tensors do not keep
+        if hasattr(current, "_metadata"):  # versions of modules' states, which plain dicts of tensors do not keep
             state._metadata = current._metadata  # type: ignore[attr-defined]
         self.value.load_state_dict(state)
 
@@ -270,7 +271,7 @@ class _StatefulEntry(StateEntry):
 
 
 class _PlainEntry(StateEntry):
-    """A dict of tensors and plain values, or one of them."""
+    """Dict of tensors and plain values, or a single value of these kinds."""
 
     def __init__(self, key: str, value: Any, saved: SavedEntries, state: Mapping[str, Any]) -> None:
         super().__init__(key, value, saved)
@@ -301,7 +302,7 @@ class _PlainEntry(StateEntry):
 
 
 def _replace(target: MutableMapping[str, Any], loaded: Mapping[str, Any]) -> None:
-    """Replace values other than tensors, which are filled already, by loaded ones."""
+    """Replace values by loaded ones, except tensors, which are filled already."""
     for key, value in loaded.items():
         if isinstance(target.get(key), MutableMapping) and isinstance(value, Mapping):
             _replace(target[key], value)

@@ -1,11 +1,12 @@
 """Reader of a checkpoint's files: every byte is read and verified by its hash before it is used.
 
 The writer hashes each archive of a file by itself (`CheckpointFile.parts`), so a rank reads and hashes only the
-archives that it needs. A few threads read neighbouring archives in one call each: both reading and hashing release
-the interpreter lock.
+archives that it needs. A few threads read neighbouring archives in one call each: both reading and hashing release the
+interpreter lock.
 
-Values for the user's tensors are kept until all are read and verified (`FillRequest`), which takes their memory once
-more, as a save does. Values for new tensors (an optimizer's states) are copied into them at once.
+Values for the user's tensors are kept until everything is read and verified (`FillRequest`), which takes as much
+additional memory as these tensors have, like a save. Values for new tensors (an optimizer's states) are copied into
+them at once.
 """
 
 from __future__ import annotations
@@ -37,11 +38,12 @@ __all__ = ["FillRequest", "read", "read_file"]
 RUN = 16 << 20
 """Bytes of neighbouring archives that are read at a time; a larger archive is read alone."""
 SMALL = 8 << 20
-"""Bytes up to which a checkpoint is read without threads: Python's work for each entry takes longer than reading."""
-WASTE = 4 << 10
-"""Largest number of unneeded bytes, for each tensor to fill, that a read buffer may hold and still be kept."""
+"""Largest number of bytes of a checkpoint that is read without threads, because Python's work for each entry takes
+longer than reading."""
+MAX_UNNEEDED_BYTES = 4 << 10
+"""Largest number of unneeded bytes, for each tensor to fill, in a read buffer that is kept."""
 GAP = 64 << 10
-"""Largest gap between archives, in bytes, that is read along to save another read."""
+"""Largest gap between archives, in bytes, that is read together with them to save another read."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class FillRequest:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Copy of saved values to a target tensor. item: the range of both; None: all values."""
+    """Copy of saved values to a target tensor. item: range of the values in both; None: all values."""
 
     target: torch.Tensor
     own: bool
@@ -87,13 +89,13 @@ class _Piece:
 
     @property
     def is_new(self) -> bool:
-        """Return whether the target can be filled at once: the restore made it, and it is in CPU memory."""
+        """Return True if the target can be filled at once, because the restore made it in CPU memory."""
         return self.own and self.target.device.type == "cpu"
 
 
 @dataclass
 class _Archive:
-    """Bytes that were saved as one archive, and are read as one."""
+    """Bytes that were saved as one archive, and are read together."""
 
     name: str
     offset: int
@@ -169,7 +171,7 @@ def read_file(folder: int, file: CheckpointFile) -> bytes:
 
 def _archives(metadata: Metadata, wanted: dict[str, ReadRequest]) -> Iterator[tuple[str, _Archive]]:
     """Yield (file, archive) for everything to read."""
-    stored = {index.fqn: info for index, info in metadata.storage_data.items()}  # of those with one part
+    stored = {index.fqn: info for index, info in metadata.storage_data.items()}  # tensors that were saved in one part
     pieces: dict[MetadataIndex, list[_Piece]] = defaultdict(list)
     for name, want in wanted.items():
         saved = metadata.state_dict_metadata[name]
@@ -207,7 +209,7 @@ def _runs(archives: list[_Archive]) -> Iterator[list[_Archive]]:
 
 
 class _Reader:
-    """Reader of one file, whose runs may be read by several threads."""
+    """Reader of one file. Several threads may read parts of it."""
 
     def __init__(self, handle: int, file: CheckpointFile, fills: list[FillRequest], objects: dict[str, bytes]) -> None:
         self._handle = handle
@@ -233,14 +235,14 @@ class _Reader:
                     self._fill(archive.name, piece, values, keep=keep)
 
     def _end(self, archive: _Archive) -> int:
-        """Return the end offset of the hashed bytes: the archive, and the padding up to the next."""
+        """Return the end offset of the bytes that the archive's hash covers: the archive, and the padding after it."""
         if archive.offset in self._parts:
             return max(self._parts[archive.offset][0], archive.offset + archive.length)
         return archive.offset + archive.length
 
     def _check(self, archive: _Archive, data: memoryview) -> None:
         if not self._file.parts:
-            return  # checked as a whole
+            return  # the file was checked as a whole
         written = self._parts.get(archive.offset, (0, "no checksum"))[1]
         found = xxhash.xxh3_64_hexdigest(data)
         if found != written:
@@ -261,7 +263,7 @@ class _Reader:
 
 
 def _is_kept(run: list[_Archive], nbytes: int) -> bool:
-    """Return whether to keep the read buffer until the tensors are filled; else copy the values out of it."""
+    """Return True to keep the read buffer until the tensors are filled, False to copy the values out of it."""
     needed = count = 0
     for archive in run:
         dtype, shape = archive.shape or (torch.uint8, ())
@@ -269,11 +271,12 @@ def _is_kept(run: list[_Archive], nbytes: int) -> bool:
             if not piece.is_new:
                 needed += math.prod(piece.item.lengths if piece.item else shape) * dtype.itemsize
                 count += 1
-    return nbytes - needed <= WASTE * count
+    return nbytes - needed <= MAX_UNNEEDED_BYTES * count
 
 
 def _values(archive: memoryview, name: str, shape: tuple[torch.dtype, tuple[int, ...]]) -> torch.Tensor:
-    """Return a tensor that torch.save wrote: a view of its values, which lie in one piece between known bytes."""
+    """Return a tensor that torch.save wrote, as a view of its values. They lie in one piece between bytes that are
+    known."""
     frame, (dtype, sizes) = frame_of(*shape), shape
     before = len(frame.before)
     if len(archive) == frame.length and archive[:before] == frame.before:
@@ -302,7 +305,7 @@ def _open(folder: int, file: CheckpointFile) -> int:
         handle = open_plain(file.name, folder=folder)
     except OSError as error:
         raise CheckpointCorruptError(f"{file.name}: cannot be read: {error.strerror}") from error
-    if (nbytes := os.fstat(handle).st_size) < file.nbytes:  # before there is memory for it
+    if (nbytes := os.fstat(handle).st_size) < file.nbytes:  # compared before memory is allocated for the contents
         os.close(handle)
         raise CheckpointCorruptError(f"{file.name} has {nbytes:,} bytes, but {file.nbytes:,} were written")
     return handle
@@ -329,7 +332,7 @@ def _bytes_of(data: torch.Tensor) -> memoryview:
 
 
 def _check_whole(handle: int, file: CheckpointFile) -> None:
-    """Compare the checksum of a whole file, whose parts have none."""
+    """Compare the checksum of a whole file. Used for files whose parts have no checksums."""
     hasher = xxhash.xxh3_128()
     for begin in range(0, file.nbytes, RUN):
         hasher.update(_bytes_of(_read(handle, begin, min(RUN, file.nbytes - begin), file.name)))

@@ -1,14 +1,15 @@
 """Restore of a checkpoint into the objects of a training job, on any number of ranks.
 
-What is loaded follows from what was saved, not from what the objects hold: an optimizer that has made no step has no
-state to fill, and a loader's state may have other parts than before. Each rank reads what it needs by itself; DTensors
-take their part, whichever rank wrote it.
+The saved state decides what is loaded, not the present state of the objects: an optimizer that has made no step has no
+state to fill, and a loader's state may have other parts than before. Each rank reads the values that it needs; a
+DTensor gets its part, whichever rank wrote it.
 
-First everything is read, hashed and compared with its target, and only then loaded: a checkpoint that is damaged, does
-not fit, or is deleted while it is read, leaves everything as it was.
+Everything is read, hashed and compared with its target before anything is loaded. So a checkpoint that is damaged, does
+not fit, or is deleted while it is read, leaves everything unchanged.
 
-Reading unpickles only what a checkpoint is made of: torch's index through a list of allowed classes (torch_index.py),
-tensors and objects by torch.load with weights_only, unless the caller trusts the files (objects.py).
+Reading unpickles only the kinds of objects that a checkpoint consists of: torch's index through a list of allowed
+classes (torch_index.py), tensors and objects by torch.load with weights_only, unless the caller trusts the files
+(objects.py).
 """
 
 from __future__ import annotations
@@ -52,9 +53,10 @@ from penstock.proto.state.checkpoint_files import (
 __all__ = ["LoadedCheckpoint", "PinnedCheckpoint", "chosen", "load"]
 
 SILENCE_S = 8.0
-"""Seconds without a sign of life after which another process's save is not waited for: its machine may be gone."""
+"""Seconds without a sign of life from another process's save, after which a restore stops waiting for it: the machine
+of that process may be gone."""
 TRIES = 20
-"""Attempts to choose a checkpoint, when each is deleted before it can be pinned."""
+"""Number of attempts to choose a checkpoint. An attempt fails if the checkpoint is deleted before it can be pinned."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class PinnedCheckpoint:
 
 @contextmanager
 def chosen(folder: Path, step: int | None, timeout_s: float, verify: bool) -> Iterator[PinnedCheckpoint | None]:
-    """Yield the checkpoint to restore; see AsyncCheckpointer.restore. Waits for a save of another process."""
+    """Yield the checkpoint to restore, see AsyncCheckpointer.restore. Waits for a save of another process."""
     _settle(folder, timeout_s)
     for turn in range(TRIES):
         found = _choose(folder, step)
@@ -108,31 +110,32 @@ def _choose(folder: Path, step: int | None) -> FoundCheckpoint | None:
 
 
 def _saved_by(metadata: Metadata, name: str) -> int:
-    """Return the rank that saved an object, which the file's name contains."""
+    """Return the rank that saved an object. The file's name contains the rank."""
     path: str = metadata.storage_data[MetadataIndex(name)].relative_path
     return int(path.rpartition("__")[2].partition("_")[0])
 
 
 def _through(handle: int) -> Path:
-    """Return a path of a descriptor's folder that stays valid when the folder is renamed."""
+    """Return a path of a descriptor's folder that stays valid after the folder is renamed."""
     return Path(f"/proc/self/fd/{handle}")
 
 
 def _settle(folder: Path, timeout_s: float) -> None:
-    """Undo a replacement that a stopped save left half done, once no save is running."""
+    """Undo a replacement that a stopped save left unfinished. Waits until no save is running."""
     try:
         with locked(folder, timeout_s, silence_s=SILENCE_S):
             put_back(folder)
     except DeadlineError:
-        pass  # that save will not end; complete checkpoints can be read all the same
+        pass  # that save will not end, but complete checkpoints can be read all the same
     except PenstockError:
         raise
     except OSError:
-        pass  # no folder yet, or one that can only be read
+        pass  # the folder does not exist yet, or can only be read
 
 
 def _damaged(path: Path, wrong: str) -> CheckpointCorruptError:
-    """Return the error for a damaged checkpoint. It names the newest one whose sizes are right."""
+    """Return the error for a damaged checkpoint. The error names the newest checkpoint whose files have the right
+    sizes."""
     try:
         good = [one.step for one in checkpoints(path.parent) if one.path != path and not one.damage]
     except CheckpointError:
@@ -145,7 +148,7 @@ def _damaged(path: Path, wrong: str) -> CheckpointCorruptError:
 
 @dataclass
 class LoadedCheckpoint:
-    """A checkpoint that was read and fits, and is not loaded yet."""
+    """Checkpoint that was read and fits, and is not loaded yet."""
 
     _entries: list[StateEntry]
     _fills: list[FillRequest]
@@ -161,7 +164,8 @@ class LoadedCheckpoint:
 def load(
     path: Path, save: str, state: Mapping[str, Any], rank: int, threads: int, allow_unsafe_types: bool
 ) -> LoadedCheckpoint | None:
-    """Read the part of the checkpoint at `path` that goes into `state`; None if another save has replaced it."""
+    """Read the part of the checkpoint at `path` that goes into `state`. Return None if another save has replaced the
+    checkpoint."""
     if not isinstance(state, Mapping):
         raise InvalidArgumentError(f"restore: state must be a dict, got {type(state).__name__}")
     try:

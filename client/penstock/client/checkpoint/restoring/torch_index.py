@@ -1,4 +1,5 @@
-"""Reader of torch's index of a checkpoint, `.metadata`: a pickle in which nothing can run, checked with the files."""
+"""Reader of torch's index of a checkpoint, `.metadata`. The index is a pickle; it is read so that no code in it can
+run, and compared with the files."""
 
 from __future__ import annotations
 
@@ -34,11 +35,12 @@ ALLOWED = {
         "_MEM_FORMAT_ENCODING",
     },
 }
-"""Module -> names that torch's index is made of."""
+"""Module -> names of which torch's index consists."""
 PATH_KEYS = {str, int}
-"""Types of the keys that lead to a value in the state; torch writes no others."""
+"""Types of the keys that lead to a value in the state. torch writes no other types."""
 LARGE = 1 << 30
-"""Bytes. A larger tensor must have been written in full; a smaller one may repeat values that were written once."""
+"""Number of bytes above which all bytes of a tensor must have been written. A smaller tensor may repeat values that
+were written once."""
 
 
 def read_index(data: bytes, where: Path, files: Mapping[str, int]) -> Metadata:
@@ -57,16 +59,16 @@ def read_index(data: bytes, where: Path, files: Mapping[str, int]) -> Metadata:
         _check(metadata, files)
     except CheckpointCorruptError:
         raise
-    except Exception as error:  # a pickle of arbitrary content can raise anything
+    except Exception as error:  # an arbitrary pickle can raise any error
         raise CheckpointCorruptError(f"{where} cannot be read: {error or type(error).__name__}") from error
     return metadata
 
 
 def _check(metadata: Metadata, files: Mapping[str, int]) -> None:
-    """Raise for an index that cannot be restored from.
+    """Raise ValueError or TypeError for an index from which nothing can be restored.
 
-    Nothing in it is hashed, printed or multiplied before its type is known: that could take centuries for tuples in
-    tuples, and `bounded` has checked only the keys of dicts.
+    Nothing in the index is hashed, printed or multiplied before its type is known, because that could take centuries
+    for nested tuples, and `bounded` has checked only the keys of dicts.
     """
     written: Counter[str] = Counter()
     for index, info in metadata.storage_data.items():
@@ -111,11 +113,11 @@ def _sizes(saved: TensorStorageMetadata) -> Iterator[object]:
 
 
 class _Index(pickle.Unpickler):
-    """Unpickler of torch's index, which makes objects only of the classes that an index is made of."""
+    """Unpickler of torch's index. It makes objects only of the classes of which an index consists."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
-            return _member  # some versions of Python pickle an enum's members by it
+            return _member  # some versions of Python pickle a member of an enum by getattr
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if name not in ALLOWED.get(module, ()) and not is_dtype:
             raise pickle.UnpicklingError(f"it names {module}.{name}, which is not part of an index")
@@ -123,7 +125,7 @@ class _Index(pickle.Unpickler):
 
 
 def _member(kind: Any, name: Any) -> Any:
-    """Return a member of an enum: getattr of anything else would lead to arbitrary code."""
+    """Return a member of an enum. A getattr of any other object is refused, because it could lead to arbitrary code."""
     if not isinstance(kind, EnumType) or type(name) is not str or name not in kind.__members__:
         raise pickle.UnpicklingError("it names an attribute that is not a member of an enum")
     return kind[name]

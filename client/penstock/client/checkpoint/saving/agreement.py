@@ -1,7 +1,7 @@
-"""Agreement of the ranks before each save: the step, what each rank writes, and the length of it.
+"""Agreement of the ranks before each save: on the step, and on what each rank writes and how long it is.
 
-One exchange of a few hundred bytes, as long as no rank's state has another structure than at the last save. Every rank
-decides by itself, from the same answers: so all continue, or all raise.
+The agreement is one exchange of a few hundred bytes, unless a rank's state has another structure than at the last save.
+Every rank decides by itself from the same answers, so either all continue or all raise an error.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class AgreedSave:
     """Id of the save, hexadecimal."""
     plan: GlobalPlan
     lengths: list[dict[Key, int]]
-    """Bytes of each item that is not framed, by rank."""
+    """Bytes of each unframed item (see LocalItem.frame), by rank."""
     collected: CollectedState
     objects: dict[Key, bytes]
-    """Bytes of this rank's items that are not framed."""
-    flying: list[str]
+    """Contents of this rank's unframed items."""
+    in_flight: list[str]
     """Ids of the saves that are in flight on any rank."""
 
 
 class Agreement:
-    """The plan that the ranks agreed on, kept for as long as it holds.
+    """Plan on which the ranks agreed, kept as long as it holds.
 
     Args:
         threads, hint: files of each rank; see `assign`.
@@ -58,21 +58,22 @@ class Agreement:
         self._signature: list[Any] | None = None
         self._items: list[LocalItem] = []
         """Items of this rank."""
-        self._everybody: list[list[LocalItem]] = []
+        self._by_rank: list[list[LocalItem]] = []
         self._plan: GlobalPlan | None = None
         self._warned: set[str] = set()
         self._tried: set[str] = set()
-        """Names of objects for which a load was tried."""
+        """Names of objects for which a trial load was made."""
 
     def on(
-        self, step: int, folder: Path, state: Mapping[str, Any], earlier: list[CheckpointError], flying: list[str]
+        self, step: int, folder: Path, state: Mapping[str, Any], earlier: list[CheckpointError], in_flight: list[str]
     ) -> AgreedSave:
         """Agree on a save.
 
-        earlier: failures of this rank's earlier saves that no rank has raised yet; emptied when they are raised.
-        flying: ids of this rank's saves in flight.
+        Args:
+            earlier: failures of this rank's earlier saves that no rank has raised yet; emptied when they are raised.
+            in_flight: ids of this rank's saves in flight.
 
-        Raises what AsyncCheckpointer.save does, on all ranks.
+        Raises the errors of AsyncCheckpointer.save, on all ranks.
         """
         collected: CollectedState | None = None
         objects: dict[Key, bytes] = {}
@@ -94,7 +95,7 @@ class Agreement:
                 "folder": str(folder),
                 "save": secrets.token_hex(4),
                 "earlier": [error.message for error in earlier],
-                "flying": flying,
+                "in_flight": in_flight,
                 "loaders": collected.loaders,
                 "planned": self._plan is not None,
                 "lengths": [len(objects[one.key]) for one in self._items if one.frame is None],
@@ -115,14 +116,14 @@ class Agreement:
             self._compare(known)
         lengths = [
             dict(zip((one.key for one in items if one.frame is None), answer["lengths"], strict=True))
-            for items, answer in zip(self._everybody, answers, strict=True)
+            for items, answer in zip(self._by_rank, answers, strict=True)
         ]
         assert self._plan is not None
-        everywhere = sorted({save for answer in answers for save in answer["flying"]})
+        everywhere = sorted({save for answer in answers for save in answer["in_flight"]})
         return AgreedSave(answers[0]["save"], self._plan, lengths, collected, objects, everywhere)
 
     def _warn_of_opaque(self, collected: CollectedState, objects: dict[Key, bytes]) -> None:
-        """Log once, at the save, which objects a restore loads only with allow_unsafe_types."""
+        """Log once, at the save, the objects that a restore loads only with allow_unsafe_types."""
         for name, kind in collected.opaque.items():
             if name in self._tried or (name, None) not in objects:
                 continue
@@ -138,12 +139,12 @@ class Agreement:
 
     def _replan(self, collected: CollectedState) -> GlobalPlan:
         self._plan = None
-        everybody = [(self._items, collected.paths)]
+        by_rank = [(self._items, collected.paths)]
         if self._ranks.size > 1:
             described = self._ranks.exchange(encode_items(self._items, collected.paths))
-            everybody = [decode_items(value) for value in described]
-        self._plan = agree(everybody, self._threads, self._hint)
-        self._everybody = [items for items, _ in everybody]
+            by_rank = [decode_items(value) for value in described]
+        self._plan = agree(by_rank, self._threads, self._hint)
+        self._by_rank = [items for items, _ in by_rank]
         return self._plan
 
     def _compare(self, known: dict[Key, tuple[str, str]]) -> None:
@@ -165,8 +166,8 @@ class Agreement:
 def _check(answers: list[dict[str, Any]]) -> None:
     for what in ("step", "folder"):
         if any(answer[what] != answers[0][what] for answer in answers):
-            said = ", ".join(f"rank {rank}: {answer[what]!r}" for rank, answer in enumerate(answers))
-            raise InvalidArgumentError(f"all ranks must save the same {what}, got {said}")
+            values = ", ".join(f"rank {rank}: {answer[what]!r}" for rank, answer in enumerate(answers))
+            raise InvalidArgumentError(f"all ranks must save the same {what}, got {values}")
     for key, (_, num_boxes) in (pair for answer in answers for pair in answer["loaders"].items()):
         boxes = sorted(answer["loaders"][key][0] for answer in answers if key in answer["loaders"])
         if num_boxes > 1 and len(answers) > 1 and 0 not in boxes:

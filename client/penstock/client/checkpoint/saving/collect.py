@@ -41,10 +41,10 @@ __all__ = [
 ]
 
 OURS = "__penstock__"
-"""Top-level key for what is needed to restore a state as it was."""
+"""Top-level key for data that restore the state exactly as it was."""
 CONTAINERS, RECIPES, OPTIMIZERS = "containers", "recipes", "optimizers"
-"""Tables of each rank under that key: kinds and keys of dicts, recipes of encoded values, and what torch's
-`load_state_dict` would change of optimizers' states."""
+"""Tables of each rank under that key: kinds and keys of dicts, recipes of encoded values, and the parts of optimizers'
+states that torch's `load_state_dict` would change."""
 KINDS: dict[str, Any] = {"Counter": Counter, "OrderedDict": OrderedDict}
 """Mappings that are restored with their own type; others become dicts."""
 
@@ -57,16 +57,16 @@ class CollectedState:
     paths: dict[str, tuple[Any, ...]]
     """Name -> the keys that lead to it."""
     signature: list[Any]
-    """Structure of the state; as long as it is the same, so is the plan."""
+    """Structure of the state. While it stays the same, the plan stays the same."""
     loaders: dict[str, tuple[int, int]]
     """Key of a loader -> its box, and the number of boxes of its run."""
     recipes: dict[str, Any]
-    """Name -> recipe to make a value again that is saved as plainer values (plain_values.py)."""
+    """Name -> recipe by which a value that was saved as plainer values is made again (plain_values.py)."""
     opaque: dict[str, str]
-    """Name of a value that cannot be saved as plainer values -> the class in it that has no recipe."""
+    """Name of a value that cannot be saved as plainer values -> the class without a recipe in the value."""
 
     def items(self) -> list[LocalItem]:
-        """Return everything as write items."""
+        """Return all values as write items."""
         tensors, found = TensorItems(), []
         for name, value in self.values.items():
             if type(value) in PLAIN:
@@ -78,13 +78,13 @@ class CollectedState:
         return found
 
     def tensor(self, one: LocalItem) -> torch.Tensor:
-        """Return the tensor, or the part of a tensor, that an item saves."""
+        """Return the tensor that an item saves, or its part of a tensor."""
         value = self.values[one.key[0]]
         found: torch.Tensor = value if type(value) in LEAVES else find_state_dict_object(self.values, one.torch_index)
         return found
 
     def _by_torch(self, name: str) -> list[LocalItem]:
-        """Return torch's items for a tensor that is split over ranks, or has its own rules for saving."""
+        """Return torch's items for a tensor that is split over ranks, or that has its own rules for saving."""
         plan = create_default_local_save_plan({name: self.values[name]}, is_coordinator=True)
         return [
             LocalItem.of(
@@ -96,7 +96,8 @@ class CollectedState:
 
 
 def collect(state: Mapping[str, Any], rank: int, ranks: int) -> CollectedState:
-    """Collect the state to save. Raises InvalidArgumentError for a state without names, or with ambiguous ones."""
+    """Collect the state to save. Raises InvalidArgumentError for a state whose values have no names, or ambiguous
+    ones."""
     if not isinstance(state, Mapping) or not all(isinstance(key, str) and key for key in state):
         raise InvalidArgumentError(
             f"the state to save must be a dict of names and values, got {type(state).__name__}: save "
@@ -146,7 +147,8 @@ def collect(state: Mapping[str, Any], rank: int, ranks: int) -> CollectedState:
 
 
 def _flatten(value: Any, path: tuple[Any, ...], values: dict[str, Any], paths: dict[str, tuple[Any, ...]]) -> None:
-    """Add the leaves of a nested value, with the names of torch's `flatten_state_dict`, which is four times slower."""
+    """Add the leaves of a nested value under the names of torch's `flatten_state_dict`. (torch's function takes four
+    times as long.)"""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             _flatten_into(inner, (*path, str(key)), values, paths)
@@ -166,14 +168,15 @@ def _flatten_into(value: Any, path: tuple[Any, ...], values: dict[str, Any], pat
 
 
 def _is_flattened(value: Any) -> bool:
-    """Return whether torch names the contents of a value: those of dicts, and of lists of tensors or dicts."""
+    """Return True if torch names the contents of a value, as it does for dicts, and for lists of tensors or dicts."""
     return isinstance(value, Mapping) or (
         isinstance(value, list) and any(isinstance(inner, torch.Tensor) or _is_flattened(inner) for inner in value)
     )
 
 
 def _made_plain(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Replace objects by what is saved for them; return recipes by name, and what could not be replaced.
+    """Replace objects by the values that are saved for them. Return recipes by name, and the objects that could not be
+    replaced.
 
     Raises InvalidArgumentError for tensors that cannot be restored.
     """
@@ -203,7 +206,7 @@ def _unrestorable(tensor: torch.Tensor) -> str:
 
 
 def _empty(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    """Yield the paths of empty dicts, which flattening loses."""
+    """Yield the paths of empty dicts, which flattening drops."""
     if isinstance(value, Mapping):
         if not value and path:
             yield path
@@ -217,7 +220,8 @@ def _empty(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
 
 
 def _containers(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (path, description) of dicts that flattening changes: other keys than texts, or a type of their own."""
+    """Yield (path, description) of dicts that flattening changes: those with keys other than texts, and those of
+    another type than dict."""
     if isinstance(value, Mapping):
         keys = {str(key): key for key in value if type(key) is not str and _is_plain(key)}
         coded = {str(key): _coded(key, path) for key in value if type(key) is not str and not _is_plain(key)}
@@ -251,7 +255,7 @@ def _coded(key: Any, path: tuple[Any, ...]) -> list[Any]:
 
 
 def _is_plain(key: Any) -> bool:
-    """Return whether a key other than a text is a plain value, or a tuple of such."""
+    """Return True if a key other than a text is a plain value, or a tuple of plain values."""
     if type(key) is tuple:
         return all(type(part) is str or _is_plain(part) for part in key)
     return type(key) in (int, float, bool, type(None))
@@ -285,7 +289,7 @@ def _state_of(key: str, value: Any, state: Mapping[str, Any]) -> Any:
 
 
 def module_state(module: nn.Module) -> dict[str, Any]:
-    """Return a module's state_dict, with names without those of wrappers inside it."""
+    """Return a module's state_dict. Names in it do not contain the names of wrappers inside the module."""
     plain = module.state_dict()
     clean = clean_keys(module, list(plain))
     return type(plain)((clean[name], value) for name, value in plain.items())
@@ -302,7 +306,7 @@ def _kind(value: Any) -> Any:
 
 
 def object_bytes(collected: CollectedState, items: list[LocalItem]) -> dict[Key, bytes]:
-    """Return torch.save's bytes for everything that is not a plain tensor.
+    """Return torch.save's bytes for each value that is not a plain tensor.
 
     Raises InvalidArgumentError, with the name, for a value that cannot be saved.
     """

@@ -24,12 +24,12 @@ class Item(NamedTuple):
 
     name: str
     nbytes: int | None
-    """Bytes of the part of a tensor that is saved; None for an object, whose size is not planned with."""
+    """Bytes of the part of a tensor that is saved; None for an object, whose size the plan does not need."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """A file, with the items that it holds."""
+    """File, with the items in it."""
 
     name: str
     items: tuple[int, ...]
@@ -37,16 +37,16 @@ class Bucket:
 
 
 def assign(items: Sequence[Item], prefix: str, buckets: int, hint: str | None = None) -> list[Bucket]:
-    """Return the files for `items`; none is empty.
+    """Return the files for `items`. No file is empty.
 
     Args:
         prefix: beginning of the file names, which differs from rank to rank: "__0_".
-        buckets: largest number of files, with and without the hint each.
-        hint: prefix of names that go into files of their own.
+        buckets: largest number of files for items with the hint, and also for items without it.
+        hint: prefix of the names of items that go into separate files.
     """
     matching = [place for place, item in enumerate(items) if hint and item.name.startswith(hint)]
     others = sorted(set(range(len(items))) - set(matching))
-    own = re.sub(r"[^A-Za-z0-9_-]", "_", hint or "")[:100]  # file names have a limited length
+    own = re.sub(r"[^A-Za-z0-9_-]", "_", hint or "")[:100]  # the length of file names is limited
     return _split(items, others, prefix, buckets) + _split(items, matching, f"{own}{prefix}", buckets)
 
 

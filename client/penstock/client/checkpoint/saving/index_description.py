@@ -1,7 +1,7 @@
 """Description of torch's index of a checkpoint, from which the writer makes the pickle without torch.
 
-See penstock/proto/state/checkpoint_index.py. Only this module uses torch's classes: they and their values are pickled
-by Python's own pickler, and everything else refers to them by their places in the pickler's memo.
+See penstock/proto/state/checkpoint_index.py. Only this module uses torch's classes. Python's own pickler pickles them
+and their values; everything else refers to them by their positions in the pickler's memo.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PROTOCOL = 3
 
 
 class _Parts:
-    """Values that are pickled together. Each object has one number, however often it is used."""
+    """Values that are pickled together. Each object gets one number, however often it is used."""
 
     def __init__(self) -> None:
         self._values: list[Any] = []
@@ -43,7 +43,7 @@ class _Parts:
         return number
 
     def pickled(self) -> tuple[bytes, int, list[int]]:
-        """Return the pickle, the number of places in its memo, and each part's place."""
+        """Return the pickle, the number of positions in its memo, and the position of each part."""
         file = io.BytesIO()
         pickler = pickle.Pickler(file, PROTOCOL)
         pickler.dump(self._values)

@@ -1,13 +1,13 @@
 """Plan of what each rank saves and where: torch's plan, made once and kept while the state keeps its structure.
 
 torch.distributed.checkpoint plans each save anew: a write item for each tensor on each rank, a gather of all of them, a
-scatter. For an unchanged model the outcome is the same, so here the ranks agree on it once (`agree`) and then only
-compare signatures (`CollectedState.signature`). Only the lengths of objects differ from save to save: each rank sends
-its own.
+scatter. For an unchanged model the result is the same, so here the ranks agree on it once (`agree`) and then only
+compare signatures (`CollectedState.signature`). Only the lengths of objects differ from save to save, and each rank
+sends those of its own objects.
 
-A layout is complete before anything is written: the length of a tensor's archive follows from its dtype and shape
-(torch_frames.py). So torch's `.metadata` can be described at once too (index_description.py), without reports from the
-writers.
+A layout is complete before anything is written, because the length of a tensor's archive follows from its dtype and
+shape (torch_frames.py). So torch's `.metadata` can also be described before (index_description.py), without reports
+from the writers.
 
 A state has thousands of entries, and the first save plans each of them while the training waits. So an entry is one
 tuple, tensors of one dtype and shape share one description, and torch's slower kinds of items are made only for torch's
@@ -54,7 +54,7 @@ DCP_VERSION = "1.0.0"
 """Version of torch's checkpoint format, as FileSystemWriter writes it."""
 
 Key = tuple[str, tuple[int, ...] | None]
-"""Name of a saved item and, for a part of a tensor, its offset in the tensor."""
+"""Name of a saved item, and the offset of a part of a tensor; None for a whole tensor or an object."""
 
 
 class LocalItem(NamedTuple):
@@ -66,12 +66,13 @@ class LocalItem(NamedTuple):
     data: TensorWriteData | None
     """Description of a tensor; None for an object."""
     frame: TorchFrame | None
-    """Frame of a plain tensor, whose archive is the frame and the values; None: torch.save's bytes, of any length."""
+    """Frame of a plain tensor, whose archive consists of the frame and the values. None: the item is unframed; its
+    archive is torch.save's bytes, whose length may change."""
     kind: WriteItemType
 
     @classmethod
     def of(cls, item: WriteItem, framed: bool) -> LocalItem:
-        """Return the item for one of torch's write items. framed: it is a plain tensor."""
+        """Return the item for one of torch's write items. framed: True for a plain tensor."""
         index, data = item.index, item.tensor_data
         frame = frame_of(data.properties.dtype, tuple(data.chunk.sizes)) if framed and data is not None else None
         return cls((index.fqn, index.offset), index.index, data, frame, item.type)
@@ -114,7 +115,7 @@ class TensorItems:
 
 
 def encode_items(items: Sequence[LocalItem], paths: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
-    """Return the items as JSON values for the other ranks. paths: name -> the keys that lead to it."""
+    """Return the items as JSON values for the other ranks. paths: name -> the keys that lead to the value."""
     rows: list[Any] = []
     for one in items:
         data, (name, offset) = one.data, one.key
@@ -144,7 +145,7 @@ def decode_items(value: dict[str, Any]) -> tuple[list[LocalItem], dict[str, tupl
 
 @dataclass(frozen=True)
 class FileLayout:
-    """A file of one rank: archives one after the other, the framed ones first."""
+    """File of one rank: its archives one after the other, the framed ones first."""
 
     name: str
     framed: tuple[tuple[LocalItem, int], ...]
@@ -154,7 +155,7 @@ class FileLayout:
     """Items whose lengths differ from save to save."""
 
     def places(self, lengths: dict[Key, int]) -> tuple[list[int], int]:
-        """Return the offset of each item in `others`, and the length of the file. lengths: of these items."""
+        """Return the offset of each item in `others`, and the length of the file. lengths: bytes of these items."""
         places, offset = [], self.framed_bytes
         for one in self.others:
             offset = _aligned(offset)
@@ -180,25 +181,25 @@ class RankLayout:
 
 @dataclass
 class GlobalPlan:
-    """Plan that all ranks agreed on."""
+    """Plan on which all ranks agreed."""
 
     layouts: list[RankLayout]
     metadata: Metadata
     """torch's index without `storage_data`."""
     shared: dict[Key, list[int]]
-    """Key that several ranks have and one saves -> those ranks."""
+    """Key that several ranks have and one of them saves -> those ranks."""
     _made: tuple[Any, bytes] | None = field(default=None)
-    """Lengths, and the index description for them."""
+    """Lengths of items, and the index description made for them; None before the first."""
 
     def files(self, lengths: Sequence[dict[Key, int]]) -> list[list[tuple[str, int]]]:
-        """Return (name, bytes) of each rank's files. lengths: by rank, of the items that are not framed."""
+        """Return (name, bytes) of each rank's files. lengths: bytes of the unframed items, by rank."""
         return [
             [(file.name, file.places(lengths[rank])[1]) for file in layout.files]
             for rank, layout in enumerate(self.layouts)
         ]
 
     def index(self, lengths: Sequence[dict[Key, int]]) -> bytes:
-        """Return the description of `.metadata` for the writer. Made anew only if a length has changed."""
+        """Return the description of `.metadata` for the writer. It is made again only after a length has changed."""
         if self._made is None or self._made[0] != lengths:
             files = [
                 (file.name, file.stored(lengths[rank]))
@@ -210,22 +211,22 @@ class GlobalPlan:
 
 
 def agree(
-    everybody: Sequence[tuple[list[LocalItem], dict[str, tuple[Any, ...]]]], buckets: int, hint: str | None
+    by_rank: Sequence[tuple[list[LocalItem], dict[str, tuple[Any, ...]]]], buckets: int, hint: str | None
 ) -> GlobalPlan:
-    """Return the plan for all ranks. Every rank computes it from the same input, and gets the same.
+    """Return the plan for all ranks. Every rank computes it from the same input, and so gets the same plan.
 
     Args:
-        everybody: results of `decode_items`, by rank.
+        by_rank: results of `decode_items`, by rank.
         buckets, hint: as for `assign`.
 
-    Raises CheckpointError where ranks contradict each other: one name for tensors of two shapes or dtypes, or for a
-    tensor and an object.
+    Raises CheckpointError if ranks contradict each other: one name for tensors of two shapes or dtypes, or for a tensor
+    and an object.
     """
-    metadata = _plan_alone(*everybody[0]) if len(everybody) == 1 else None
-    saved, shared = [everybody[0][0]], {}
+    metadata = _plan_alone(*by_rank[0]) if len(by_rank) == 1 else None
+    saved, shared = [by_rank[0][0]], {}
     if metadata is None:
-        shared = _compare(everybody)
-        saved, metadata = _plan_together(everybody)
+        shared = _compare(by_rank)
+        saved, metadata = _plan_together(by_rank)
     metadata.storage_meta, metadata.version = StorageMeta(), DCP_VERSION
     layouts = [lay_out(items, f"__{rank}_", buckets, hint) for rank, items in enumerate(saved)]
     return GlobalPlan(layouts, metadata, shared)
@@ -251,26 +252,27 @@ def _plan_alone(items: list[LocalItem], paths: dict[str, tuple[Any, ...]]) -> Me
 
 
 def _plan_together(
-    everybody: Sequence[tuple[list[LocalItem], dict[str, tuple[Any, ...]]]],
+    by_rank: Sequence[tuple[list[LocalItem], dict[str, tuple[Any, ...]]]],
 ) -> tuple[list[list[LocalItem]], Metadata]:
-    """Return the items that each rank saves, by torch's planner: one of several ranks saves what all of them have."""
-    plans = [SavePlan([one.item for one in items], planner_data=paths) for items, paths in everybody]
+    """Return the items that each rank saves, and the index, from torch's planner. If several ranks have the same item,
+    one of them saves it."""
+    plans = [SavePlan([one.item for one in items], planner_data=paths) for items, paths in by_rank]
     try:
         deduplicated, metadata = DefaultSavePlanner().create_global_plan(plans)
     except (ValueError, AssertionError) as error:
         raise CheckpointError(f"the ranks' states cannot be combined into one checkpoint: {error}") from error
     saved = []
-    for plan, (items, _) in zip(deduplicated, everybody, strict=True):
+    for plan, (items, _) in zip(deduplicated, by_rank, strict=True):
         own = {one.key: one for one in items}
         indexes = [item.index for item in plan.items]
         saved.append([own[index.fqn, index.offset]._replace(hint=index.index) for index in indexes])
     return saved, metadata
 
 
-def _compare(everybody: Sequence[tuple[list[LocalItem], Any]]) -> dict[Key, list[int]]:
+def _compare(by_rank: Sequence[tuple[list[LocalItem], Any]]) -> dict[Key, list[int]]:
     holders: dict[Key, list[int]] = {}
     kinds: dict[str, tuple[int, str]] = {}
-    for rank, (items, _) in enumerate(everybody):
+    for rank, (items, _) in enumerate(by_rank):
         for one in items:
             data = one.data
             kind = f"a {data.properties.dtype} tensor of {list(data.size)}" if data is not None else "an object"

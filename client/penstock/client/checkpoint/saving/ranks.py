@@ -1,8 +1,8 @@
 """Exchange of small values between the ranks of a training job: JSON over a process group of its own.
 
-The group uses gloo, so that nothing needs a GPU or waits for its kernels. It has a timeout of its own, so that a lost
-rank is an error. The training thread makes its collectives, like the job's own. Values are JSON and not pickle, because
-nothing from another machine is unpickled.
+The group uses gloo, so that nothing needs a GPU or waits for its kernels. It has its own timeout, so that a lost rank
+becomes an error. The training thread runs its collectives, like those of the job. Values are JSON and not pickle,
+because nothing from another machine is unpickled.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Ranks:
     """The ranks that save and restore together.
 
     Args:
-        group: their process group; None: all ranks of the job, or this process alone if torch.distributed is not
+        group: process group of the ranks; None: all ranks of the job, or only this process if torch.distributed is not
             initialised.
         timeout_s: seconds that a rank may be busy before it takes part; the others wait MARGIN_S longer.
 
@@ -48,7 +48,7 @@ class Ranks:
             self.rank, self.size = dist.get_rank(group), len(members)
             self._group = dist.new_group(
                 members,
-                # Longer than a rank may wait for its own writer before it comes here.
+                # The timeout is longer than a rank may wait for its own writer before it joins the exchange.
                 timeout=timedelta(seconds=timeout_s + MARGIN_S),
                 backend="gloo",
                 use_local_synchronization=True,
@@ -63,13 +63,13 @@ class Ranks:
             )
         if self._group is None:
             return [value]
-        mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         try:
             lengths = [torch.empty(1, dtype=torch.int64, device="cpu") for _ in range(self.size)]
-            dist.all_gather(lengths, torch.tensor([mine.numel()], device="cpu"), group=self._group)
+            dist.all_gather(lengths, torch.tensor([own.numel()], device="cpu"), group=self._group)
             longest = max(int(length) for length in lengths)
             padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
-            padded[: mine.numel()] = mine
+            padded[: own.numel()] = own
             values = [torch.empty(longest, dtype=torch.uint8, device="cpu") for _ in range(self.size)]
             dist.all_gather(values, padded, group=self._group)
         except RuntimeError as error:
@@ -89,14 +89,15 @@ class Ranks:
             call: name of the method, which must be the same on all ranks.
             what: beginning of the error: "step 5 was not saved".
         """
-        mine: dict[str, Any] = {}
+        own: dict[str, Any] = {}
         failure: BaseException | None = None
         try:
-            mine = part()
-        except BaseException as error:  # an interrupt too: the others wait for this rank's answer, so send it first
+            own = part()
+        # also for an interrupt: the others wait for this rank's answer, so send it before raising
+        except BaseException as error:
             failure = error
-        said = None if failure is None else [type(failure).__name__, str(failure)]
-        answers = self.exchange({"call": call, "value": mine, "error": said})
+        named = None if failure is None else [type(failure).__name__, str(failure)]
+        answers = self.exchange({"call": call, "value": own, "error": named})
         if failure is not None:
             raise failure
         failed = [(rank, *answer["error"]) for rank, answer in enumerate(answers) if answer["error"]]
@@ -121,6 +122,7 @@ def _initialized() -> bool:
 
 
 def _fitting(name: str) -> type[PenstockError]:
-    """Return the class of an error that another rank raised, if it is a checkpoint's; else CheckpointError."""
+    """Return the class of an error that another rank raised if it is a class of checkpoint errors, else
+    CheckpointError."""
     kind = CATALOGUE[name].error if name in CATALOGUE else CheckpointError
     return kind if issubclass(kind, CheckpointError) else CheckpointError

@@ -1,9 +1,9 @@
-"""Comparison of values that several ranks have under one name, of which a checkpoint holds one copy.
+"""Comparison of values that several ranks have under one name, of which a checkpoint keeps one copy.
 
-torch.distributed.checkpoint assumes that they are equal and keeps any one of them: a random state or a counter that
-differs by rank is lost silently. Objects are compared whole, by value, and so are small tensors, such as a generator's
-state. Of larger tensors 16 values are compared, spread over them: weights that have drifted apart differ nearly
-everywhere, and comparing all of them would take as long as saving.
+torch.distributed.checkpoint assumes that they are equal and keeps any one of them, so a random state or a counter that
+differs by rank is lost silently. Here objects are compared whole, by value, and so are small tensors, such as a
+generator's state. Of larger tensors 16 values are compared, spread over the tensor: weights that have drifted apart
+differ nearly everywhere, and comparing all of them would take as long as saving.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OBJECT, TENSOR = "object", "tensor"
 def digests(
     collected: CollectedState, items: Sequence[LocalItem], objects: dict[Key, bytes], shared: dict[Key, list[int]]
 ) -> dict[Key, tuple[str, str]]:
-    """Return key -> (kind, digest) for the values that this rank shares with others."""
+    """Return key -> (kind, digest) for the values that other ranks have too."""
     found: dict[Key, tuple[str, str]] = {}
     groups: dict[tuple[torch.device, torch.dtype], list[tuple[Key, torch.Tensor]]] = defaultdict(list)
     for one in items:
@@ -57,8 +57,8 @@ def digests(
 
 
 def _object_digest(collected: CollectedState, one: LocalItem, objects: dict[Key, bytes]) -> str:
-    """Return the digest of an object's value, not of its pickle: pickles of equal values may differ, if the same
-    strings are one object in one value and two in another."""
+    """Return the digest of an object's value, not of its pickle. Pickles of equal values may differ if equal strings
+    are one object in one value and two objects in the other."""
     name = one.name
     value = collected.values.get(name)
     if isinstance(value, torch.Tensor) or type(value) in PLAIN:
@@ -78,7 +78,7 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def summary(known: dict[Key, tuple[str, str]]) -> str:
-    """Return one digest of a rank's digests."""
+    """Return one digest over all digests of a rank."""
     hasher = xxhash.xxh3_64()
     for key in sorted(known, key=str):
         hasher.update(f"{key}{known[key]}".encode())
@@ -86,7 +86,7 @@ def summary(known: dict[Key, tuple[str, str]]) -> str:
 
 
 def compare(answers: list[dict[str, Any]]) -> tuple[list[str], dict[str, str]]:
-    """Return texts for the values that differ: objects, and tensors by name.
+    """Return texts for the values that differ: a list for objects, and a dict by name for tensors.
 
     answers: rows of name, offset, kind, digest, by rank.
     """

@@ -1,10 +1,10 @@
-"""Lock that lets one call into a checkpointer at a time, across threads and signal handlers.
+"""Lock that allows one call into a checkpointer at a time, across threads and signal handlers.
 
 A signal handler runs between any two instructions of the main thread, also within a `save`, and may call `save` itself,
-as handlers for preemption do. It would find everything half done. So while a call holds the checkpointer, signals are
-recorded, and their handlers run at the end of the call, on the same thread and before it returns. That takes
-milliseconds: waiting for a save or another thread is done with signals let through. A second signal of a kind is let
-through at any time, so that a second Ctrl-C always works.
+as handlers for preemption do. It would find data that are half changed. So while a call holds the checkpointer, signals
+are recorded, and their handlers run at the end of the call, on the same thread and before the call returns. The call
+holds it for milliseconds only: during waits for a save or another thread, handlers run at once. The handler of a second
+signal of one kind runs at once at any time, so that a second Ctrl-C always works.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock.proto.errors import CheckpointError, InvalidArgumentError
 __all__ = ["CallLock", "SignalWatch"]
 
 POLL_S = 0.002
-"""Seconds between two checks whether another thread has finished."""
+"""Seconds between two checks for the end of another thread's call."""
 
 Handler = Callable[[int, Any], Any]
 
@@ -48,24 +48,24 @@ class CallLock:
         held = self._enter(call)
         try:
             if hold:
-                held.firm = False
+                held.drops_repeats = False
             else:
-                held.let_through()
+                held.restore_handlers()
             yield
         finally:
             if hold:
-                held.firm = True
+                held.drops_repeats = True
             else:
                 held = _HeldSignals()
             self._owner = 0
             self._lock.release()
-            held.let_through()
+            held.restore_handlers()
 
     def _enter(self, call: str) -> _HeldSignals:
         while True:
             held = _HeldSignals()
             if self._owner == threading.get_ident():
-                held.let_through()
+                held.restore_handlers()
                 raise CheckpointError(
                     f"{call}() was called while {self._call}() of the same AsyncCheckpointer runs in this thread, by a "
                     "signal handler or by a value that is being saved: nothing was done. Use "
@@ -74,18 +74,18 @@ class CallLock:
             if self._lock.acquire(blocking=False):
                 self._owner, self._call = threading.get_ident(), call
                 return held
-            held.let_through()
+            held.restore_handlers()
             time.sleep(POLL_S)
 
 
 class _HeldSignals:
-    """Recorder of signals, in place of the program's handlers, until `let_through`."""
+    """Recorder of signals. It replaces the program's handlers until `restore_handlers`."""
 
     def __init__(self) -> None:
         self._handlers: dict[int, Handler] = {}
-        self._noted: list[int] = []
-        self.firm = True
-        """True while a second signal of a kind is dropped; else its handler runs at once."""
+        self._recorded: list[int] = []
+        self.drops_repeats = True
+        """True if a second signal of one kind is dropped; False if its handler runs at once."""
         if threading.current_thread() is not threading.main_thread():
             return  # handlers run on the main thread
         try:
@@ -93,31 +93,31 @@ class _HeldSignals:
                 handler = signal.getsignal(number)
                 if callable(handler):
                     self._handlers[number] = handler
-                    signal.signal(number, self._note)
-        except BaseException:  # from a handler that was not replaced yet
-            self.let_through()
+                    signal.signal(number, self._record)
+        except BaseException:  # raised by a handler that was not replaced yet
+            self.restore_handlers()
             raise
 
-    def _note(self, number: int, frame: Any) -> None:
-        if number not in self._noted:
-            self._noted.append(number)
-        elif not self.firm:
+    def _record(self, number: int, frame: Any) -> None:
+        if number not in self._recorded:
+            self._recorded.append(number)
+        elif not self.drops_repeats:
             self._handlers[number](number, frame)
 
-    def let_through(self) -> None:
-        """Restore the handlers, and run those whose signals arrived. Raises what they raise."""
+    def restore_handlers(self) -> None:
+        """Restore the handlers, and run those whose signals arrived. Raises the errors of these handlers."""
         raised: BaseException | None = None
         left = [*self._handlers.items()]
         while left:
             try:
                 while left:
                     number, handler = left[-1]
-                    if signal.getsignal(number) == self._note:
+                    if signal.getsignal(number) == self._record:
                         signal.signal(number, handler)
                     left.pop()
-            except BaseException as error:  # from a restored handler; restore the others too
+            except BaseException as error:  # raised by a restored handler; restore the others too
                 raised = raised or error
-        noted, self._noted = self._noted, []
+        noted, self._recorded = self._recorded, []
         for number in noted:
             try:
                 signal.raise_signal(number)
@@ -128,13 +128,14 @@ class _HeldSignals:
 
 
 class SignalWatch:
-    """Recorder of signals for a loop that checks after each step. A second signal acts as if nothing were recorded."""
+    """Recorder of signals for a loop that checks after each step. A second signal has the effect that it has without a
+    recorder."""
 
     def __init__(self, numbers: int | Iterable[int]) -> None:
-        """Install the handlers. Raises InvalidArgumentError for an invalid signal, or outside of the main thread."""
+        """Install the handlers. Raises InvalidArgumentError for an invalid signal, or outside the main thread."""
         wanted = [numbers] if isinstance(numbers, int) else [*numbers]
         self.received = 0
-        """Number of the last signal; 0: none."""
+        """Number of the last signal; 0 if there was none."""
         self._before: dict[int, Any] = {}
         if wanted and threading.current_thread() is not threading.main_thread():
             raise InvalidArgumentError(
@@ -142,12 +143,12 @@ class SignalWatch:
             )
         for number in wanted:
             try:
-                self._before[number] = signal.signal(number, self._note)
+                self._before[number] = signal.signal(number, self._record)
             except (OSError, ValueError, TypeError) as error:
                 self.close()
                 raise InvalidArgumentError(f"AsyncCheckpointer(on_signal={number!r}): {error}") from error
 
-    def _note(self, number: int, frame: Any) -> None:
+    def _record(self, number: int, frame: Any) -> None:
         before = self._before[number]
         if self.received:
             self._restore(number)
@@ -158,7 +159,7 @@ class SignalWatch:
             before(number, frame)
 
     def _restore(self, number: int) -> None:
-        if signal.getsignal(number) == self._note:
+        if signal.getsignal(number) == self._record:
             before = self._before[number]
             signal.signal(number, signal.SIG_DFL if before is None else before)
 

@@ -1,7 +1,7 @@
-"""Shared memory that holds the files of a checkpoint as they will lie on the disk.
+"""Shared memory with the files of a checkpoint as they will lie on the disk.
 
-Staging copies each tensor to its position in a file, between the bytes that torch.save would write before and behind
-it, so that the writer process only writes. Everything but the tensors' values stays the same from save to save.
+Staging copies each tensor to its position in a file, between the bytes that torch.save would write before and after it,
+so that the writer process only has to write. Everything except the tensors' values stays the same from save to save.
 
 The memory is a memfd: it has no name under /dev/shm, and the kernel frees it with the last process that maps it. All
 its pages are allocated at once, because page faults would double the time of the first copy.
@@ -36,8 +36,9 @@ class SharedImage:
     Attributes:
         number: id of the image, unique in this process.
         fd: the memfd, for the writer process; closed with the image.
-        map: the mapping. address: where it starts in this process.
-        tensor: all of it, uint8, [nbytes].
+        map: the mapping.
+        address: start of the mapping in this process.
+        tensor: the whole memory as uint8, of shape [nbytes].
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -45,7 +46,7 @@ class SharedImage:
         self.nbytes = max(pages(nbytes), PAGE)
         self.fd = os.memfd_create("penstock-checkpoint", os.MFD_CLOEXEC)
         try:
-            # Allocated here: a lack of memory later would be a SIGBUS in the process that touches the page.
+            # Allocate the pages here: if memory runs out later, the process that touches the page gets a SIGBUS.
             os.posix_fallocate(self.fd, 0, self.nbytes)
             self._map(getattr(mmap, "MAP_POPULATE", 0))
         except OSError as error:
@@ -57,7 +58,7 @@ class SharedImage:
 
     @classmethod
     def received(cls, fd: int, nbytes: int) -> Self:
-        """Return the image of another process; takes ownership of `fd`."""
+        """Return the image of another process. Takes ownership of `fd`."""
         image = cls.__new__(cls)
         image.number, image.nbytes, image.fd = next(_numbers), nbytes, fd
         image._map(0)
@@ -75,12 +76,13 @@ class SharedImage:
         """Return a contiguous tensor at `offset`, which must be a multiple of the dtype's size."""
         count = math.prod(shape)
         if not count:
-            return torch.empty(shape, dtype=dtype, device="cpu")  # its offset may lie at the end, or not be aligned
+            # the offset of an empty tensor may lie at the end, or be unaligned
+            return torch.empty(shape, dtype=dtype, device="cpu")
         values = torch.frombuffer(self.map, dtype=dtype, count=count, offset=offset)
         return values if len(shape) == 1 else values.view(shape)
 
     def close(self) -> None:
-        """Close the memfd; the mapping ends with the last view of it."""
+        """Close the memfd. The mapping ends with its last view."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

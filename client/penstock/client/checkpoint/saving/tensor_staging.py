@@ -1,4 +1,4 @@
-"""Copy of live tensors into shared memory: the only part of a save that the training loop waits for.
+"""Copy of live tensors into shared memory: the only part of a save for which the training loop waits.
 
 Each save in flight has one image (shared_image.py). The regions of its files follow from the plan and stay the same
 while the plan does, so that staging again is one copy for each tensor.
@@ -19,11 +19,11 @@ from penstock.client.stream.cuda import PageLocks, take_error
 __all__ = ["CudaCopies", "Staged", "StagingBuffer"]
 
 SLACK = 16 * PAGE
-"""Smallest number of spare bytes of a region, for its objects to grow into before everything is laid out anew. Larger
-objects get as much again as they have now, so that steady growth costs a constant share."""
+"""Smallest number of spare bytes in a region, into which its objects can grow before everything is laid out anew.
+Larger objects get as many spare bytes as they have bytes, so that steady growth costs a constant share."""
 
 Staged = tuple[list[tuple[str, int, int, list[int]]], tuple[int, int]]
-"""Files in the image, each with name, offset, bytes and the offsets of its archives; and offset and bytes of the
+"""Files in the image, each with name, offset, bytes and the offsets of its archives; then offset and bytes of the
 metadata."""
 
 
@@ -45,10 +45,11 @@ class StagingBuffer:
         metadata: bytes,
         tensor_of: Callable[[LocalItem], torch.Tensor],
     ) -> Staged:
-        """Lay out what this rank saves as it will lie in its files. Afterwards nothing refers to live values.
+        """Copy everything that this rank saves into the image, as it will lie in the files. Afterwards nothing refers
+        to live values.
 
         Args:
-            objects: bytes of the items that are not framed.
+            objects: bytes of the unframed items.
             metadata: description of torch's `.metadata` for the writer; b"" on ranks that do not write it.
             tensor_of: returns the tensor of an item.
         """
@@ -87,7 +88,8 @@ class StagingBuffer:
 
     def _lay_out(self, layout: RankLayout, sizes: Sequence[int]) -> None:
         self._layout = None  # until the layout is complete
-        framed = [*(file.framed_bytes for file in layout.files), sizes[-1]]  # the metadata's numbers may grow longer
+        # leave space for the metadata, whose numbers may get more digits
+        framed = [*(file.framed_bytes for file in layout.files), sizes[-1]]
         self._capacities = [
             pages(size + max(SLACK, size - fixed)) if size else 0 for size, fixed in zip(sizes, framed, strict=True)
         ]
@@ -119,7 +121,7 @@ class StagingBuffer:
 class CudaCopies:
     """Copies from a CUDA device into page-locked memory, on a stream of their own.
 
-    The copies run after the kernels that were queued before, and are waited for together.
+    The copies run after the kernels that were queued before them. The host waits for all of them together.
 
     Args:
         cuda: torch.cuda, or a test's replacement.
@@ -139,7 +141,7 @@ class CudaCopies:
         self._locked: set[int] = set()
 
     def copy(self, image: SharedImage, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        """Copy the values, and return once all are in the image."""
+        """Copy the values, and return when all are in the image."""
         if image.number not in self._locked:
             self._locked.add(image.number)
             with self._cuda.device(self._device):

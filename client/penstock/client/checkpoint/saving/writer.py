@@ -84,17 +84,17 @@ PROGRESS_S = 0.2
 SIGN_S = 1.0
 """Seconds between signs of life, once rank 0 requests them."""
 SILENCE_S = 5.0
-"""Seconds without a sign of life after which a writer without a training process gives up."""
+"""Seconds without a sign of life, after which a writer without a training process gives a save up."""
 PROBE_S = 0.5
-"""Seconds without a folder to write into, after which a rank tests whether it could write there."""
+"""Seconds without a folder to write into, after which a rank tests whether it is able to write there."""
 LENGTH = 8
 """Bytes of the length before a request."""
 NICENESS = 10
-"""Niceness of the writer: on a busy processor the training loop and its input come first."""
+"""Niceness of the writer. On a busy processor the training loop and its input have priority."""
 
 
 class WriteFailed(Exception):
-    """Error of a save that was given up. causes: rank -> why."""
+    """Error of a save that was given up. causes: rank -> reason."""
 
     def __init__(self, causes: dict[int, str]) -> None:
         super().__init__("; ".join(f"rank {rank}: {cause}" for rank, cause in sorted(causes.items())))
@@ -102,13 +102,13 @@ class WriteFailed(Exception):
 
 
 class SaveJob:
-    """A rank's part in a save; `request` is what writer_process.py sends."""
+    """Part of a rank in a save. `request`: the JSON value that writer_process.py sends."""
 
     def __init__(
         self,
         request: dict[str, Any],
         image: memoryview,
-        tell: Callable[[dict[str, Any]], None],
+        send_reply: Callable[[dict[str, Any]], None],
         orphaned: Callable[[], bool] = lambda: False,
     ) -> None:
         self.request = request
@@ -118,7 +118,7 @@ class SaveJob:
         self.ranks: int = request["ranks"]
         self.folder = Path(request["folder"])
         self.temporary = self.folder / temporary_name(request["step"], self.save)
-        """Name of the folder to write into. Others may put a link in its place: see `_inside`."""
+        """Name of the folder to write into. Another user may put a link in its place, see `_inside`."""
         self.final = self.folder / step_name(request["step"])
         self._held: HeldFolder | None = None
         self.deadline: float = time.monotonic() + request["timeout_s"]
@@ -128,13 +128,13 @@ class SaveJob:
         self._orphaned = orphaned
         """Returns True once the training process has ended."""
         self._signs: dict[int, tuple[int, float]] = {}
-        """Rank -> its last sign of life, and the time at which it changed."""
+        """Rank -> its last sign of life, and the time at which that sign changed."""
         self._signed_at = 0.0
-        self._tell = tell
-        self._told_at = time.monotonic()
+        self._send_reply = send_reply
+        self._reported_at = time.monotonic()
 
     def run(self) -> None:
-        """Write and commit, or wait for the commit. Raises WriteFailed if there is no checkpoint in the end."""
+        """Write and commit, or wait for the commit. Raises WriteFailed if this leaves no checkpoint."""
         try:
             self._run()
         finally:
@@ -143,7 +143,7 @@ class SaveJob:
 
     @property
     def _inside(self) -> HeldFolder:
-        """Handle on the temporary folder, to write into and to empty; opened at the first use."""
+        """Handle on the temporary folder, for writing into it and emptying it. Opened at the first use."""
         if self._held is None:
             self._held = HeldFolder(self.temporary)
         return self._held
@@ -154,14 +154,15 @@ class SaveJob:
             self._await_verdict()
             return
         try:
-            refuse_strange_links(self.folder)  # surplus checkpoints are deleted wherever it leads
+            # a link may lead anywhere, and surplus checkpoints are deleted through it
+            refuse_strange_links(self.folder)
             os.makedirs(self.folder, exist_ok=True)
             _sync_name(self.folder)
             with locked(self.folder, self._left(), heartbeats=True):
                 self._check_final()
                 put_back(self.folder)
-                if left := leftovers(self.folder, besides=[self.save, *self.request["flying"]]):
-                    sync_folder(self.folder)  # the names by which they are no longer needed, before they go
+                if left := leftovers(self.folder, besides=[self.save, *self.request["in_flight"]]):
+                    sync_folder(self.folder)  # makes the renamed names durable before their contents are deleted
                     for path in left:
                         with claimed(path) as free:
                             if free:
@@ -173,7 +174,7 @@ class SaveJob:
             self._give_up(failed.causes)
 
     def _check_final(self) -> None:
-        """Raise WriteFailed if the checkpoint would replace something other than a checkpoint of Penstock's."""
+        """Raise WriteFailed if the checkpoint would replace anything other than a Penstock checkpoint."""
         if self.final.exists() and not (self.final / MANIFEST).exists() and any(self.final.iterdir()):
             raise WriteFailed({0: f"{self.final} exists and is not a Penstock checkpoint: move it away"})
 
@@ -197,7 +198,8 @@ class SaveJob:
             try:
                 write_whole(self._inside.path / report_name(self.rank), json.dumps(report).encode())
             except OSError as error:
-                # Otherwise rank 0 waits for the report until the deadline: there is no other way to reach it.
+                # If the report cannot be written, rank 0 waits for it until the deadline, because no other channel
+                # reaches rank 0.
                 if self._held is None or not self._given_up():
                     raise WriteFailed({self.rank: report["error"] or self._explain(error, self.temporary)}) from error
         return report
@@ -257,7 +259,7 @@ class SaveJob:
         for rank in range(1, self.ranks):
             os.unlink(inside / report_name(rank))
         write_whole(inside / MANIFEST, manifest.encode())
-        write_whole(inside / METADATA, metadata)  # this also makes the whole folder durable
+        write_whole(inside / METADATA, metadata)  # this write also makes the whole folder durable
         replaced = self.folder / old_name(self.request["step"], self.save)
         with suppress(FileNotFoundError):
             os.rename(self.final, replaced)
@@ -265,10 +267,10 @@ class SaveJob:
         if not self._inside.is_at(self.final):
             raise WriteFailed({0: f"{self.temporary} was replaced by another process while it was written"})
         sync_folder(self.folder)
-        # The checkpoint is complete: later failures do not fail the save.
+        # The checkpoint is complete: later errors do not make the save fail.
         with suppress(OSError):
             for name in set(os.listdir(inside)) - {MANIFEST, *(file.name for file in files)}:
-                os.unlink(inside / name)  # reports of ranks that lost their writers after their part was written
+                os.unlink(inside / name)  # reports of ranks whose writers were lost after they had written their part
         with suppress(OSError):
             write_whole(self.folder / LATEST, f"{self.final.name}\n".encode())
         with claimed(replaced) as free:
@@ -278,22 +280,24 @@ class SaveJob:
         self._delete(surplus([self.request["step"], *older], self.request["keep_last"], self.request["keep_every"]))
 
     def _delete(self, steps: list[int]) -> None:
-        """Delete surplus checkpoints: rename them durably first, so that a stopped deletion leaves no half checkpoint.
+        """Delete surplus checkpoints. They are first renamed durably, so that a stopped deletion does not leave half a
+        checkpoint.
 
-        A checkpoint that is being read stays until another save finds it surplus.
+        A checkpoint that is being read stays, until a later save finds it surplus again.
         """
         with suppress(OSError), ExitStack() as claims:
             free = [step for step in steps if claims.enter_context(claimed(self.folder / step_name(step)))]
-            doomed = [(self.folder / step_name(step), self.folder / temporary_name(step, self.save)) for step in free]
-            for path, aside in doomed:
+            surplus = [(self.folder / step_name(step), self.folder / temporary_name(step, self.save)) for step in free]
+            for path, aside in surplus:
                 os.rename(path, aside)
-            if doomed:
+            if surplus:
                 sync_folder(self.folder)
-            for _, aside in doomed:
+            for _, aside in surplus:
                 shutil.rmtree(aside, ignore_errors=True)
 
     def _gather(self) -> dict[int, dict[str, Any]]:
-        """Return the other ranks' reports. Raises WriteFailed at the deadline, naming the ranks without one."""
+        """Return the reports of the other ranks. At the deadline, raises WriteFailed that names the ranks without a
+        report."""
         reports: dict[int, dict[str, Any]] = {}
 
         def all_there() -> bool:
@@ -314,7 +318,7 @@ class SaveJob:
         return reports
 
     def _expect_signs(self, late: list[int]) -> None:
-        """Raise WriteFailed, naming the ranks whose writers show no sign of life."""
+        """Raise WriteFailed for the ranks whose writers show no sign of life."""
         now = time.monotonic()
         if not self._signs:
             sign_of_life(self._inside.path / ASKED)
@@ -351,7 +355,7 @@ class SaveJob:
     def _await_folder(self) -> None:
         """Wait for the temporary folder, which rank 0 makes once it has the lock.
 
-        Raises OSError if this rank could not write there anyway, which may be why rank 0 does not make it.
+        Raises OSError if this rank is not able to write there. The same reason may keep rank 0 from making the folder.
         """
         probed_at = time.monotonic()
 
@@ -363,7 +367,7 @@ class SaveJob:
             if time.monotonic() - probed_at > PROBE_S:
                 probe = self.folder / f".probe-{self.save}-{self.rank}"
                 os.close(open_plain(probe, os.O_WRONLY | os.O_CREAT))
-                probe.unlink(missing_ok=True)  # rank 0 may delete it as a leftover
+                probe.unlink(missing_ok=True)  # rank 0 may have deleted it as a leftover
                 probed_at = time.monotonic()
             return False
 
@@ -371,14 +375,14 @@ class SaveJob:
             raise WriteFailed({0: f"its writer had not begun the save after {self.request['timeout_s']:g} s"})
 
     def _given_up(self) -> bool:
-        """Return whether rank 0 has given the save up and cleared the folder; `_await_verdict` finds out why."""
+        """Return True if rank 0 has given the save up and cleared the folder. `_await_verdict` finds out the reason."""
         return self._begun and ((self.temporary / FAILED).exists() or not self.temporary.exists())
 
     def _await_verdict(self) -> None:
         causes: dict[int, str] = {}
 
         def known() -> bool:
-            gone = not self.temporary.exists()  # checked first: after a commit the manifest exists
+            gone = not self.temporary.exists()  # checked before the manifest, which exists after a commit
             manifest = self._read(self.final / MANIFEST)
             if manifest is not None and manifest.get("checkpoint", {}).get("save") == self.save:
                 return True
@@ -410,7 +414,7 @@ class SaveJob:
     # ---- waiting
 
     def _wait_until(self, true: Callable[[], bool]) -> bool:
-        """Poll until `true()`, less often with time; return False at the deadline."""
+        """Poll until `true()` returns True, with growing pauses. Return False at the deadline."""
         pause = 0.005
         while not true():
             if self._left() <= 0:
@@ -426,7 +430,7 @@ class SaveJob:
         return self.deadline - time.monotonic()
 
     def _expect_first_rank(self) -> None:
-        """Raise WriteFailed if no living writer holds the lock that rank 0's writer holds or waits for."""
+        """Raise WriteFailed if no living writer has the lock that rank 0's writer has or waits for."""
         sign, now = last_sign(self.folder / LOCK), time.monotonic()
         if self._signs.setdefault(0, (sign, now))[0] != sign:
             self._signs[0] = sign, now
@@ -440,12 +444,12 @@ class SaveJob:
             if (self.temporary / ASKED).exists():
                 with suppress(OSError):
                     sign_of_life(self._inside.path / sign_name(self.rank))
-        if now - self._told_at >= PROGRESS_S:
-            self._told_at = now
-            self._tell({"save": self.save, "kind": "progress", "written": self.written})
+        if now - self._reported_at >= PROGRESS_S:
+            self._reported_at = now
+            self._send_reply({"save": self.save, "kind": "progress", "written": self.written})
 
     def _read(self, path: Path) -> dict[str, Any] | None:
-        """Return the contents of another writer's file of this save; None if there is none yet."""
+        """Return the contents of another writer's file for this save; None if there is none yet."""
         try:
             value = json.loads(read_plain(path, LARGEST_RECORD))
         except (OSError, ValueError, RecursionError):
@@ -459,10 +463,11 @@ def _saved(value: dict[str, Any]) -> Any:
 
 
 def _sync_name(folder: Path) -> None:
-    """Make the names of a folder and its parents durable, in 0.1 ms each: a stopped process may have made them."""
+    """Make the names of a folder and its parents durable, because a stopped process may have made them. Takes 0.1 ms
+    each."""
     while not os.path.ismount(folder) and folder != folder.parent:
         folder = folder.parent
-        with suppress(PermissionError):  # not readable for us, so not made by us
+        with suppress(PermissionError):  # this user cannot read the folder, so this process did not make it
             sync_folder(folder)
 
 
@@ -482,7 +487,7 @@ class Parent:
         self._sock = sock
         self._lock = threading.Lock()
         self.images: dict[int, memoryview] = {}
-        """Images by their number in the training process."""
+        """Mapped images, by their numbers in the training process."""
         self.gone = threading.Event()
         """Set once the training process has ended."""
 
@@ -510,17 +515,19 @@ class Parent:
         return bytes(data)
 
     def end(self) -> None:
-        """End the connection after what was sent already, even if forked children of the training process hold it."""
+        """End the connection after the data that were sent already, even if forked children of the training process
+        have it open."""
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RD)
 
-    def tell(self, reply: dict[str, Any]) -> None:
+    def send_reply(self, reply: dict[str, Any]) -> None:
         with self._lock, suppress(OSError):  # the parent may have ended; the save continues
             self._sock.sendall(json.dumps(reply).encode() + b"\n")
 
 
 def exit_after_parent(parent: Parent, watched: list[SaveJob], parent_watch: int) -> None:
-    """Wait for the training process to end. Then end this process when its save is done, or at the save's deadline."""
+    """Wait until the training process has ended. Then end this process when its save is done, at the latest at the
+    save's deadline."""
     wait_for_parent_end(parent_watch)
     parent.gone.set()
     parent.end()
@@ -531,24 +538,26 @@ def exit_after_parent(parent: Parent, watched: list[SaveJob], parent_watch: int)
 
 
 def serve(parent: Parent, parent_watch: int) -> None:
-    """Process requests until the training process sends no more."""
+    """Process requests until the training process closes the connection."""
     watched: list[SaveJob] = []
     threading.Thread(target=exit_after_parent, args=(parent, watched, parent_watch), daemon=True).start()
-    parent.tell({"kind": "ready"})
+    parent.send_reply({"kind": "ready"})
     while (request := parent.receive()) is not None:
         if os.getppid() != parent_watch and not request["finish"]:
             return
-        save = SaveJob(request, parent.images.get(request["image"], memoryview(b"")), parent.tell, parent.gone.is_set)
+        save = SaveJob(
+            request, parent.images.get(request["image"], memoryview(b"")), parent.send_reply, parent.gone.is_set
+        )
         watched[:] = [save]
         try:
             save.run()
             reply: dict[str, Any] = {"kind": "done"}
         except WriteFailed as failed:
             reply = {"kind": "failed", "causes": {str(rank): why for rank, why in failed.causes.items()}}
-        except Exception as error:  # a bug fails this save and not the writer
+        except Exception as error:  # a bug makes this save fail, but the writer continues
             reply = {"kind": "failed", "causes": {str(save.rank): f"{type(error).__name__}: {error}"}}
         watched.clear()
-        parent.tell({"save": save.save, **reply})
+        parent.send_reply({"save": save.save, **reply})
 
 
 def main() -> None:
@@ -556,10 +565,10 @@ def main() -> None:
     parser.add_argument("--socket-fd", type=int, required=True)
     parser.add_argument("--parent-pid", type=int, required=True, help="end when this process has ended")
     given = parser.parse_args()
-    gc.disable()  # no cycles are made here, and a collection would stop all threads
+    gc.disable()  # the writer makes no reference cycles, and a collection would stop all threads
     with suppress(OSError):
         os.nice(NICENESS)
-    with suppress(OSError):  # if memory runs out, a save is the smaller loss
+    with suppress(OSError):  # if memory runs out, losing a save is better than losing the training
         Path("/proc/self/oom_score_adj").write_text("500")
     serve(Parent(socket.socket(fileno=given.socket_fd)), given.parent_pid)
 

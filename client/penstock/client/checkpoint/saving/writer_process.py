@@ -1,8 +1,8 @@
 """The training process's side of its writer: starts it, submits saves, receives their results, and ends it.
 
 A thread reads the writer's replies, so that a failed save is known, and reported to the other ranks, while the loop
-trains. Every wait has a deadline: a writer that dies is detected by its socket's end or its pidfd, one that hangs is
-killed at its save's deadline, and the next save starts another one.
+trains. Every wait has a deadline. A writer that dies is detected by the end of its socket or by its pidfd. A writer
+that hangs is killed at its save's deadline, and the next save starts another one.
 """
 
 from __future__ import annotations
@@ -41,20 +41,21 @@ _log = logging.getLogger("penstock.checkpoint")
 WRITER = Path(__file__).with_name("writer.py")
 LENGTH = 8
 START_S = 30.0
-"""Seconds for the process to start; it takes 0.1 s on an idle machine."""
+"""Seconds in which the process must start. On an idle machine a start takes 0.1 s."""
 GRACE_S = 10.0
-"""Seconds beyond a save's deadline: unless it hangs, the writer gives up by itself and reports it."""
+"""Seconds after a save's deadline at which the writer is killed. Unless it hangs, the writer has given up and reported
+it by then."""
 LEAVE_S = 5.0
-"""Seconds for a writer without work to end."""
+"""Seconds in which a writer without work must end."""
 
 
 class PendingSave:
-    """A save that was handed to the writer."""
+    """Save that was handed to the writer."""
 
     def __init__(self, request: dict[str, Any], buffer: StagingBuffer) -> None:
         self.request = request
         self.buffer = buffer
-        """Buffer that it is written from; in use until the save has ended."""
+        """Buffer from which the save is written; in use until the save has ended."""
         self.step: int = request["step"]
         self.written = 0
         """Bytes that this rank has written."""
@@ -70,7 +71,7 @@ class PendingSave:
         return sum(size for _, _, size, _ in self.request["files"])
 
     def end(self, causes: dict[int, str]) -> None:
-        """Record the result. causes: rank -> why it failed; empty if the checkpoint is complete."""
+        """Record the result. causes: rank -> reason of its failure; empty if the checkpoint is complete."""
         if self.ended.is_set():
             return
         if causes:
@@ -90,7 +91,7 @@ class WriterProcess:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self._lock = threading.RLock()  # a signal handler may come in between
+        self._lock = threading.RLock()  # reentrant: a signal handler may interrupt and call again
         self._running: _Running | None = None
 
     @property
@@ -109,7 +110,8 @@ class WriterProcess:
         """Submit a save.
 
         Args:
-            image: memory that holds its files; None for a save that failed here and is only reported to other ranks.
+            image: memory with the save's files; None for a save that failed in this process, and is only reported to
+                the other ranks.
             images: all images in use, including this one.
         """
         with self._lock:
@@ -118,14 +120,15 @@ class WriterProcess:
             except CheckpointError as error:
                 _give_up(pending, self.rank, error.message)
             except BaseException as error:
-                # Interrupted: it is unknown how much of the request the writer has received, if there is one.
+                # After an interrupt it is unknown how much of the request the writer has received, if a writer runs at
+                # all.
                 why = f"interrupted by {type(error).__name__} before its writer process had the request"
                 self.kill(why)
                 _give_up(pending, self.rank, why)
                 raise
 
     def wait(self, pending: PendingSave, timeout_s: float | None = None) -> bool:
-        """Wait until a save has ended; kill a writer that exceeds its deadline. Return False after `timeout_s`."""
+        """Wait until a save has ended. Kill a writer that exceeds its deadline. Return False after `timeout_s`."""
         if _ended(pending, _left(pending.deadline, timeout_s)):
             return True
         if time.monotonic() < pending.deadline:
@@ -134,14 +137,14 @@ class WriterProcess:
         return _ended(pending, LEAVE_S)
 
     def kill(self, why: str) -> None:
-        """Kill the writer, and with it the saves in flight; the next save starts another."""
+        """Kill the writer, which makes the saves in flight fail. The next save starts another writer."""
         with self._lock:
             running, self._running = self._running, None
         if running is not None:
             running.kill(why)
 
     def stop(self, *, finish: bool = False) -> None:
-        """End a writer. It is killed if it does not end in time; with `finish`, it ends after its last save."""
+        """End a writer. With `finish` it ends after its last save. It is killed if it does not end in time."""
         with self._lock:
             running, self._running = self._running, None
         if running is not None:
@@ -162,10 +165,10 @@ class _Running:
         self._rank = rank
         self._lock = threading.RLock()
         self._queue: list[PendingSave] = []
-        """Submitted saves that have not ended, in the order in which they are written."""
+        """Submitted saves that have not ended, in the order of writing."""
         self._ended = False
         self._why = ""
-        """Reason why this process killed it; "" if it did not."""
+        """Reason for which this process killed the writer; "" if it did not."""
         self._mapped: set[int] = set()
         """Numbers of the images that the writer has mapped."""
         try:
@@ -174,8 +177,8 @@ class _Running:
             raise CheckpointError(f"rank {rank}: no writer process could be started: {error}") from error
         try:
             what = ("--socket-fd", str(theirs.fileno()), "--parent-pid", str(os.getpid()))
-            # Without the token, which it does not need. In a session of its own: a signal to the training job's
-            # process group does not stop a save.
+            # The writer gets no token, because it does not need one. It has a session of its own, so that a signal to
+            # the training job's process group does not stop a save.
             env = environment("PENSTOCK_TOKEN*")
             self.process = spawn([*by_path(WRITER, xxhash), *what], fds=[theirs], stdout=NULL, env=env)
         except BaseException as error:
@@ -216,13 +219,14 @@ class _Running:
             socket.send_fds(self._sock, [len(data).to_bytes(LENGTH)], fresh)
             self._sock.sendall(data)
         except OSError:
-            pass  # it has ended; the thread that reads its replies detects that too, and fails what is queued
+            # the writer has ended; the thread that reads its replies detects this too, and makes the queued saves fail
+            pass
 
     def kill(self, why: str) -> None:
         with self._lock:
             self._why = why
         self.process.kill()
-        self.process.wait(LEAVE_S)  # not longer: a process stuck in the kernel ends once it leaves it
+        self.process.wait(LEAVE_S)  # limited: a process that hangs in the kernel ends later
         self._fail_all()
 
     def leave(self) -> None:
@@ -233,7 +237,7 @@ class _Running:
         if not self.process.wait(LEAVE_S):
             self.kill("its writer did not leave")
 
-    # ---- the thread
+    # ---- the thread that reads replies
 
     def _listen(self, ready: threading.Event) -> None:
         try:
@@ -244,14 +248,14 @@ class _Running:
         self.process.wait(LEAVE_S)
         self._fail_all()
         self._sock.close()
-        ready.set()  # last: whoever waits for it finds everything cleaned up
+        ready.set()  # the last action: code that waits for it finds everything cleaned up
 
     def _lines(self) -> Iterator[bytes]:
-        """Yield the writer's replies until it ends. Only its process shows the end: a child that was forked during the
-        start may hold its end of the socket too.
-        """
+        """Yield the writer's replies until it ends. Only the process shows its end, because a child that was forked
+        during the start may also hold the writer's end of the socket."""
         replies, process = LineReader(self._sock.fileno()), self.process.fileno()
-        watched = [replies.fileno(), process] if process >= 0 else [replies.fileno()]  # without pidfds: the socket only
+        # without pidfds only the socket is watched
+        watched = [replies.fileno(), process] if process >= 0 else [replies.fileno()]
         while not replies.ended and replies.fileno() in wait_for_any(watched):
             yield from replies.read()
 
@@ -262,7 +266,7 @@ class _Running:
         with self._lock:
             pending = next((one for one in self._queue if one.request["save"] == reply["save"]), None)
             if pending is None:
-                return  # given up already
+                return  # the save was given up already
             if reply["kind"] == "progress":
                 pending.written = reply["written"]
                 return
@@ -272,7 +276,7 @@ class _Running:
         pending.end({int(rank): why for rank, why in reply.get("causes", {}).items()})
 
     def _fail_all(self) -> None:
-        """Fail all queued saves after the writer's end."""
+        """Fail all queued saves, because the writer has ended."""
         with self._lock:
             self._ended = True
             lost, self._queue = self._queue, []
@@ -291,7 +295,8 @@ class _Running:
 
 
 def _give_up(pending: PendingSave, rank: int, why: str) -> None:
-    """Fail a save that no writer will report on. A file reports it to the other ranks' writers, as ours would."""
+    """Fail a save on which no writer will report. A file reports it to the other ranks' writers, as this rank's writer
+    would."""
     request = pending.request
     temporary = Path(request["folder"]) / temporary_name(request["step"], request["save"])
     if request["ranks"] > 1:
@@ -308,7 +313,7 @@ def _give_up(pending: PendingSave, rank: int, why: str) -> None:
 
 
 def wait_all(writer: WriterProcess, pendings: list[PendingSave], timeout_s: float | None) -> None:
-    """Wait until all saves have ended. Raises DeadlineError if they have not after `timeout_s`."""
+    """Wait until all saves have ended. Raises DeadlineError if they have not ended after `timeout_s`."""
     until = None if timeout_s is None else time.monotonic() + timeout_s
     for pending in pendings:
         left = None if until is None else max(until - time.monotonic(), 0)
@@ -320,7 +325,7 @@ def wait_all(writer: WriterProcess, pendings: list[PendingSave], timeout_s: floa
 
 
 def _ended(pending: PendingSave, timeout_s: float) -> bool:
-    """Wait for a save by polling: the event's own wait holds a lock that a signal handler may need too."""
+    """Wait for a save by polling. The wait of a threading.Event holds a lock that a signal handler may need too."""
     until, pause = time.monotonic() + timeout_s, 0.0005
     while not pending.ended.is_set():
         if time.monotonic() >= until:

@@ -1,13 +1,13 @@
 """A loader's state in a checkpoint: one object, which any number of ranks can load.
 
-torch.distributed.checkpoint saves each leaf of a nested state under a name of its own, so that a state whose parts
-change, as a loader's may, can only be loaded into one with the same parts. Here it is one value of bytes (Penstock's
-own encoding, with a checksum) under one name.
+torch.distributed.checkpoint saves each leaf of a nested state under a name of its own. So a state whose parts change,
+as a loader's may, could only be loaded into a state with the same parts. Here the loader's state is one value of bytes
+(Penstock's own encoding, with a checksum) under one name.
 
 The state of a run with several boxes covers all of them, so only the rank with box 0 fetches and saves it. Ranks with a
-run each (an embedded appliance, for example) have states of their own, under names with the rank in them, which can be
-loaded only on the same number of ranks. A single such state belongs to a run with one box, whose model was split over
-several ranks; any rank can load it.
+run each (with an embedded appliance, for example) have separate states, under names with the rank in them, which can be
+loaded only on the same number of ranks. If there is a single such state, it belongs to a run with one box, whose model
+was split over several ranks; any rank can load it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ __all__ = ["Loader", "load_loader", "loader_leaves", "names_for"]
 Loader = DataLoader | Lookahead
 
 SHARED = "all"
-"""Key below a loader's key, in place of a box's own, for one state that covers all boxes."""
+"""Key below a loader's key for a state that covers all boxes. It takes the position of a box's own key."""
 UNIT = 4096
-"""Bytes: states are padded to a multiple of it. While lengths stay the same, so does torch's index; making it anew
-would take as long as the rest of a save."""
+"""Multiple of bytes to which states are padded. While lengths stay the same, torch's index stays the same, and making
+it anew would take as long as the rest of a save."""
 LENGTH = 8
 
 
@@ -34,7 +34,8 @@ def _own(rank: int) -> str:
 
 
 def loader_leaves(loader: Loader, rank: int, ranks: int) -> dict[str, bytes]:
-    """Return the part of a loader's state that this rank saves: of a run with several boxes, only box 0 saves it."""
+    """Return the part of a loader's state that this rank saves. For a run with several boxes, only box 0 saves the
+    state."""
     box, num_boxes = loader.place
     if ranks == 1:
         return {SHARED: _padded(encode_state(loader.state_dict()))}
@@ -44,9 +45,9 @@ def loader_leaves(loader: Loader, rank: int, ranks: int) -> dict[str, bytes]:
 
 
 def names_for(loader: Loader, rank: int, names: set[str], key: str) -> str:
-    """Return the name, of those saved under a loader's key, that this rank loads.
+    """Return the name under which the state for this rank was saved. names: names saved under the loader's key.
 
-    Raises StateMismatchError if states of single ranks would have to be loaded on other ranks.
+    Raises StateMismatchError if the state belongs to a single rank and would have to be loaded on another one.
     """
     if SHARED in names:
         return SHARED
@@ -62,7 +63,7 @@ def names_for(loader: Loader, rank: int, names: set[str], key: str) -> str:
 
 
 def load_loader(loader: Loader, data: bytes) -> None:
-    """Load a state. data: bytes that `loader_leaves` made."""
+    """Load a state. data: bytes that `loader_leaves` returned."""
     length = int.from_bytes(data[:LENGTH])
     loader.load_state_dict(decode_state(data[LENGTH : LENGTH + length]))  # type: ignore[arg-type]
 

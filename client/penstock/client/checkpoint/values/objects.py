@@ -1,8 +1,8 @@
-"""Objects in a checkpoint: written as torch.save does, loaded so that nothing in them can run.
+"""Objects in a checkpoint: written as torch.save writes them, and loaded so that no code in them can run.
 
-torch.save and torch.load take 0.2 to 0.8 ms for the smallest object, and a state has thousands of numbers. For a value
-without tensors torch.save writes a zip archive in which only the pickle differs, and the rest follows from the pickle's
-length. So the rest is kept, and a number takes microseconds.
+torch.save and torch.load take 0.2 to 0.8 ms for the smallest object, and a state has thousands of numbers. For values
+without tensors, torch.save writes zip archives that differ only in the pickle and its length. So the rest of the
+archive is kept for each length, and saving a number takes microseconds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HEADER = 30
 
 
 def plain_bytes(value: Any) -> bytes:
-    """Return torch.save's bytes for a value without tensors, but without the CRC32, which torch.load ignores."""
+    """Return torch.save's bytes for a value without tensors. The CRC32 is left out, because torch.load ignores it."""
     pickled = pickle.dumps(value, PROTOCOL)
     kept = _around(len(pickled))
     if kept is None:
@@ -40,7 +40,7 @@ def plain_bytes(value: Any) -> bytes:
 
 @lru_cache(maxsize=4096)
 def _around(length: int) -> tuple[bytes, bytes] | None:
-    """Return torch.save's bytes before and behind a pickle of this length; None if it writes another pickle."""
+    """Return torch.save's bytes before and after a pickle of this length; None if torch.save writes another pickle."""
     for value in ("x" * max(length - 10, 0), None, 1, 256, 65536, 0.5, ""):
         pickled = pickle.dumps(value, PROTOCOL)
         if len(pickled) == length:
@@ -54,7 +54,7 @@ def _around(length: int) -> tuple[bytes, bytes] | None:
 
 
 def _pickle_at(data: bytes) -> int | None:
-    """Return the offset of the pickle in torch.save's bytes, if it is the first file of the archive; else None."""
+    """Return the offset of the pickle in torch.save's bytes; None if the pickle is not the archive's first file."""
     if data[:4] != b"PK\x03\x04" or data[8:10] != b"\0\0":
         return None
     name, extra = int.from_bytes(data[26:28], "little"), int.from_bytes(data[28:30], "little")
@@ -106,7 +106,7 @@ def load_object(data: bytes, name: str, where: str, *, unsafe: bool) -> Any:
             f"{name!r} of {where} is an object whose class could run code when it is loaded: pass restore(..., "
             f"allow_unsafe_types=True) if you trust the program that wrote this checkpoint ({error})"
         ) from error
-    except Exception as error:  # arbitrary bytes can raise anything
+    except Exception as error:  # arbitrary bytes can raise any error
         raise CheckpointError(f"{name!r} of {where} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
@@ -114,7 +114,7 @@ def load_tensor(data: bytes, name: str, dtype: torch.dtype, sizes: tuple[int, ..
     """Return a tensor that torch.save wrote. Raises CheckpointCorruptError, with the name, for anything else."""
     try:
         tensor = torch.load(_stored(data), map_location="cpu", weights_only=True)
-    except Exception as error:  # arbitrary bytes can raise anything
+    except Exception as error:  # arbitrary bytes can raise any error
         raise CheckpointCorruptError(f"{name!r} cannot be loaded: {type(error).__name__}: {error}") from error
     if not isinstance(tensor, torch.Tensor) or (tensor.dtype, tuple(tensor.shape)) != (dtype, sizes):
         raise CheckpointCorruptError(
@@ -125,9 +125,9 @@ def load_tensor(data: bytes, name: str, dtype: torch.dtype, sizes: tuple[int, ..
 
 
 def _stored(data: bytes) -> io.BytesIO:
-    """Return a file of torch.save's bytes, checked so that reading it takes no more memory than its length.
+    """Return torch.save's bytes as a file, after a check that reading it takes no more memory than its length.
 
-    Raises ValueError for anything but an archive, and for a compressed one (torch.save compresses nothing);
+    Raises ValueError for anything but an archive, and for a compressed one (torch.save compresses nothing). Raises
     pickle.UnpicklingError for a pickle that `bounded` refuses.
     """
     file = io.BytesIO(data)
@@ -139,7 +139,7 @@ def _stored(data: bytes) -> io.BytesIO:
         for one in archive.infolist():
             if one.compress_type != zipfile.ZIP_STORED:
                 raise ValueError("its zip archive has compressed parts, which torch.save does not write")
-            if one.filename.endswith("data.pkl"):  # not by `read`, which checks a CRC32 that ours lack
+            if one.filename.endswith("data.pkl"):  # without `read`, which checks a CRC32 that Penstock leaves out
                 header = data[one.header_offset : one.header_offset + HEADER]
                 begin = (
                     one.header_offset + HEADER + sum(int.from_bytes(header[at : at + 2], "little") for at in (26, 28))

@@ -1,14 +1,14 @@
-"""An optimizer's state by the names of its parameters, and that of its schedulers by the parameters of their groups.
+"""An optimizer's state by the names of its parameters, and a scheduler's state by the parameters of its groups.
 
 torch's `load_state_dict` gives the first saved state to the first parameter, and so on. If parameters come in another
-order than at the save, each gets the momentum of another one, silently as long as the shapes agree. Here the state is
-put into the optimizer's own order first: states by name, groups by the set of their parameters. A scheduler has lists
-with a value for each group, so these are reordered too. State that depends on the order of parameters in other ways is
-an error.
+order than at the save, each gets the momentum of another one, silently if the shapes agree. Here the state is first put
+into the optimizer's own order: states by name, groups by the set of their parameters. A scheduler has lists with a
+value for each group, so these are reordered too. State that depends on the order of parameters in other ways is an
+error.
 
-`load_state_dict` also converts every value to the parameter's dtype: float32 momentum of bfloat16 parameters comes back
-rounded, a mask as numbers. And a tensor that several parameters shared comes back as one for each. So a checkpoint
-records both (`notes`), and `load_optimizer` restores what `load_state_dict` has changed.
+`load_state_dict` also converts every value to the parameter's dtype: float32 momentum of bfloat16 parameters is
+rounded, and a mask becomes numbers. And a tensor that several parameters shared becomes one tensor for each. So a
+checkpoint records both facts (`notes`), and `load_optimizer` restores what `load_state_dict` has changed.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ __all__ = [
 ]
 
 Path = tuple[Any, ...]
-"""Keys and numbers that lead to a value of a parameter's state; the first is the parameter's name or number."""
+"""Keys and numbers that lead to a value of a parameter's state. The first is the parameter's name or number."""
 
 PER_GROUP = {"_last_lr", "base_lrs", "base_momentums", "lr_lambdas", "max_lrs", "max_momentums", "min_lrs"}
-"""Names, in schedulers, of lists with a value for each group."""
+"""Names, in schedulers, of lists that have one value for each group."""
 OTHER_LISTS = {"_milestones", "_schedule_phases", "milestones", "_schedulers"}
-"""Names, in schedulers, of lists that have nothing to do with groups."""
+"""Names, in schedulers, of lists that do not depend on groups."""
 
 
 def named_state(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Any]:
-    """Return the state_dict with names in place of numbers. Other keys of the state stay.
+    """Return the state_dict with names instead of numbers. Other keys of the state stay.
 
     Raises InvalidArgumentError if such a key is the name of a parameter.
     """
@@ -67,7 +67,7 @@ def named_state(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str,
 
 
 def numbered_state(loaded: dict[str, Any], names: list[str], order: list[int], lengths: list[int]) -> dict[str, Any]:
-    """Return a state_dict for an optimizer, in its own order.
+    """Return a state_dict for an optimizer, in the optimizer's own order.
 
     Args:
         loaded: result of `named_state`.
@@ -89,9 +89,9 @@ def numbered_state(loaded: dict[str, Any], names: list[str], order: list[int], l
 
 
 def group_order(loaded: dict[str, Any], names: list[str], lengths: list[int]) -> list[int]:
-    """Return, for each group of an optimizer, the index of the saved group with its parameters.
+    """Return, for each group of an optimizer, the index of the saved group with the same parameters.
 
-    Raises CheckpointError, naming parameters, if the saved groups have others.
+    Raises CheckpointError, naming parameters, if the saved groups have other parameters.
     """
     saved = [frozenset(group["params"]) for group in loaded["param_groups"]]
     _check_names({name for group in saved for name in group}, set(names))
@@ -130,7 +130,8 @@ def _check_names(saved: set[str], own: set[str]) -> None:
 
 
 def warn_of_numbers(key: str, value: Any) -> None:
-    """Warn of optimizers' state_dicts inside a value, in which numbers stand for parameters, by their order.
+    """Warn of optimizers' state_dicts inside a value, because they identify parameters by numbers, that is, by their
+    order.
 
     key: key of the value in the state that is saved or restored.
     """
@@ -185,13 +186,13 @@ def check_order(loaded: dict[str, Any], optimizer: torch.optim.Optimizer, names:
 
 
 def _check_settings(saved: dict[str, Any], group: dict[str, Any], own: list[str], before: list[str]) -> None:
-    """Check lists with a value for each parameter of a group."""
+    """Check lists that have a value for each parameter of a group."""
     for key, value in saved.items():
         if key in ("params", "param_names") or not isinstance(value, list) or len(value) != len(own):
             continue
         by_name = dict(zip(saved["params"], value, strict=True))
         if group.get(key) in (value, tuple(value)):
-            continue  # a setting like betas, of as many numbers as there are parameters
+            continue  # a setting like betas, whose length only happens to be the number of parameters
         if [by_name[name] for name in own] != value:
             raise _order_matters(f"{key!r} of the group with {some(own)} has one value per parameter", before)
 
@@ -204,14 +205,13 @@ def _order_matters(what: str, before: list[str]) -> CheckpointError:
 
 
 def notes(optimizer: torch.optim.Optimizer, named: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return what `load_state_dict` would change: {} if nothing.
+    """Return the parts of the state that `load_state_dict` would change; {} if there are none.
 
     Args:
         named: result of `named_state` for the optimizer.
 
-    Returns a dict with "dtypes": paths of tensors in the states of parameters whose dtype is not the parameter's.
-    "shared":
-        lists of paths to one and the same tensor.
+    Returns a dict. "dtypes": paths of tensors in the states of parameters whose dtype is not the parameter's. "shared":
+    lists of paths that lead to the same tensor.
     """
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
     names = [name for group in named["param_groups"] for name in group["params"]]
@@ -234,9 +234,9 @@ def merged(one: Mapping[str, list[Any]], other: Mapping[str, list[Any]]) -> dict
 def load_optimizer(
     optimizer: torch.optim.Optimizer, numbered: dict[str, Any], names: list[str], noted: Mapping[str, list[Any]]
 ) -> None:
-    """Load a state, and restore what `load_state_dict` has changed of it.
+    """Load a state, and restore the values of it that `load_state_dict` has changed.
 
-    An optimizer with a `load_state_dict` of its own may convert dtypes on purpose: those stay.
+    If an optimizer has its own `load_state_dict`, this may convert dtypes on purpose, so its dtypes stay.
 
     Args:
         numbered: result of `numbered_state`.
@@ -298,7 +298,7 @@ def regrouped(loaded: Any, order: list[int]) -> Any:
     if order == sorted(order):
         return loaded
     if isinstance(loaded, MutableMapping):
-        again = copy.copy(loaded)  # of its own kind: MultiStepLR's milestones are a Counter
+        again = copy.copy(loaded)  # a copy of the same kind: MultiStepLR's milestones are a Counter
         for key, value in loaded.items():
             again[key] = _regrouped(str(key), value, order)
         return again

@@ -2,8 +2,8 @@
 
 A checkpoint outlives the program that wrote it. By then modules may be registered in another order, parameters may be
 sorted into other groups, and `torch.compile` or DistributedDataParallel may wrap a module or one inside it. So values
-are saved under names without those of wrappers, a parameter with several names (tied weights) goes by the first of them
-in the alphabet, and the state of an optimizer goes by the names of its parameters.
+are saved under names that leave out wrappers. A parameter with several names (tied weights) has the first of them in
+the alphabet, and an optimizer's state is saved by the names of its parameters.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_forward_module", "_fsdp
 """Attributes in which torch.compile, activation checkpointing, Lightning Fabric and FSDP1 keep the wrapped module."""
 
 Place = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
-"""Memory of a tensor's values, by which a tensor that shares a parameter's memory is found."""
+"""Memory of a tensor's values. It identifies a tensor that shares a parameter's memory."""
 
 
 def unwrapped(value: Any) -> Any:
@@ -34,7 +34,7 @@ def unwrapped(value: Any) -> Any:
         if isinstance(value, DistributedDataParallel | DataParallel):
             value = value.module
         elif isinstance(value, nn.Module) and isinstance(inner := getattr(value, "_orig_mod", None), nn.Module):
-            value = inner  # torch.compile's
+            value = inner  # torch.compile's wrapper
         else:
             return value
 
@@ -48,7 +48,7 @@ def clean_keys(module: nn.Module, keys: list[str]) -> dict[str, str]:
     }
     clean = {key: _clean(key, parallel) for key in keys}
     if len(set(clean.values())) < len(clean):
-        return {key: key for key in keys}  # two keys would become equal
+        return {key: key for key in keys}  # with the short names two keys would be equal
     return clean
 
 
@@ -66,10 +66,10 @@ def _clean(key: str, parallel: set[str]) -> str:
 def parameter_names(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], key: str) -> list[str]:
     """Return the names of an optimizer's parameters, in its order.
 
-    The names come from the module, or the dict of tensors, in `state` that holds all parameters. If several hold them,
-    each name begins with the key in `state`. Parameters outside of `state` have the names that the optimizer was given
-    (`Adam(model.named_parameters())`); without those, number and shape, which do not tell apart parameters of one
-    shape: this is warned of.
+    The names come from the module, or the dict of tensors, in `state` that contains all parameters. If several together
+    contain them, each name begins with the key in `state`. Parameters outside `state` have the names that the optimizer
+    got (`Adam(model.named_parameters())`). Without such names they are identified by number and shape, with a warning,
+    because these do not distinguish parameters of one shape.
 
     Raises InvalidArgumentError if two parameters have one name.
     """

@@ -1,15 +1,16 @@
 """Cost of hashing a pickle's keys, computed before Python's unpickler hashes them.
 
-A tuple is hashed anew each time, with everything in it. A tuple that holds another one twice, which holds a third one
-twice, and so on, takes 200 bytes of a pickle. As a key it takes centuries to hash, and nothing can interrupt that. So
-the pickle is replayed without making anything: of each object only its parts are noted. The keys that picklers write
-cost about as much as they are long.
+A tuple is hashed anew each time, with everything in it. A tuple that contains another one twice, which contains a third
+one twice, and so on, takes 200 bytes of a pickle. As a key it takes centuries to hash, and nothing can interrupt that.
+So the pickle is replayed without making its objects: only the parts of each object are recorded. The keys that picklers
+write take a time about in proportion to their length.
 
 Replaying takes 0.8 us an opcode: 96 ms for an index of 3,000 entries, as long as all the rest of its restore. Of the
 index that Penstock writes (proto/state/checkpoint_index.py), only the head is replayed: the values that entries share,
-which is the same few hundred opcodes for any number of entries. One regular expression shows that the tail behind it
-shares nothing of its own: it stores only texts in the memo, copies nothing, and changes only what it makes. A key in
-such a tail costs at most its own length times the heaviest shared value. Any other pickle is replayed to its end.
+which are the same few hundred opcodes for any number of entries. One regular expression shows that the tail after it
+adds nothing that is shared: it stores only texts in the memo, copies nothing, and changes only objects of its own. A
+key in such a tail costs at most its own length times the heaviest shared value. Any other pickle is replayed to its
+end.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ import re
 __all__ = ["check_hashing"]
 
 SHORTEST = 96
-"""Bytes: a shorter pickle makes no key that costs a second."""
+"""Length in bytes below which a pickle cannot contain a key that takes a second to hash."""
 COST = 64
-"""Values to hash for each byte of the pickle, beyond `FREE`; a reference to a shared tuple is two bytes."""
+"""Largest number of values to hash for each byte of the pickle, beyond `FREE`. (A reference to a shared tuple has two
+bytes.)"""
 FREE = 1 << 20
 LIGHT = COST // 2
-"""Largest number of values in an object that a tail refers to. Half of `COST`, because a key may hold another key."""
+"""Largest number of values in an object that a tail refers to: half of `COST`, because a key may contain another
+key."""
 
 _Node = list["_Node | None"]
 """Parts of an object; None is an object without parts."""
@@ -44,14 +47,14 @@ _ALL_INTO = {"APPENDS", "SETITEMS", "ADDITEMS"}
 def _tail() -> re.Pattern[bytes]:
     """Return the regular expression for the tail of an index: an object whose attributes are dicts of flat objects and
     tuples."""
-    get = rb"h[^\0]|j(?!\0\0\0\0).{4}"  # never place 0, the list of all shared values
+    get = rb"h[^\0]|j(?!\0\0\0\0).{4}"  # never position 0 of the memo, which is the list of all shared values
     text = b"\x8c(?:%s)\x94" % b"|".join(b"%s.{%d}" % (re.escape(bytes([size])), size) for size in range(256))
     long = b"\x8a(?:%s)" % b"|".join(b"%s.{%d}" % (re.escape(bytes([size])), size) for size in range(9))
     leaf = b"%s|K.|M..|J.{4}|N|%s|%s" % (get, text, long)
     new = rb"(?:%s)\)\x81\}\(" % get
     flat = rb"%s(?:%s|\]\((?:%s)*+e)*+ub" % (new, leaf, get)
     item = rb"%s|%s|\((?:%s)*+t|[)\x85\x86\x87]" % (flat, leaf, leaf)
-    # `u` and tuples take nothing below the last mark: the unpickler refuses it
+    # `u` and tuples take nothing from below the last mark, because the unpickler refuses it
     return re.compile(rb"(?s:%s(?:(?:%s)\}\((?:%s)*+u)*+(?:%s)*+ub\.)" % (new, get, item, leaf))
 
 
@@ -59,7 +62,8 @@ _TAIL = _tail()
 
 
 def check_hashing(data: bytes, size: int) -> None:
-    """Raise pickle.UnpicklingError for a pickle with a key that takes longer to hash than its length accounts for.
+    """Raise pickle.UnpicklingError for a pickle with a key that takes longer to hash than the pickle's length
+    justifies.
 
     size: bytes of the pickle, with which `data` begins.
     """
@@ -75,13 +79,13 @@ def check_hashing(data: bytes, size: int) -> None:
                 if _TAIL.fullmatch(data, (position or 0) + 1, size) and play.shares_only_light():
                     break
     except (ValueError, IndexError, KeyError, TypeError) as error:
-        raise pickle.UnpicklingError(f"it is not a pickle: {error or type(error).__name__}") from error
+        raise pickle.UnpicklingError(f"it cannot be read as a pickle: {error or type(error).__name__}") from error
     if play.cost() > FREE + COST * size:
         raise pickle.UnpicklingError("it has a dict key of nested tuples that would take very long to hash")
 
 
 class _Play:
-    """The unpickler's stack and memo, with each object's parts in place of the object."""
+    """The unpickler's stack and memo, with the parts of each object instead of the object."""
 
     def __init__(self) -> None:
         self._stack: list[_Node | None] = []
@@ -94,7 +98,7 @@ class _Play:
         return not self._stack and not self._marks
 
     def step(self, name: str, argument: object) -> None:
-        """Do what the unpickler does for this opcode."""
+        """Change stack and memo as the unpickler does for this opcode."""
         stack = self._stack
         if name == "MARK":
             self._marks.append(len(stack))
@@ -152,12 +156,13 @@ class _Play:
         self._keys.extend(key for key in taken if key is not None)
 
     def shares_only_light(self) -> bool:
-        """Return whether each object in the memo, but for that in place 0, has at most `LIGHT` values."""
+        """Return True if each object in the memo, except that at position 0, has at most `LIGHT` values."""
         known: dict[int, int] = {}
         shared = [node for place, node in self._memo.items() if place and node is not None]
         try:
             return all(_weight(node, known) <= LIGHT for node in shared)
-        except pickle.UnpicklingError:  # in itself: whether as a key, the whole pickle shows
+        # an object contains itself: replaying the whole pickle shows whether it is a key
+        except pickle.UnpicklingError:
             return False
 
     def cost(self) -> int:
@@ -167,9 +172,9 @@ class _Play:
 
 
 def _weight(root: _Node, known: dict[int, int]) -> int:
-    """Return the number of objects in this one, itself included; a shared object counts once for each path to it.
+    """Return the number of objects in this one, including itself. A shared object counts once for each path to it.
 
-    known: weights by id, which is added to. Raises UnpicklingError for an object that contains itself.
+    known: weights by id, to which new ones are added. Raises UnpicklingError for an object that contains itself.
     """
     above: set[int] = set()
     left: list[tuple[_Node, bool]] = [(root, False)]

@@ -1,11 +1,12 @@
-"""Check of pickles that others may have written, before Python's unpickler allocates what they ask for.
+"""Check of pickles that other programs may have written, before Python's unpickler allocates the memory that they
+request.
 
-The unpickler allocates memory for any length, or place in its memo, that a pickle names, before it checks that there
-is anything: five bytes make it allocate 32 GiB. What a pickler writes never names more than the pickle's own length, so
-that is the limit. Which classes a pickle may use is for the unpickler to decide (`find_class`).
+The unpickler allocates memory for any length, or position in its memo, that a pickle names, before it checks whether
+the data exist: five bytes make it allocate 32 GiB. A pickler never writes a number above the pickle's own length, so
+that length is the limit. The unpickler decides which classes a pickle may use (`find_class`).
 
-One regular expression skips the opcodes whose argument has a fixed length, or one of at most 255 bytes: an index of
-3,000 entries, with 120,000 opcodes, takes 3 ms, and Python's own `pickletools.genops` 38 ms.
+One regular expression skips the opcodes whose argument has a fixed length, or a length of at most 255 bytes. An index
+of 3,000 entries, with 120,000 opcodes, takes 3 ms; with Python's own `pickletools.genops` it takes 38 ms.
 """
 
 from __future__ import annotations
@@ -24,16 +25,17 @@ _CODES = {opcode.code.encode("latin-1"): opcode for opcode in pickletools.opcode
 _SIZES = {code: 0 if opcode.arg is None else opcode.arg.n for code, opcode in _CODES.items()}
 """Opcode -> bytes of its argument; negative numbers are pickletools' constants."""
 _STOP, _PUT, _LONG_PUT = b".", b"p", b"r"
-"""PUT belongs to protocol 0, which neither torch nor Penstock writes."""
+"""Opcodes for the end of a pickle, and for storing in the memo. PUT belongs to protocol 0, which neither torch nor
+Penstock writes."""
 _COUNTED = {code: _LENGTHS[size] for code, size in _SIZES.items() if size in _LENGTHS} | {_LONG_PUT: 4}
-"""Opcode -> bytes of its number, which is the length of what follows or a place in the memo."""
+"""Opcode -> bytes of its number. The number is the length of the data after it, or a position in the memo."""
 _LINES = {code: 2 if code in b"ci" else 1 for code, size in _SIZES.items() if size == pickletools.UP_TO_NEWLINE}
 """Opcode -> number of its lines of text."""
 del _LINES[_PUT]
 
 
 def _fixed() -> re.Pattern[bytes]:
-    """Return the expression for a run of opcodes whose argument has a fixed length, or one that a single byte gives."""
+    """Return the expression for a run of opcodes whose argument has a fixed length, or a length in a single byte."""
     kinds = []
     for size in (0, 1, 2, 4, 8):
         codes = b"".join(re.escape(code) for code, known in _SIZES.items() if known == size and code not in _COUNTED)
@@ -47,14 +49,15 @@ _FIXED = _fixed()
 
 
 def bounded(data: bytes) -> bytes:
-    """Return `data` if it begins with a pickle whose memory, and whose keys' hashing, its length accounts for.
+    """Return `data` if it begins with a pickle whose length justifies the memory that it requests, and the hashing of
+    its keys.
 
-    Raises pickle.UnpicklingError for a pickle that asks for more than that, or does not end.
+    Raises pickle.UnpicklingError for a pickle that requests more, or has no end.
     """
     place = 0
     while True:
         found = _FIXED.match(data, place)
-        assert found is not None  # it also matches nothing
+        assert found is not None  # the pattern also matches an empty text
         code = data[found.end() : found.end() + 1]
         place = found.end() + 1
         if code == _STOP:

@@ -1,9 +1,9 @@
 """Encoding of values of common classes as plain values: numbers, text, bytes, and lists of them.
 
 Loading an object of a class means running code that the file names, so a restore does that only on request. But random
-states hold arrays, metrics hold numpy's scalars, and configurations hold paths and dates. Those are saved as the plain
-values that they are made of, beside a *recipe* for making them again, which consists of plain values too. A recipe of
-None means: as it is.
+states contain arrays, metrics contain numpy's scalars, and configurations contain paths and dates. Each of those is
+saved as plain values, together with a *recipe* for making it again, which also consists of plain values. If the recipe
+is None, the value was saved unchanged.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ __all__ = ["FACTORIES", "LEAVES", "PLAIN", "EncodedValue", "decode", "encode", "
 
 PLAIN = frozenset((type(None), bool, int, float, str, bytes))
 LEAVES = PLAIN | {torch.Tensor, torch.nn.Parameter}
-"""Types of values without parts. They are tested for first: `isinstance(value, Mapping)` takes a microsecond, and a
-state has thousands of values."""
+"""Types of values without parts. They are tested before other types, because `isinstance(value, Mapping)` takes a
+microsecond, and a state has thousands of values."""
 FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)}
 """Names of the factories of defaultdicts that can be restored."""
 DEPTH = 60
@@ -38,7 +38,7 @@ class EncodedValue(NamedTuple):
     value: Any
     recipe: Any
     opaque: str
-    """Part of the value that has no recipe: "tensors", or the name of a class; "": none."""
+    """Part of the value that has no recipe: "tensors", or the name of a class; "" if all parts have one."""
 
 
 class _Kind(NamedTuple):
@@ -130,7 +130,7 @@ def _torch_dtype(name: str) -> torch.dtype:
 
 
 def encode(value: Any, depth: int = 0) -> EncodedValue:
-    """Return what to save for a value: the value itself if it holds anything without a recipe (`opaque`)."""
+    """Return the encoding of a value. The value itself is saved if a part of it has no recipe (`opaque`)."""
     kind = type(value)
     if kind in PLAIN:
         return EncodedValue(value, None, "")
@@ -153,7 +153,7 @@ def encode(value: Any, depth: int = 0) -> EncodedValue:
 
 
 def _parts(value: Any) -> tuple[str, Any] | None:
-    """Return the name in MAKE and the parts; None for an unknown class."""
+    """Return the name in MAKE, and the parts; None for an unknown class."""
     kind = type(value)
     if isinstance(value, np.generic | np.ndarray) and (value.dtype.hasobject or value.dtype.fields is not None):
         return None
@@ -191,14 +191,15 @@ def _dict(value: dict[Any, Any], depth: int) -> EncodedValue:
 
 
 def _opaque(inner: list[EncodedValue]) -> str:
-    """Return the first class in the values; without one, "tensors" (which can be loaded) or ""."""
+    """Return the first class without a recipe in the values; else "tensors" if there are any (they can be loaded), or
+    ""."""
     return next((one.opaque for one in inner if one.opaque not in ("", "tensors")), "") or next(
         (one.opaque for one in inner if one.opaque), ""
     )
 
 
 def decode(value: Any, recipe: Any) -> Any:
-    """Return the value that `encode` was given."""
+    """Return the value that was given to `encode`."""
     if recipe is None:
         return value
     name, inner = recipe
@@ -207,12 +208,12 @@ def decode(value: Any, recipe: Any) -> Any:
     return MAKE[name](decode(value, inner))
 
 
-# ---- are two values the same?
+# ---- comparison of values
 
 
 def value_digest(value: Any) -> str:
-    """Return a digest that is the same for equal values of the same types, whatever the order of dicts and
-    identities."""
+    """Return a digest that is the same for equal values of the same types. It depends neither on the order of dicts nor
+    on the identity of objects."""
     hasher = xxhash.xxh3_64()
     _feed(hasher, value, 0)
     return hasher.hexdigest()
@@ -257,7 +258,7 @@ def _feed_tensor(hasher: Any, tensor: torch.Tensor) -> None:
 
 
 def _feed_object(hasher: Any, value: Any, depth: int) -> None:
-    """Hash an object of any class by what pickle would save of it."""
+    """Hash an object of any class by the data that pickle would save."""
     if depth > DEPTH:
         return
     try:

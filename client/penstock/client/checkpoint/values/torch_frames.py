@@ -1,11 +1,11 @@
-"""Frames of torch.save around a tensor: the bytes before its values and behind them.
+"""Frames of torch.save around a tensor: the bytes before its values and after them.
 
-torch.distributed.checkpoint stores each tensor as torch.save writes it, a zip archive of its own. For one dtype and
-shape everything is the same except the values, which lie in one piece. So torch.save runs once, for a tensor of
+torch.distributed.checkpoint stores each tensor as torch.save writes it, as a separate zip archive. For one dtype and
+shape, archives are the same except for the values, which lie in one piece. So torch.save runs once, for a tensor of
 uninitialised memory, and later tensors are staged by copying their values between the two parts.
 
-Frames have no CRC32, which torch.load ignores, and which took 0.45 s of processor time for 1 GiB. The manifest has a
-checksum for each file, which takes 0.13 s, and not in the training process.
+Frames have no CRC32. torch.load ignores it, and it took 0.45 s of processor time for 1 GiB. The manifest has a checksum
+for each file instead, which takes 0.13 s outside the training process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from penstock.proto.errors import CheckpointError
 __all__ = ["ALIGNMENT", "TorchFrame", "frame_of", "is_plain", "saved_bytes"]
 
 ALIGNMENT = 64
-"""Bytes: offsets of values in torch.save's archives, and of archives in our files, are multiples of it."""
+"""Alignment in bytes of values in torch.save's archives, and of archives in Penstock's files."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class TorchFrame:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is nothing but its values; torch.save saves the others."""
+    """Return True if a tensor consists of its values only. torch.save saves all other tensors."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
@@ -54,7 +54,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 @lru_cache(maxsize=65536)
 def frame_of(dtype: torch.dtype, shape: tuple[int, ...]) -> TorchFrame:
     """Return the frame of a contiguous CPU tensor of this dtype and shape."""
-    tensor = torch.empty(shape, dtype=dtype, device="cpu")  # its memory is never read
+    tensor = torch.empty(shape, dtype=dtype, device="cpu")  # the memory is never read
     recorder = _Recorder(tensor)
     with without_crc32():
         torch.save(tensor, recorder)  # type: ignore[arg-type]
@@ -75,7 +75,7 @@ def saved_bytes(value: Any) -> bytes:
 
 
 class _Recorder:
-    """A file that keeps what is written to it, except the values of one tensor."""
+    """File that keeps the bytes that are written to it, except the values of one tensor."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._values = (tensor.data_ptr(), tensor.nbytes)
@@ -91,7 +91,7 @@ class _Recorder:
 
     def flush(self) -> None:
         if not self._values[1] and len(self.parts) == 1:
-            self.parts.append(bytearray())  # no values: all of it comes before them
+            self.parts.append(bytearray())  # the tensor has no values: everything comes before them
 
 
 def _address(data: memoryview) -> int:

@@ -1,9 +1,9 @@
 """Documents of tokens, cut into pieces, and packed into lines of one length.
 
-A line is filled across documents, so a saved position lies in the middle of one. The state holds the beginning of the
-open line: the source's token before that document, and an offset in it. After a resume the document is read again, and
-the line made again. A state contains no text, and a change of topology loses none, because the open line belongs to its
-shard and not to the worker.
+A line is filled across documents, so a saved position lies in the middle of a document. The state contains the
+beginning of the open line: the source's token (position) before that document, and an offset in the document. After a
+resume the document is read again, and the line is made again. A state contains no text. A change of topology loses
+none, because the open line belongs to its shard and not to the worker.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from penstock.proto.errors import DatasetError, InvalidArgumentError
 __all__ = ["Chunked", "Packed"]
 
 
-MOST = (1 << 63) - 1
-"""Largest token: lines and pieces are int64."""
+MAX_TOKEN = (1 << 63) - 1
+"""Largest token id: lines and pieces are int64."""
 
 
 class Chunked(Layer):
@@ -133,7 +133,7 @@ class Packed(Layer):
 
 
 class _Documents:
-    """Documents of a shard as arrays, with the source's tokens (positions) from which to read them again."""
+    """Documents of a shard as arrays, with the source's tokens (positions) for reading them again."""
 
     def __init__(
         self,
@@ -146,7 +146,11 @@ class _Documents:
         strip: frozenset[int] = frozenset(),
         least: int = 1,
     ) -> None:
-        """`strip`: tokens to remove from both ends. `least`: documents with fewer tokens are left out."""
+        """
+        Args:
+            strip: tokens to remove from both ends.
+            least: documents with fewer tokens are left out.
+        """
         self._strip, self._least = strip, least
         self._name, self._inner, self._shard, self._epoch = type(layer).__name__, inner, shard, epoch
         self._limit = SearchLimit(layer.source, self._name, shard)
@@ -176,16 +180,16 @@ class _Documents:
             self._limit.nothing()
 
     def present(self) -> tuple[int, Token]:
-        """Return the index of the present document, and the source's token before it."""
+        """Return the index of the present document, and the source's token (position) before it."""
         return self._index, self._before
 
     def following(self) -> tuple[int, Token]:
-        """Return the index of the next document, and the source's token before it."""
+        """Return the index of the next document, and the source's token (position) before it."""
         return self._next, self._inner.token()
 
     def expect(self, what: str, there: int, at: int) -> None:
-        """Raise DatasetError unless the present document has an item number `at`. `there`: count of its items; `what`:
-        their name."""
+        """Raise DatasetError unless the present document has an item number `at`. `there`: number of its items. `what`:
+        name of the items in the message."""
         if at >= there:
             raise DatasetError(
                 f"{self.where} has {there} {what}, but the state says that {at} of them were read: the data have "
@@ -212,11 +216,11 @@ class _Documents:
         if isinstance(sample, (np.ndarray, list, tuple)):
             try:
                 array = np.asarray(sample)
-            except ValueError:  # lists of lists of different lengths
+            except ValueError:  # the list contains lists of different lengths
                 array = np.asarray(sample, object)
             if array.shape == (0,):  # an empty list has no dtype
                 return np.zeros(0, np.int64)
-            if array.dtype == np.uint64 and array.size and array.max() > MOST:
+            if array.dtype == np.uint64 and array.size and array.max() > MAX_TOKEN:
                 raise DatasetError(f"{self.where}: tokens must fit int64, got {array.max()}")
             if array.ndim == 1 and array.dtype.kind in "iu":
                 return array.astype(np.int64, copy=False)
@@ -234,7 +238,7 @@ class _ChunkedCursor:
         self._documents, self._length, self._longest = documents, length, longest
         self._bos, self._eos = _separator(bos), _separator(eos)
         self._document: Ints | None = None
-        """Open document with its separators; None: to be read."""
+        """Open document with its separators; None: it still has to be read."""
         self._pieces = 0
         """Pieces of the open document."""
         self._piece = piece
@@ -287,9 +291,8 @@ class _ChunkedCursor:
 
 
 class _PackedCursor:
-    """Cursor of packed lines. The open line's tokens come from some documents, the first of which may begin before the
-    line. Positions to read again from are kept for the first document, and for the last, where the next line may
-    begin."""
+    """Cursor of packed lines. The open line's tokens come from some documents, of which the first may begin before the
+    line. The source's positions are kept for the first document, and for the last, in which the next line may begin."""
 
     def __init__(
         self,
@@ -304,17 +307,18 @@ class _PackedCursor:
         self._documents, self._length, self._pad, self._split = documents, length, pad, split
         self._bos, self._eos = bos, eos
         self._parts: list[Ints] = []
-        """Tokens that were read, from the open line's beginning on."""
+        """Tokens that were read so far, from the beginning of the open line."""
         self._have = 0
-        """Number of tokens read."""
+        """Number of tokens read so far."""
         self._take = 0
-        """Number of tokens in the open line, once it is filled."""
+        """Number of tokens that the open line takes, once it is filled."""
         self._closing = False
         """True if the filled line gets an EOS."""
         self._offset = offset
-        """Offset of the open line's beginning in its first document, which may still have to be read."""
+        """Offset of the open line's beginning in its first document."""
         self._begin: tuple[int, Token] | None = None
-        """Index of the first document, and the source's token before it; None: it still has to be read."""
+        """Index of the first document, and the source's token (position) before it; None: the document still has to be
+        read."""
 
     def __iter__(self) -> _PackedCursor:
         return self
@@ -368,7 +372,7 @@ class _PackedCursor:
         return self._eos is not None and int(last) != self._eos
 
     def _capacity(self) -> int:
-        """Return the most document tokens of the open line: one less if it gets a BOS."""
+        """Return the largest number of document tokens in the open line: one less than its length if it gets a BOS."""
         if self._bos is None or (self._parts and int(self._parts[0][0]) == self._bos):
             return self._length
         return self._length - 1
@@ -385,7 +389,7 @@ class _PackedCursor:
         return line
 
     def _advance(self) -> None:
-        """Advance past the open line. What is left over lies within the document that was read last."""
+        """Advance past the open line. The next line begins in the document that was read last."""
         left = self._have - self._take
         self._have, self._parts = left, [self._parts[-1][len(self._parts[-1]) - left :]] if left else []
         self._begin = self._documents.present() if left else None
@@ -394,7 +398,7 @@ class _PackedCursor:
 
 def _token(name: str, value: int | None) -> int | None:
     number = whole(name, value)
-    if number is not None and not -MOST - 1 <= number <= MOST:
+    if number is not None and not -MAX_TOKEN - 1 <= number <= MAX_TOKEN:
         raise InvalidArgumentError(f"{name} must be a token, which is an int64, got {number}")
     return number
 

@@ -1,8 +1,8 @@
-"""Common parts of layers: the shards of the source below, and how tokens, keys and places are passed down.
+"""Common parts of layers: the shards of the source below; how tokens (positions), keys and places are passed down.
 
-A layer has no state of its own except in its cursors, so a source and its layers may be opened many times in one
-process. If a layer uses randomness, its key also contains the layer's depth in the stack: two layers of a kind, one on
-top of the other, would otherwise undo or repeat each other's choices.
+A layer has no state except in its cursors, so a source and its layers may be opened many times in one process. If a
+layer uses randomness, its key also contains the layer's depth in the stack. Otherwise two layers of the same kind, one
+on top of the other, would undo or repeat each other's choices.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from penstock.proto.errors import DatasetError, InvalidArgumentError, StateCorru
 __all__ = ["Layer", "SearchLimit", "checked", "entered", "is_keyed", "placed", "title"]
 
 SEARCHED_SAMPLES = 1_000_000
-"""Most samples in a row of an endless source from which a layer may yield nothing. A predicate that is never true would
-read on for ever; one that is true for one sample in 10,000 reaches this limit with probability e^-100."""
+"""Largest number of samples in a row of an endless source from which a layer may yield nothing. A predicate that is
+never true would read on for ever. One that is true for one sample in 10,000 reaches this limit with probability
+e^-100."""
 
 
 _LAYERS = ("Chunked", "Filtered", "Grouped", "Mapped", "Packed", "Repeated", "WindowShuffled")
-MOST = 1 << 62
+NUMBER_LIMIT = 1 << 62
 """Exclusive upper bound of every number in a token."""
 
 
 class Layer:
-    """Base of a source that works inside each shard of another one."""
+    """Base of a source that works inside each shard of another source."""
 
     def __init__(self, source: ShardedSource) -> None:
         self.source = checked(source, type(self).__name__)
@@ -50,7 +51,7 @@ class Layer:
         return {"kind": type(self).__name__, **self.settings(), "source": self.source.described()}
 
     def settings(self) -> dict[str, Any]:
-        """Return what decides the layer's samples, as JSON values."""
+        """Return the settings that decide the layer's samples, as JSON values."""
         return {}
 
     def lengths(self, epoch: int) -> Sequence[int] | None:
@@ -58,7 +59,7 @@ class Layer:
 
 
 class SearchLimit:
-    """Limit of the samples that a layer may leave out in a row of an endless shard, which may have no other ones."""
+    """Limit on the samples that a layer may leave out in a row, for endless shards, which may contain nothing else."""
 
     def __init__(self, source: ShardedSource, what: str, shard: int) -> None:
         self._left = self._most = SEARCHED_SAMPLES if source.endless else None
@@ -102,12 +103,12 @@ def entered(token: Token | None, layer: str, *names: str) -> tuple[list[int], To
             f"the saved position of {layer} must be a dict of integers, got {token!r:.200}: load an older state"
         )
     found = [token.get(name) for name in names]
-    numbers = [number for number in found if type(number) is int and 0 <= number < MOST]
+    numbers = [number for number in found if type(number) is int and 0 <= number < NUMBER_LIMIT]
     if len(numbers) < len(names):
         damaged = dict(zip(names, found, strict=True))
         raise StateCorruptError(
-            f"each value of the saved position of {layer} must be an integer from 0 to {MOST - 1}, got {damaged}: load "
-            "an older state"
+            f"each value of the saved position of {layer} must be an integer from 0 to {NUMBER_LIMIT - 1}, got "
+            f"{damaged}: load an older state"
         )
     return numbers, token.get("source")
 
@@ -131,8 +132,8 @@ def placed(place: Place | None, shard: int, shards: int) -> Place:
 
 
 def title(function: Callable[..., Any], name: str | None) -> str:
-    """Return a function's name for states. It cannot show whether the function is unchanged. The module is left out,
-    because a main script has another one in the process that runs it."""
+    """Return a function's name for states. The name cannot show whether the function is unchanged. The module is left
+    out, because a main script has another module name in the process that runs it."""
     if name is not None:
         return name
     while isinstance(function, partial):

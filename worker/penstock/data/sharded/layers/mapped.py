@@ -1,12 +1,11 @@
 """Layers with a function of each sample, and layers that leave samples out.
 
-A layer that may leave samples out changes what the rest of the stack can know. A `Mapped` yields one sample for each
-sample of its source: the lengths are equal, and skipping samples does not call the function. `Filtered`, and a `Mapped`
-that may skip failures, have to read every sample to know how many there are. So these have cursors of their own, and
-the cheap one is the default.
+A `Mapped` yields one sample for each sample of its source: the lengths are equal, and skipping samples does not call
+the function. `Filtered`, and a `Mapped` that may skip failures, may leave samples out, so they have to read every
+sample to count them. These two have cursors of their own; the cheap cursor is the default.
 
-Randomness is keyed by the sample's position in its source: the same sample of the same epoch gets the same generator,
-whichever worker makes it, and whatever was made before.
+Randomness is keyed by the sample's position in its source. So the same sample of the same epoch gets the same
+generator, whichever worker makes it, and whatever was made before.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _Taken = Callable[[Any, int], tuple[bool, Any]]
 
 
 class SkipSample(Exception):
-    """Raised by the function of a `Mapped(..., skip_failures=n)` to leave this sample out, without counting a
+    """Exception that the function of a `Mapped(..., skip_failures=n)` raises to leave a sample out, without counting a
     failure."""
 
 
@@ -130,7 +129,7 @@ class Filtered(_PerSample):
 
 
 class _Call:
-    """Call of the user's function with its generator; adds the sample's position to exceptions."""
+    """Call of the user's function with its generator; notes the sample's position in exceptions."""
 
     def __init__(self, function: _Function, key: int | None, where: str) -> None:
         self._function, self._key, self.where = function, key, where
@@ -139,7 +138,7 @@ class _Call:
         try:
             if self._key is None:
                 return self._function(sample)
-            # A new generator for each sample, not one that is seeded again: the function may keep it.
+            # A new generator for each sample instead of one that is seeded again: the function may keep it.
             return self._function(sample, np.random.Generator(np.random.PCG64(int(mix(self._key, index)))))
         except StopIteration as error:
             raise stop_iteration_error(f"{self.where} {index}") from error

@@ -1,11 +1,11 @@
 """Mixture of several sources, each with its share at every prefix.
 
 The source of a sample is a function of its position among the samples of all shards, so there is no counter that a
-change of topology could reset: see mixture_shares.py. How many samples each source has given in a shard is in the
-source's own token. Shares of tokens depend on the documents' lengths, so they are counted, for each shard: see
-mixture_by_tokens.py.
+change of topology could reset: see mixture_shares.py. The token (saved position) of each source contains how many
+samples it has given in a shard. Shares of tokens depend on the documents' lengths, so they are counted, for each shard:
+see mixture_by_tokens.py.
 
-Two sources may be of the same data. Each gets a seed of its own; otherwise both would give the same samples in the same
+Two sources may read the same data. Each gets a seed of its own; otherwise both would give the same samples in the same
 order.
 """
 
@@ -33,9 +33,10 @@ Stop = Literal["never", "first", "last"]
 By = Literal["samples", "tokens"]
 
 AT_ONCE = 1 << 14
-"""Samples that are skipped in one call."""
+"""Number of samples that are skipped in one call."""
 FEW = 16
-"""Samples that are skipped one by one: 1 us each, where a call with arrays takes 40 us for any number."""
+"""Largest number of samples that are skipped one by one, at 1 us each. A call with arrays takes 40 us for any
+number."""
 
 
 class Mixture:
@@ -115,8 +116,8 @@ class Mixture:
         }
 
     def lengths(self, epoch: int) -> Sequence[int] | None:
-        """Return the sum of all sources' lengths, if all are read to their end. With stop="first" the end of a shard
-        depends on the positions of its samples."""
+        """Return the lengths of all sources added up, if all are read to their end; None otherwise. With stop="first"
+        the end of a shard depends on the positions of its samples."""
         if self._stop != "last":
             return None
         total = np.zeros(self.num_shards, np.int64)
@@ -189,7 +190,7 @@ class _Cursor:
         self._members.close()
 
     def _skip_some(self, count: int, schedule: MixtureSchedule) -> int:
-        """Skip `count` samples, or up to the first turn of a source that has no sample left, which is then marked as
+        """Skip `count` samples, but stop at the first turn of a source that has no sample left, and mark that source as
         ended."""
         if count == 1:
             number = schedule.at(self._places.at(self._index))
@@ -203,7 +204,7 @@ class _Cursor:
         passed, ending = self._skip_each(order), None
         if passed < count and self._stop == "never":
             self._end(int(order[passed]))
-        if passed < count:  # other sources went too far, to positions after the one where the schedule changes
+        if passed < count:  # other sources have skipped samples after the position where the schedule changes: go back
             ending = int(order[passed])
             self._members.restore(before)
             self._skip_each(order[:passed])
@@ -228,6 +229,6 @@ class _Cursor:
         self._schedule = self._live_schedule()
 
     def _live_schedule(self) -> MixtureSchedule | None:
-        """Return the schedule of the sources that have not ended; None if the mixture has."""
+        """Return the schedule of the sources that have not ended; None if the mixture has ended."""
         live = tuple(0 if number in self._ended else part for number, part in enumerate(self._parts))
         return schedule_of(live) if any(live) and not (self._stop == "first" and self._ended) else None

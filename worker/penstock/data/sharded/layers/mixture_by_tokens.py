@@ -3,11 +3,12 @@
 Documents are yielded whole, so shares are kept to within one document. A source is eligible if its tokens do not exceed
 its share of all tokens so far. Of the eligible sources, the next is the one whose next document would finish first in a
 mixture that interleaves single tokens. This is worst-case fair weighted fair queueing (J. Bennett and H. Zhang, "WF2Q",
-INFOCOM 1996), whose deviation is at most the longest document, up or down, for any number of sources. (To choose the
-source that is furthest behind would let it fall behind more with each additional source.) Lengths must be known before
-the choice, so one document of each source is read ahead. A saved position lies before that document, so none is lost.
+INFOCOM 1996), whose deviation is at most the longest document, up or down, for any number of sources. (If the source
+that is furthest behind were chosen, it would fall behind more with each additional source.) Lengths must be known
+before the choice, so one document of each source is read ahead. A saved position lies before that document, so none is
+lost.
 
-All counts are integers, kept for each shard: a shard moves between workers with its counts.
+All counts are integers and kept for each shard. A shard moves between workers with its counts.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.data.sharded.layers.layer import MOST
+from penstock.data.sharded.layers.layer import NUMBER_LIMIT
 from penstock.data.sharded.layers.mixture_members import MixtureMembers
 from penstock.data.sharded.protocol import Token
 from penstock.proto.errors import DatasetError, StateCorruptError
@@ -26,14 +27,16 @@ __all__ = ["ByTokens", "given_of"]
 
 
 def given_of(token: Token | None, count: int) -> list[int]:
-    """Return the tokens that each of `count` sources has given. Raises StateCorruptError for an invalid token."""
+    """Return the number of text tokens that each of `count` sources has given, from the saved position `token`. Raises
+    StateCorruptError for an invalid one."""
     if token is None:
         return [0] * count
     given = token.get("given")
-    if isinstance(given, list) and len(given) == count and all(type(n) is int and 0 <= n < MOST for n in given):
+    if isinstance(given, list) and len(given) == count and all(type(n) is int and 0 <= n < NUMBER_LIMIT for n in given):
         return list(given)
     raise StateCorruptError(
-        f"the saved position of a Mixture(by='tokens') of {count} sources is damaged: {token!r:.200}"
+        f"the saved position of a Mixture(by='tokens') of {count} sources is damaged: {token!r:.200}. "
+        "Load an older state"
     )
 
 
@@ -109,14 +112,14 @@ class ByTokens:
         for number in live:
             given, part = self._given[number], self._parts[number]
             if given * whole > part * total:
-                continue  # above its share
+                continue  # it has given more than its share
             until = given + (self._next[number][0] if number in self._next else 0)
             if best < 0 or until * self._parts[best] < due * part:
                 best, due = number, until
         return best
 
     def _read(self, number: int) -> bool:
-        """Read a source's next document. Return False if it has none."""
+        """Read a source's next document. Return False if the source has ended."""
         cursor = self._members.moving(number)
         before = cursor.token()
         for document in cursor:
@@ -127,7 +130,7 @@ class ByTokens:
         return False
 
     def _end(self, numbers: list[int]) -> None:
-        """Mark these sources as ended. The others get their turns, and count their shares from zero again."""
+        """Mark these sources as ended. The others get their turns, and their shares are counted from zero again."""
         for number in numbers:
             self._ended.add(number)
             self._members.drop(number)

@@ -1,4 +1,5 @@
-"""Sources of a mixture in one shard, each read by a cursor of its own; and their entries in the mixture's tokens."""
+"""Sources of a mixture in one shard, each read by its own cursor; and their entries in the mixture's tokens
+(positions)."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ __all__ = ["MixtureMembers", "members_of"]
 
 
 def members_of(token: Token | None, count: int) -> tuple[list[Token | None], set[int]]:
-    """Return the tokens of `count` sources, and which have ended. Raises StateCorruptError for another number."""
+    """Return the tokens (positions) of `count` sources, and the numbers of those that have ended. Raises
+    StateCorruptError for another number of sources."""
     if token is None:
         return [None] * count, set()
     tokens, ended = token.get("sources"), token.get("ended")
@@ -19,11 +21,13 @@ def members_of(token: Token | None, count: int) -> tuple[list[Token | None], set
         numbers = {number for number in ended if type(number) is int and 0 <= number < count}
         if len(numbers) == len(ended):
             return tokens, numbers
-    raise StateCorruptError(f"the saved position of a Mixture of {count} sources is damaged: {token!r:.200}")
+    raise StateCorruptError(
+        f"the saved position of a Mixture of {count} sources is damaged: {token!r:.200}. Load an older state"
+    )
 
 
 class MixtureMembers:
-    """Cursors of the sources, opened when needed. A position is requested only from cursors that have moved."""
+    """Cursors of the sources, opened when needed. Only cursors that have moved are asked for their token."""
 
     def __init__(self, opened: Callable[[int, Token | None], Cursor], tokens: Sequence[Token | None]) -> None:
         self._opened, self._tokens = opened, list(tokens)
@@ -31,7 +35,7 @@ class MixtureMembers:
         self._moved: set[int] = set()
 
     def moving(self, number: int) -> Cursor:
-        """Return a source's cursor, which the caller is going to move."""
+        """Return a source's cursor, which the caller will move."""
         if number not in self._cursors:
             self._cursors[number] = self._opened(number, self._tokens[number])
         self._moved.add(number)
@@ -49,7 +53,7 @@ class MixtureMembers:
         self._tokens = list(tokens)
 
     def drop(self, number: int) -> None:
-        """Close the cursor of a source that has ended; its token is not needed any more."""
+        """Close the cursor of a source that has ended. Its token is not needed any more."""
         cursor = self._cursors.pop(number, None)
         if cursor is not None:
             cursor.close()

@@ -1,7 +1,7 @@
 """Repetition of a finite source: each shard begins its next epoch by itself.
 
-Shards do not wait for each other. The end of a shard's epoch is not the end of anything else: a window, a line of
-packed tokens or a mixture on top of it continues across it, and no worker has to be notified.
+Shards do not wait for each other, and only the shard itself notices the end of its epoch. A window, a line of packed
+tokens or a mixture on top continues across that end, and no worker has to be notified.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Repeated(Layer):
 
 
 def _fewer(described: Any) -> str:
-    """Return a text such as "3 pieces, 8 shards" if a source has too few for all shards; "" otherwise."""
+    """Return a text such as "3 pieces, 8 shards" if the source has too few pieces for all shards; "" otherwise."""
     while isinstance(described, Mapping):
         if described.get("kind") == "LogicalShards":
             by_position = described["cut"] == "by position"

@@ -1,8 +1,8 @@
-"""Layers that hold some samples of a shard at a time: a shuffle, and lists of samples that are alike.
+"""Layers that keep some samples of a shard in memory: a shuffle, and lists of samples with the same key.
 
-The content of a shuffle reservoir depends on all earlier draws, so it is part of the state; likewise for buckets that
-fill up. Here each window of samples is arranged by itself, and the state is the window's beginning and the number of
-items that it has yielded. A resume reads one window again.
+The content of a common shuffle reservoir depends on all earlier draws, so it has to be part of the state; so do buckets
+that fill up. Here each window of samples is arranged by itself, and the state is the window's beginning and the number
+of items that it has yielded. A resume reads only one window again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.proto.state.generators import derive_seed
 __all__ = ["Grouped", "WindowShuffled"]
 
 _Arrange = Callable[[list[Any], int], list[Any]]
-"""Function from a window's samples and its number to what is yielded for it."""
+"""Function from a window's samples and its number to the items that are yielded for it."""
 
 
 class WindowShuffled(Layer):
@@ -53,12 +53,13 @@ class WindowShuffled(Layer):
         (number, done), inner = entered(token, "WindowShuffled", "window", "done")
         key = derive_seed(seed, "windows", self.depth, epoch, shard)
         where = f"shard {shard}, epoch {epoch}"
-        # Without the place: samples are yielded in another order than they are read, so a mixture below would keep its
-        # shares at the wrong positions.
+        # The place is not passed on: samples are yielded in another order than they are read, so a mixture below would
+        # compute its shares at wrong positions.
         cursor = self.source.open(shard, epoch, seed, inner)
 
         def shuffled(samples: list[Any], number: int) -> list[Any]:
-            # All at once: sorting by random words is faster than a network that computes each position by itself.
+            # All at once: sorting by random words is faster than a Feistel network that computes each position by
+            # itself.
             order = np.argsort(mix(key, number, np.arange(len(samples))), kind="stable")
             return [samples[at] for at in order.tolist()]
 
@@ -85,11 +86,11 @@ class Grouped(Layer):
     ) -> None:
         """
         Args:
-            key: function from a sample to what the samples of a list have in common.
+            key: function from a sample to its key; the samples of a list have equal keys.
             size: samples of a list. Lists come in the order in which they are complete.
             window: samples of a shard among which lists are made.
             drop_rest: True leaves out incomplete lists of a window; otherwise they come last.
-            name: name of the key in states; None: its qualified name.
+            name: name of the key function in states; None: its qualified name.
         """
         super().__init__(source)
         self._key, self._name, self._rest = key, title(key, name), not drop_rest
@@ -129,7 +130,10 @@ class _Cursor:
         where: str,
         limit: SearchLimit | None = None,
     ) -> None:
-        """`limit`: given if a window may yield nothing; None: it yields as many samples as it has."""
+        """
+        Args:
+            limit: given if a window may yield nothing. None: a window yields as many samples as it has.
+        """
         self._inner, self._window, self._arrange, self._where = inner, window, arrange, where
         self._limit = limit
         self._number = number
@@ -139,7 +143,7 @@ class _Cursor:
         self._held: list[Any] | None = None
         """Items of the open window in order; None: it still has to be read."""
         self._begin: Token | None = None
-        """Token of the source before the window that is held."""
+        """Token (position) of the source before the window in `_held`."""
 
     def __iter__(self) -> _Cursor:
         return self
@@ -148,7 +152,7 @@ class _Cursor:
         held = self._hold()
         if self._done >= len(held):
             raise StopIteration
-        sample, held[self._done] = held[self._done], None  # the window must not keep alive what it yielded
+        sample, held[self._done] = held[self._done], None  # do not keep the yielded sample alive
         self._advance(1)
         return sample
 
@@ -178,7 +182,7 @@ class _Cursor:
         self._inner.close()
 
     def _hold(self) -> list[Any]:
-        """Return the items of the open window; none after the last one."""
+        """Return the items of the open window; an empty list after the last window."""
         while self._held is None:
             self._begin = self._inner.token()
             read = [sample for _, sample in zip(range(self._window), self._inner, strict=False)]
@@ -190,7 +194,7 @@ class _Cursor:
                 )
             if held or len(read) < self._window or self._limit is None:
                 self._held = held
-            else:  # everything in it was left out
+            else:  # all samples of the window were left out
                 self._number += 1
                 self._limit.nothing(len(read))
         if self._limit is not None:

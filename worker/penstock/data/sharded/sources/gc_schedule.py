@@ -1,10 +1,10 @@
-"""Garbage collection of a process that makes samples, if the user controls it.
+"""Garbage collection at intervals that the user sets, in a process that makes samples.
 
 Python collects garbage after a number of new objects, and a full collection visits all objects: a tokenizer's
-vocabulary and a shuffle buffer of a million samples, in the middle of a batch. Samples seldom have cycles. So with
-`Savable(collect_every=n)` the objects of the start are frozen (no collection visits them again), and the collector runs
-after every n samples of the process. It belongs to the process: the first stream changes it, and closing the last one
-restores it.
+vocabulary and a shuffle buffer of a million samples, in the middle of a batch. Samples seldom have reference cycles. So
+with `Savable(collect_every=n)` the objects that exist at the start are frozen (no collection visits them again), and
+the collector runs after every n samples of the process. The collector belongs to the process: the first stream changes
+its settings, and closing the last stream restores them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["GarbageCollection"]
 
 
 class _Process:
-    """Changes to this process' collector, and the number of streams that hold them."""
+    """Changes to this process's collector, and the number of streams that need them."""
 
     def __init__(self) -> None:
         self.holders = 0
@@ -51,14 +51,14 @@ class GarbageCollection:
         _process.hold()
 
     def passed(self) -> None:
-        """Count a sample, and collect if it is time."""
+        """Count a sample, and collect garbage after every n."""
         _process.samples += 1
         if _process.samples >= self._every:
             _process.samples = 0
             gc.collect()
 
     def close(self) -> None:
-        """Release the collector; may be called twice."""
+        """Release the collector. May be called twice."""
         if self._open:
             self._open = False
             _process.release()

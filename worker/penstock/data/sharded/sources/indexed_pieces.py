@@ -1,11 +1,11 @@
 """Shard of indexable pieces: a range of positions in the order of all their records.
 
 The order of an epoch is a function (ordering/sharded_order.py), and shard l of L has its positions from floor(l N / L)
-to floor((l + 1) N / L): in whole numbers, so that each record is in one shard, whatever N and L are. A cursor's state
-is one number, and skipping adds to it.
+to floor((l + 1) N / L), for N records. The bounds are computed in integers, so each record is in one shard, whatever N
+and L are. A cursor's state is one number, and skipping adds to it.
 
-While user code reads a record, the process's random generators are the record's own, seeded by (seed, epoch, position):
-random augmentation does not depend on the shard or worker, nor on what was read before.
+While user code reads a record, the process's random generators are the record's own, seeded by (seed, epoch, position).
+So random augmentation does not depend on the shard or worker, nor on what was read before.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["PieceParts", "RangeCursor", "shard_range"]
 POSITIONS_PER_CALL = 1024
 """Positions whose records are looked up in one call, which takes 0.1 us each."""
 EXAMINED_POSITIONS = 256
-"""Positions, of those ahead, that are examined to find the parts needed next."""
+"""Number of upcoming positions that are examined to find the parts needed next."""
 
 
 def shard_range(records: int, shards: int, shard: int) -> tuple[int, int]:
@@ -37,7 +37,7 @@ def shard_range(records: int, shards: int, shard: int) -> tuple[int, int]:
 
 
 class PieceParts:
-    """Parts of all pieces in a row: one for each piece, and for a StreamingDataset one for each of its shards."""
+    """Parts of all pieces in a row. Each piece is one part, but a StreamingDataset has one for each of its shards."""
 
     def __init__(self, pieces: Pieces) -> None:
         self.pieces = pieces
@@ -54,13 +54,13 @@ class PieceParts:
         """Parts that each prefetching cursor needs next."""
 
     def found(self, ids: Ints) -> list[tuple[int, int]]:
-        """Return (piece, offset in it) of records."""
+        """Return (piece, offset in it) for each record."""
         piece = np.searchsorted(self._starts, ids, side="right") - 1
         return list(zip(piece.tolist(), (ids - self._starts[piece]).tolist(), strict=True))
 
     @property
     def fetches(self) -> bool:
-        """True if some piece is fetched from a remote."""
+        """Return True if any piece is fetched from a remote."""
         return bool(self._streaming)
 
     def want(self, cursor: int, parts: Ints) -> None:
@@ -96,11 +96,16 @@ class RangeCursor(Iterator[Any]):
         token: Token,
         key: int | None = None,
     ):
-        """`order`: None if there are no records at all. `ahead`: positions whose parts are prefetched. `key`: key of
-        each record's own random generators; None: records have none."""
+        """
+        Args:
+            order: None if there are no records at all.
+            ahead: positions whose parts are prefetched.
+            key: key of each record's own random generators; None: records have none.
+        """
         if token is not None and (type(token) is not int or not 0 <= token <= end - begin):
             raise StateCorruptError(
-                f"the saved position in a shard of {end - begin} records is damaged: {token!r:.200}"
+                f"the saved position in a shard of {end - begin} records is damaged: {token!r:.200}. Load an "
+                "older state"
             )
         self._parts, self._order, self._epoch, self._ahead = parts, order, epoch, ahead
         self._begin, self._end, self._at = begin, end, begin + (token or 0)
@@ -152,7 +157,7 @@ class RangeCursor(Iterator[Any]):
         self._parts.pieces.left(id(self))
 
     def __del__(self) -> None:
-        if hasattr(self, "_prefetched_from"):  # __init__ got that far
+        if hasattr(self, "_prefetched_from"):  # __init__ may have failed before this attribute was set
             self.close()
 
     def _find(self) -> None:

@@ -1,7 +1,7 @@
 """Files of lines, cut by ranges of bytes: one large file makes as many pieces as there are shards.
 
 A range has the lines that begin in it. So each line is in one range, wherever the file is cut. The first line of a
-range is found by reading on to the next newline, without counting or indexing lines first.
+range is found by reading to the next newline, without counting or indexing lines first.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class LineFile:
 
 
 def cut_files(pieces: Sequence[Any], shards: int) -> list[list[Any]]:
-    """Return for each piece a list: a LineFile's ranges, or the piece itself. There are as many ranges as are needed to
-    have a piece for each shard, and they are about equally long."""
+    """Return a list for each piece: a LineFile's ranges, or only the piece itself. There are as many ranges as are
+    needed to have a piece for each shard, and they are about equally long."""
     files = [piece for piece in pieces if isinstance(piece, LineFile)]
     more = max(0, shards - len(pieces)) if files else 0
-    # Each file gets a part of the additional ranges by its size; what is left over goes to the largest ones.
+    # Each file gets additional ranges in proportion to its size; the largest files get the remainder.
     total = sum(file.size for file in files)
     parts = {id(file): 1 + (more * file.size // total if total else 0) for file in files}
     left = more - sum(number - 1 for number in parts.values())
@@ -78,7 +78,7 @@ class LineRange:
     end: int
 
     def __call__(self) -> _Lines:
-        """Return an iterator of the lines. LogicalShards opens a range by this call, and closes it."""
+        """Return an iterator of the lines. LogicalShards calls this to open a range, and closes the iterator."""
         return _Lines(self)
 
 
@@ -95,11 +95,11 @@ class _Lines(Iterator[Any]):
         if size != of.size:
             self._file.close()
             raise DatasetError(
-                f"{of.path} had {of.size} bytes when it was split into shards, but has {size} now: do not change the "
-                "file while it is read"
+                f"{of.path} must keep the {of.size} bytes that it had when it was split into shards, got {size}: do "
+                "not change the file while it is read"
             )
         self._at = 0
-        if of.begin:  # a line begins here only if the byte before is the end of another one
+        if of.begin:  # a line begins here only if the byte before it is a newline
             self._file.seek(of.begin - 1)
             self._at = of.begin - 1 + len(self._file.readline())
 

@@ -1,8 +1,8 @@
 """Any set of pieces as L logical shards, each of which moves between workers as a whole.
 
-If all pieces are indexable, records are cut by position (indexed_pieces.py): shards are equally long to one record, a
-position is a number, and skipping is addition. If any is not, whole pieces are given to shards (sequential_pieces.py)
-and read sequentially (opaque.py). This module decides between the two, and describes both.
+If all pieces are indexable, records are cut by position (indexed_pieces.py): the lengths of shards differ by at most
+one record, a position is a number, and skipping is addition. If any is not, whole pieces are given to shards
+(sequential_pieces.py) and read sequentially (opaque.py). This module decides between the two, and describes both.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from penstock.proto.state.generators import derive_seed
 
 __all__ = ["LogicalShards"]
 
-MOST_OPEN = 128
-"""Default for max_open: a process reads all shards of a finite source in turn, so each should have an open piece; and
-it is an eighth of the usual limit of file descriptors."""
+MAX_OPEN = 128
+"""Default for max_open. A process reads all shards of a finite source in turn, so each should have an open piece. 128
+is an eighth of the usual limit of file descriptors."""
 LISTED = 16
-"""Length of the longest list that a description contains in full; a longer one is replaced by its digest."""
+"""Largest length of a list that a description contains in full. A longer list is replaced by its digest."""
 KEPT_ORDERS = 2
 
 
@@ -71,7 +71,7 @@ class LogicalShards:
         counts: Sequence[int] | None = None,
         shuffle: bool = False,
         shuffle_block: int | None = BLOCK,
-        max_open: int = MOST_OPEN,
+        max_open: int = MAX_OPEN,
         names: Sequence[str] | None = None,
         capture_rng: bool = True,
     ) -> None:
@@ -163,7 +163,7 @@ class LogicalShards:
 def _cut(
     pieces: Sequence[Any], counts: Sequence[int] | None, names: Sequence[str] | None, shards: int
 ) -> tuple[Sequence[Any], Sequence[str] | None, list[str]]:
-    """Return pieces and names, with files cut into ranges, and the number of ranges of each file, for a description."""
+    """Return pieces and names, with files cut into ranges; and for a description the number of ranges of each file."""
     if not isinstance(pieces, list | tuple) or not any(isinstance(piece, LineFile) for piece in pieces):
         return pieces, names, []
     if counts is not None:
@@ -187,7 +187,7 @@ def _cut(
 
 
 def _listed(values: Sequence[Any] | None) -> Any:
-    """Return the list, or for a long one its length and digest: enough to detect another one."""
+    """Return the list. For a long list return its length and digest, which is enough to detect another list."""
     if not values or len(values) <= LISTED:
         return None if not values else list(values)
     return f"{len(values)}, digest {xxhash.xxh3_64_hexdigest(json.dumps(list(values)).encode())}"

@@ -50,10 +50,11 @@ from penstock.proto.state.snapshot_cadence import SnapshotCadence
 __all__ = ["SNAPSHOT_EVERY", "SNAPSHOT_S", "OpaqueStream", "StreamMark", "close_quietly", "without_snapshots"]
 
 SNAPSHOT_EVERY = 1000
-"""Default number of samples between snapshots: a resume reads about as many again."""
+"""Default number of samples between snapshots. A resume reads about as many again."""
 SNAPSHOT_S = 60.0
-"""Default seconds between snapshots: a resume reads again for about a minute at most, however slow the samples are."""
-MOST = 1 << 62
+"""Default number of seconds between snapshots. A resume reads again for about a minute at most, however slow the
+samples are."""
+NUMBER_LIMIT = 1 << 62
 """Exclusive upper bound of every number in a token."""
 
 
@@ -88,16 +89,22 @@ class StreamMark:
                         f"{own['passed']}"
                     )
             for passed, digest in numbers:
-                if type(passed) is not int or not 0 <= passed < MOST or not (digest is None or type(digest) is int):
+                if (
+                    type(passed) is not int
+                    or not 0 <= passed < NUMBER_LIMIT
+                    or not (digest is None or type(digest) is int)
+                ):
                     raise ValueError(f"values out of range: {passed!r} samples with the digest {digest!r}")
         except (KeyError, TypeError, ValueError) as error:
-            raise StateCorruptError(f"{name}: its saved position is damaged: {error!r}") from error
+            raise StateCorruptError(
+                f"the saved position of {name} is damaged: {error!r}. Load an older state"
+            ) from error
         return mark
 
 
 def without_snapshots(token: Token) -> Token:
-    """Return a source's token without the snapshots, which depend on when they were taken: equal positions then have
-    equal tokens. To resume from it, a stream is read from its beginning."""
+    """Return a source's token without the snapshots, which depend on the time at which they were taken. So equal
+    positions have equal tokens. A stream that resumes from such a token is read from its beginning."""
     if isinstance(token, Mapping):
         if token.keys() >= StreamMark().token().keys():
             return {**token, "snapshot": None}
@@ -106,15 +113,15 @@ def without_snapshots(token: Token) -> Token:
 
 
 class _OtherSamplesError(Exception):
-    """A replay yielded other samples."""
+    """The replay yielded samples that differ from the delivered ones."""
 
 
 class _EndsEarlyError(Exception):
-    """A replay ended before the position."""
+    """The replay ended before the position."""
 
 
 class OpaqueStream(Iterator[Any]):
-    """Samples of the iterable that `make` returns. Nothing is made before the first sample is requested."""
+    """Samples of the iterable that `make` returns. `make` is called when the first sample is requested."""
 
     def __init__(
         self,
@@ -130,11 +137,11 @@ class OpaqueStream(Iterator[Any]):
     ) -> None:
         """
         Args:
-            make: function called for each new reading.
+            make: function that returns the iterable; called each time the stream is read from its beginning or resumed.
             name: name for messages.
-            seed: seed of the random generators that are the stream's own; None leaves the process's alone.
+            seed: seed of the random generators that are the stream's own; None leaves the process's generators alone.
             mark: position to begin at.
-            keeps_made: `make` returns the user's own object: it is not closed, and its state not touched.
+            keeps_made: True if `make` returns the user's own object: it is not closed, and its state is not touched.
         """
         self._make, self._name, self._digests, self._keeps_made = make, name, digests, keeps_made
         self._every, self._seconds = snapshot_every, snapshot_s
@@ -160,7 +167,7 @@ class OpaqueStream(Iterator[Any]):
 
     @property
     def reads_again(self) -> bool:
-        """True if resuming here reads everything again."""
+        """True if resuming at this position reads everything again."""
         return self.passed > 0 and not self._snapshots
 
     def __next__(self) -> Any:
@@ -168,20 +175,20 @@ class OpaqueStream(Iterator[Any]):
             raise StopIteration
         if self._iterator is None:
             self._reopen()
-        # Before a sample, not after it: an error in taking a state must not lose the sample.
+        # Before a sample, not after it, so that an error in taking a state cannot lose the sample.
         if self.passed >= self._next_at or time.monotonic() >= self._next_s:
             self._consider_snapshot()
         return self._advance()
 
     def skip(self, count: int) -> int:
-        """Skip `count` samples, or all that are left; return how many were skipped. All are made."""
+        """Skip `count` samples, or all that are left. Return how many were skipped. All of them are made."""
         return sum(1 for _ in zip(range(count), self, strict=False))
 
     def token(self) -> Token:
         return self._mark().token()
 
     def park(self) -> None:
-        """Close the stream for a while, with a snapshot of the position, so that little is read again after
+        """Close the stream for a while, with a snapshot of its position, so that little is read again after
         reopening."""
         holder = None if self._iterator is None or self._ended else self._stateful()
         if holder is not None and self.passed > max((own["passed"] for own in self._snapshots), default=0):
@@ -189,7 +196,7 @@ class OpaqueStream(Iterator[Any]):
         self.close()
 
     def close(self) -> None:
-        """Close the iterable and keep the position: the next sample makes a new iterable."""
+        """Close the iterable and keep the position. The next sample calls `make` again."""
         iterator, made = self._iterator, self._made
         self._iterator = self._made = None
         if iterator is None and made is None:
@@ -212,7 +219,7 @@ class OpaqueStream(Iterator[Any]):
             raise
         except BaseException as error:
             error.add_note(f"raised by {self._name} for its sample {self.passed}")
-            self.close()  # a generator that failed can only end: the position is to be tried again, not skipped
+            self.close()  # A generator that failed can only end. The position is to be tried again and not skipped.
             raise
         self.passed += 1
         if self._chain is not None:
@@ -228,7 +235,7 @@ class OpaqueStream(Iterator[Any]):
     def _consider_snapshot(self) -> None:
         holder = self._stateful()
         if holder is None:
-            self._next_at, self._next_s = MOST, float("inf")
+            self._next_at, self._next_s = NUMBER_LIMIT, float("inf")
         elif self._cadence.due(time.monotonic()):
             with self._cadence.timed():
                 self._take(holder)
@@ -239,7 +246,7 @@ class OpaqueStream(Iterator[Any]):
             rng = None if self._seed is None else capture_rng()
             state = holder.state_dict()
             if rng is not None:
-                restore_rng(rng)  # taking a state must not change what comes
+                restore_rng(rng)  # taking a state must not change later random numbers
         try:
             encoded = encode_state(state)
         except UnsupportedStateError as error:
@@ -255,7 +262,7 @@ class OpaqueStream(Iterator[Any]):
         self._snapshots = [*self._snapshots[-1:], own]
 
     def _stateful(self) -> Any:
-        """Return the object that has a state: the iterable, or its iterator."""
+        """Return the object that has a state: the iterable or its iterator."""
         for holder in (self._made, self._iterator):
             if holder is self._made and self._keeps_made:
                 continue
@@ -274,18 +281,19 @@ class OpaqueStream(Iterator[Any]):
             elif not self._resumes_from(mark, mark.snapshot):
                 self._replay(mark, None)
                 self._snapshots = []
-                self._next_at, self._next_s = MOST, float("inf")  # its states are unusable
+                # the states of this iterable are unusable: take no more
+                self._next_at, self._next_s = NUMBER_LIMIT, float("inf")
         except BaseException as error:
             self.close()
             self._reset_to(mark)
             if isinstance(error, _OtherSamplesError):
                 raise ReplayMismatchError(
-                    f"{self._name}: it was read again to resume, and {error}: its data have changed, or it uses random "
+                    f"{self._name} was read again to resume, and {error}: its data have changed, or it uses random "
                     "numbers without a seed"
                 ) from None
             if isinstance(error, _EndsEarlyError):
                 raise DatasetError(
-                    f"{self._name}: it {error}, but {mark.passed} had been read when its position was saved: its data "
+                    f"{self._name} {error}, but {mark.passed} had been read when its position was saved: its data "
                     "have changed"
                 ) from None
             raise

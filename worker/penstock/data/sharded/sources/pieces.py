@@ -1,8 +1,8 @@
 """Pieces of a user's data: lists, tables, datasets, files, streams; opened on demand.
 
 A piece is indexable (it has a length, and records by number), or iterable (read sequentially from its beginning), or a
-function that opens one or the other. What was opened here is closed here: at most `max_open` are open at a time, the
-least recently used is closed first, and all are closed when the last reader ends.
+function that opens one or the other. This module closes everything that it opened: at most `max_open` pieces are open
+at a time, the least recently used is closed first, and all are closed when the last reader ends.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ __all__ = ["OpenPieces", "Pieces"]
 
 
 _NOT_PIECES = (str, bytes, Mapping, Set, torch.utils.data.Dataset, torch.Tensor, np.ndarray)
-"""Types that must not be taken for a list of pieces: each of their records would be a piece."""
+"""Types that must not be taken for a list of pieces, because each of their records would become a piece."""
 _PLAIN = (list, tuple, range, np.ndarray, np.memmap, torch.Tensor)
-"""Types whose records are read without user code, so that none draws random numbers; StreamingDataset and pyarrow's
-tables are such, too."""
+"""Types whose records are read without user code, so that none draws random numbers. StreamingDataset and pyarrow's
+tables are also of this kind."""
 
 
 class OpenPieces:
@@ -53,7 +53,7 @@ class OpenPieces:
         return True
 
     def add(self, key: object, close: Callable[[], None]) -> None:
-        """Register a piece that was opened."""
+        """Add a piece that was opened."""
         self.close_surplus()
         self._closers[key] = close
 
@@ -64,7 +64,7 @@ class OpenPieces:
             close_oldest()
 
     def forget(self, key: object) -> None:
-        """Remove a piece that was closed elsewhere."""
+        """Remove a piece that was closed by other code."""
         self._closers.pop(key, None)
 
     def close(self) -> None:
@@ -78,8 +78,8 @@ class Pieces:
     def __init__(
         self, pieces: Sequence[Any], counts: Sequence[int] | None, names: Sequence[str] | None, max_open: int
     ) -> None:
-        """Check all pieces. Open those whose length is needed and not given; at least one, to see what the functions
-        open.
+        """Check all pieces. Open those whose length is needed and not given, but at least one, to see the kind of
+        object that the functions open.
 
         Raises InvalidArgumentError for an invalid piece, DatasetError for wrong counts.
         """
@@ -96,7 +96,7 @@ class Pieces:
         self._functions = {number for number in range(len(self)) if self._is_function(number)}
         lengths = self._lengths(given)
         self.by_position = lengths is not None
-        """True if all are indexable."""
+        """True if all pieces are indexable."""
         self.counts = given if lengths is None else lengths
         """Records of each piece, if they are known."""
         self.opened.close()
@@ -115,7 +115,7 @@ class Pieces:
         return f"piece {number}" + (f" ({self.names[number]})" if self.names is not None else "")
 
     def sizes(self, number: int) -> Ints:
-        """Return the records of the piece, by contiguous parts."""
+        """Return the numbers of records in the contiguous parts of the piece."""
         piece = self._pieces[number]
         if isinstance(piece, StreamingDataset):
             return np.concatenate(piece.sizes)
@@ -135,16 +135,16 @@ class Pieces:
         self._readers.add(cursor)
 
     def left(self, cursor: int) -> None:
-        """Remove a cursor that reads no more; the last one closes all pieces."""
+        """Remove a cursor that reads no more. After the last one, all pieces are closed."""
         if cursor in self._readers:
             self._readers.remove(cursor)
             if not self._readers:
                 self.opened.close()
 
-    # ---- indexable ones
+    # ---- indexable pieces
 
     def record(self, number: int, offset: int) -> Any:
-        """Return a record. Raises DatasetError if the piece is shorter than it was."""
+        """Return a record. Raises DatasetError if the piece has become shorter."""
         if number in self._functions:
             table = self._table(number)
         else:
@@ -159,7 +159,7 @@ class Pieces:
             ) from error
 
     def may_draw(self, number: int) -> bool:
-        """Return True if user code reads its records, and may draw random numbers for them."""
+        """Return True if user code reads the piece's records, and may draw random numbers for them."""
         piece = self._tables.get(number) if number in self._functions else self._pieces[number]
         plain = type(piece) in _PLAIN or type(piece) is StreamingDataset or hasattr(piece, "to_pylist")
         return not plain
@@ -186,7 +186,7 @@ class Pieces:
         return table
 
     def _open(self, number: int) -> Any:
-        """Return what the piece's function opens."""
+        """Return the object that the piece's function opens."""
         try:
             with SoleWorker(nullcontext()):
                 opened = self._pieces[number]()
@@ -199,7 +199,8 @@ class Pieces:
         return opened
 
     def _open_table(self, number: int) -> Any:
-        """Open the piece with random generators of its own: it may be opened several times, and must draw the same."""
+        """Open the piece with random generators of its own, because it may be opened several times and must draw the
+        same numbers each time."""
         with OwnGenerators(derive_seed(0, "opens", number)):
             return self._open(number)
 
@@ -207,15 +208,15 @@ class Pieces:
         self.opened.add(number, lambda: close_quietly(self._tables.pop(number)))
         self._tables[number] = table
 
-    # ---- iterable ones
+    # ---- iterable pieces
 
     def stream(self, number: int) -> tuple[Callable[[], Any], bool]:
-        """Return (function that returns the iterable piece, whether that is the user's own object)."""
+        """Return (function that returns the iterable piece, True if it returns the user's own object)."""
         piece = self._pieces[number]
         return (partial(self._open, number), False) if number in self._functions else ((lambda: piece), True)
 
     def as_iterable(self, piece: Any) -> Any:
-        """Return a piece for sequential reading, also an indexable one among iterable ones."""
+        """Return a piece for sequential reading. The piece may also be an indexable one among iterable ones."""
         return _Rows(piece) if _is_indexable(piece) else piece
 
     # ---- checks
@@ -250,7 +251,8 @@ class Pieces:
                 self._check_length(number, lengths[number], given[number])
         if len(indexable) < len(own):
             return None
-        # If counts are given, the first piece is opened to see its kind; the others are assumed to be like it.
+        # If counts are given, only the first piece is opened to see its kind; the others are assumed to be of the same
+        # kind.
         for number in sorted(self._functions)[: None if given is None else 1]:
             self.opened.close_surplus()
             table = self._open_table(number)
@@ -287,8 +289,8 @@ _all: weakref.WeakSet[Pieces] = weakref.WeakSet()
 
 
 def _forked() -> None:
-    """Reset in a forked child, which opens its own pieces: an inherited file has one position for both processes, and
-    each would continue where the other was."""
+    """Reset in a forked child, which then opens its own pieces. An inherited file has one position for both processes,
+    and each would continue where the other was."""
     for pieces in list(_all):
         pieces._nothing_open(pieces.opened.most)
 
@@ -297,7 +299,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class _Rows:
-    """Records of an indexable piece in order; the iterator's state is a number."""
+    """Records of an indexable piece in order. The iterator's state is a number."""
 
     def __init__(self, table: Any) -> None:
         self._table = table
@@ -328,7 +330,7 @@ class _RowIterator(Iterator[Any]):
 
 
 def _refuse_unordered(what: str, piece: Any) -> None:
-    """Raise InvalidArgumentError for an iterable that is not a sequence of records in an order."""
+    """Raise InvalidArgumentError for an iterable that is not a sequence of records in a fixed order."""
     kind = type(piece).__qualname__
     if isinstance(piece, str | bytes | Mapping):
         raise InvalidArgumentError(
@@ -354,7 +356,7 @@ def _is_indexable(piece: Any) -> bool:
 
 
 def _row(table: Any, offset: int) -> Any:
-    """Return a record; for a table of columns (pyarrow's) a row as a dict."""
+    """Return a record: for a table of columns (pyarrow's) a row as a dict."""
     if hasattr(table, "to_pylist") and hasattr(table, "column_names"):
         if offset >= len(table):
             raise IndexError(f"a row's number must be at least 0 and below {len(table)}, got {offset}")

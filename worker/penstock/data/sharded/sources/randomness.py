@@ -1,20 +1,21 @@
 """Global random generators that belong to one stream.
 
-A generator function calls `random.random()`, a dataset numpy's or torch's. The values must depend on the stream's seed
-and position, and not on other callers: another stream that is read in turn with it, the caller, or an additional
-worker. So python's, numpy's and torch's generators belong to the stream while it runs, and to the caller again
-afterwards.
+A generator function calls `random.random()`, a dataset calls numpy's or torch's generators. The values must depend on
+the stream's seed and position, and not on other callers: another stream that is read in turn with it, the caller, or an
+additional worker. So python's, numpy's and torch's generators belong to the stream while it runs, and to the caller
+again afterwards.
 
-That happens twice for each sample, and all three states in full take 80 us each way. Two things reduce it to about 15:
+That happens twice for each sample, and saving or restoring all three states in full takes 80 us. Two methods reduce it
+to about 15:
 
 - numpy's bit generator is not copied but exchanged: each side has its own object. numpy's `normal` keeps a second
-  gaussian for its next call, which only get_state() reads, in 40 us. That is called only after a draw, which shows in
-  the generator's words (0.3 us), or while a gaussian is kept.
-- Likewise python's getstate(), 15 us, is called only if something was drawn. No function reports that, but the object's
-  memory shows it (CPython). Where that does not work, getstate() is called each time.
+  gaussian for its next call, which only get_state() reads, in 40 us. get_state() is called only after a draw, which
+  shows in the generator's words (0.3 us), or while a gaussian is kept.
+- Likewise python's getstate(), 15 us, is called only after a draw. No function reports draws, but the object's memory
+  shows them (CPython). Where that does not work, getstate() is called each time.
 
-Generators in other threads or processes are not included: a loader's own worker processes are seeded as torch does it,
-from torch's generator. Threads draw from the generators of the stream that runs at the time.
+Generators in other threads or processes are not included. A loader's own worker processes are seeded as torch seeds
+them, from torch's generator. Threads draw from the generators of the stream that runs at the time.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from penstock.proto.state.generators import seed_rng, torch_rng_state
 __all__ = ["OwnGenerators"]
 
 _PYTHON: random.Random = random.random.__self__  # type: ignore[attr-defined]
-"""Instance whose methods are the module's functions."""
+"""Random instance whose methods are the module's functions."""
 _HEAD, _SIZE = object.__basicsize__, _random.Random.__basicsize__
 _WORDS = 625 * 4
 """Bytes of the state of MT19937: 624 words, and the index among them."""
 
 
 def _memory(generator: random.Random) -> bytes:
-    """Return the memory of the generator's C part, and nothing else of the object: it changes with each draw."""
+    """Return the memory of the generator's C part only; it changes with each draw."""
     return ctypes.string_at(id(generator) + _HEAD, _SIZE - _HEAD)
 
 
@@ -60,7 +61,7 @@ _SHOWS_DRAWS = _memory_shows_draws()
 
 
 class _Side:
-    """States of the generators as the stream, or its caller, left them."""
+    """States of the generators, as the stream or its caller left them."""
 
     def __init__(self) -> None:
         self._python: Any = None
@@ -97,7 +98,7 @@ class _Side:
 
 
 class OwnGenerators:
-    """Context in which the process's generators are one stream's: seeded at first, then as the stream left them."""
+    """Context in which the process's generators are one stream's: seeded at first, later as the stream left them."""
 
     def __init__(self, seed: int) -> None:
         self._caller, self._own = _Side(), _Side()

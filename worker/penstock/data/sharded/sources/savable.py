@@ -1,8 +1,8 @@
-"""Any stateful iterable of a user's as a source in logical shards: one shard is one stream.
+"""Any stateful iterable of the user as a source in logical shards: one shard is one stream.
 
-opaque.py saves and resumes a stream, randomness.py provides its random generators; this module has the user's settings,
-and makes a source of it. An opaque stream cannot be split, so there are as many shards as the user gives, and
-additional workers have nothing to do. Nor can it be skipped cheaply: skipping its samples reads them.
+opaque.py saves and resumes a stream, and randomness.py provides its random generators. This module has the user's
+settings, and makes a source of the streams. An opaque stream cannot be split, so there are as many shards as the user
+gives, and additional workers have nothing to do. It cannot be skipped cheaply either: skipping samples reads them.
 """
 
 from __future__ import annotations
@@ -123,14 +123,16 @@ class Savable:
         return _Cursor(stream, name, self._rows, None if self._collect is None else GarbageCollection(self._collect))
 
     def _mark(self, token: Token, name: str) -> StreamMark:
-        """Return the token's position, counted in batches of our size."""
+        """Return the token's position, converted to batches of this source's `batch_rows`."""
         mark = StreamMark.of(token, name)
         rows = token.get("rows")
         if rows == self._rows:
             return mark
         if type(rows) is not int or rows < 1 or self._rows is None:
             if not (rows is None or (type(rows) is int and rows > 0)):
-                raise StateCorruptError(f"{name}: its saved position is damaged: batch_rows is {rows!r}")
+                raise StateCorruptError(
+                    f"the saved position of {name} is damaged: batch_rows is {rows!r}. Load an older state"
+                )
             raise StateMismatchError(
                 f"{name}: batch_rows was {rows} when the state was saved, and is {self._rows} now: give {rows}, or a "
                 "divisor of it"
@@ -184,7 +186,7 @@ class _Cursor:
 
 
 def _json(name: str, value: Any) -> Any:
-    """Return a value as it comes back from JSON."""
+    """Return a value as it would be after saving it as JSON."""
     try:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError) as error:

@@ -1,15 +1,15 @@
 """Shard of whole pieces, some of which can only be read sequentially: one after the other.
 
-The pieces of a shard depend on the epoch, if they are shuffled, and on nothing that has to be read: if all counts are
-known, each piece in turn goes to the shard with the fewest records so far, otherwise they go to shards in turn. The
-seed and the epoch decide the order within a shard. (The seed has no influence on which shard gets which piece, because
-the lengths of shards are requested without it.)
+The pieces of a shard depend on the epoch, if they are shuffled, but not on the data. If all counts are known, each
+piece in turn goes to the shard with the fewest records so far; otherwise pieces go to shards in turn. The seed and the
+epoch decide the order within a shard. (The seed has no influence on which shard gets which piece, because the lengths
+of shards are requested without it.)
 
-While a piece is read, the random generators of the process are its own, seeded by (seed, epoch, piece): it draws the
-same in whatever shard or worker it is read, and whatever other code draws.
+While a piece is read, the random generators of the process are the piece's own, seeded by (seed, epoch, piece). So it
+draws the same numbers in whatever shard or worker it is read, and whatever other code draws.
 
-A cursor holds the piece, how many of its records came, and how to resume that piece (opaque.py). A piece that is closed
-to open others, see OpenPieces, holds its position in the same way.
+A cursor's token contains the piece, the number of its records so far, and how to resume that piece (opaque.py). A piece
+that is closed so that others can be opened (see OpenPieces) keeps its position in the same way.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ __all__ = ["RunCursor", "SequentialPieces", "assign_pieces"]
 
 
 KEPT_EPOCHS = 16
-"""Epochs whose assignment of pieces is in memory: 1 MB each for 100,000 pieces."""
+"""Number of epochs whose assignment of pieces stays in memory: 1 MB each for 100,000 pieces."""
 
 
 def assign_pieces(
     pieces: int, counts: Sequence[int] | None, shards: int, *, epoch: int, shuffle: bool
 ) -> list[list[int]]:
-    """Return the numbers of each shard's pieces. With `counts`, shards' records differ by at most the largest piece."""
+    """Return the numbers of each shard's pieces. With `counts`, the numbers of records in any two shards differ by at
+    most the largest piece."""
     order = _permuted(range(pieces), derive_seed(0, "pieces", epoch)) if shuffle else range(pieces)
     if counts is None:
         return [list(order[shard::shards]) for shard in range(shards)]
@@ -69,12 +70,12 @@ class SequentialPieces:
         self._capture_rng = capture_rng
         self.digests = SampleDigests()
         self._assigned: OrderedDict[int, list[Ints]] = OrderedDict()
-        """Pieces of each shard by epoch. Shards of an endless source are in different epochs, and to assign 100,000
-        pieces takes 0.2 s."""
+        """Pieces of each shard by epoch. They are kept, because shards of an endless source are in different epochs,
+        and assigning 100,000 pieces takes 0.2 s."""
         self._warned = False
 
     def close_for_others(self, stream: OpaqueStream, name: str) -> None:
-        """Close a stream to open another one; warn if it will be read again from its beginning."""
+        """Close a stream so that another one can be opened. Warn if it will be read again from its beginning."""
         stream.park()
         if stream.reads_again and not self._warned:
             self._warned = True
@@ -91,8 +92,8 @@ class SequentialPieces:
         return None if counts is None else [sum(counts[n] for n in own.tolist()) for own in self._of(epoch)]
 
     def run(self, shard: int, epoch: int, seed: int) -> list[int]:
-        """Return the pieces of a shard in order, without those that are known to be empty: the positions before and
-        after an empty one would have two tokens."""
+        """Return the pieces of a shard in order, without those that are known to be empty. With an empty piece, one
+        position would have two tokens: before and after that piece."""
         own: list[int] = self._of(epoch)[shard].tolist()
         run = _permuted(own, derive_seed(seed, "pieces", epoch, shard)) if self._shuffle else own
         return run if self.pieces.counts is None else [n for n in run if self.pieces.counts[n]]
@@ -138,7 +139,7 @@ class RunCursor(Iterator[Any]):
                 except StopIteration:
                     self._check_end(self._stream)
                 else:
-                    if self._is_full(self._stream):  # at once: after a shard's last record there is no further call
+                    if self._is_full(self._stream):  # now, because there is no further call after a shard's last record
                         self._expect_end(self._stream)
                     return record
             self._move_on()
@@ -149,7 +150,7 @@ class RunCursor(Iterator[Any]):
         left = count
         while left and self._stream is not None:
             rest = self._rest()
-            if rest is not None and left >= rest:  # all of it: it need not even be opened
+            if rest is not None and left >= rest:  # the whole piece: it need not even be opened
                 left -= rest
                 self._move_on()
                 continue
@@ -174,10 +175,10 @@ class RunCursor(Iterator[Any]):
         self._pieces.left(id(self))
 
     def __del__(self) -> None:
-        if hasattr(self, "_stream"):  # __init__ got that far
+        if hasattr(self, "_stream"):  # __init__ may have failed before this attribute was set
             self.close()
 
-    # ---- the piece that is read
+    # ---- the piece being read
 
     @property
     def _name(self) -> str:
@@ -196,7 +197,7 @@ class RunCursor(Iterator[Any]):
         )
 
     def _touch(self, stream: OpaqueStream) -> None:
-        """Mark a stream as in use before it is read; this may close others."""
+        """Mark a stream as in use before it is read. This may close other streams."""
         opened = self._pieces.opened
         if not opened.used(id(self)):
             self._pieces.read_by(id(self))
@@ -212,7 +213,7 @@ class RunCursor(Iterator[Any]):
         self._turn += 1
         self._stream = self._new(None) if self._turn < len(self._run) else None
 
-    # ---- its end
+    # ---- the end of a piece
 
     def _count(self) -> int | None:
         counts = self._pieces.counts
@@ -246,11 +247,13 @@ class RunCursor(Iterator[Any]):
         try:
             turn, piece, stream = token["turn"], token["piece"], token["stream"]
         except (KeyError, TypeError) as error:
-            raise StateCorruptError(f"the saved position in a shard of pieces is damaged: {token!r:.200}") from error
+            raise StateCorruptError(
+                f"the saved position in a shard of pieces is damaged: {token!r:.200}. Load an older state"
+            ) from error
         if type(turn) is not int or not 0 <= turn <= len(self._run) or piece != self._piece(turn):
             raise StateCorruptError(
                 f"the saved position in a shard of {len(self._run)} pieces is damaged: it names piece {piece!r} as "
-                f"number {turn!r}"
+                f"number {turn!r}. Load an older state"
             )
         self._turn = turn
         if turn == len(self._run):
