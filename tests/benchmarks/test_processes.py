@@ -87,8 +87,8 @@ def test_processor_time_of_a_lost_process_is_none() -> None:
 
 def test_roles_follow_command_lines_and_forks() -> None:
     fork_server = (
-        "python -P -c from penstock.worker.processes.user_path import add_working_directory; add_working_directory(); "
-        "from penstock.worker.runner.fork_server import main; main()"
+        "python -P -c from penstock.worker.processes.interpreters import add_working_directory; "
+        "add_working_directory(); from penstock.worker.runner.fork_server import main; main()"
     )
     there = [
         Process(1, 0, "python -m benchmarks.penstock_path tcp"),

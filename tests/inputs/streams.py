@@ -464,7 +464,6 @@ def surroundings() -> Iterator[dict[str, Any]]:
     yield {
         "numbers": [random.random(), float(np.random.rand()), float(torch.rand(()))],
         "hash": hash("penstock"),
-        "hash_seed": os.environ["PYTHONHASHSEED"],
         "torch_threads": torch.get_num_threads(),
         "threads": len(os.listdir("/proc/self/task")),
         "cuda": os.environ["CUDA_VISIBLE_DEVICES"],
@@ -473,6 +472,7 @@ def surroundings() -> Iterator[dict[str, Any]]:
         "place": [place.box, place.num_boxes, place.slot, place.num_workers_per_box, place.seed, place.first_step],
         "leads_group": os.getpgrp() == os.getpid(),
         "pid": os.getpid(),
+        "parent": os.getppid(),
     }
 
 

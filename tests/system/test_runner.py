@@ -39,7 +39,13 @@ def test_seeds_follow_from_run_seed_and_slot(appliance: Appliance, alone: dict[s
     assert one[0]["numbers"] != one[1]["numbers"]
     assert one[0]["hash"] == one[1]["hash"] == two[0]["hash"]
     assert alone["numbers"] != one[0]["numbers"]
-    assert alone["hash_seed"] != one[0]["hash_seed"]
+    assert alone["hash"] == one[0]["hash"]
+
+
+def test_one_fork_server_serves_all_runs(appliance: Appliance) -> None:
+    """So a run of another job and another seed begins without the seconds that an interpreter with torch takes."""
+    with beside(appliance, seed=99, num_workers_per_box=2) as other:
+        assert {seen["parent"] for seen in look(other)} == {look(appliance)[0]["parent"]}
 
 
 def test_the_place_of_each_worker(appliance: Appliance) -> None:

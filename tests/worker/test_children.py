@@ -54,7 +54,7 @@ from penstock.worker.processes.temporary_folders import TemporaryFolders
 async def main():
     ending = asyncio.ensure_future(children.end_orphans(1.0))
     fork_server = children.ForkServer(TemporaryFolders())
-    await fork_server.start(1, main_script=False)
+    await fork_server.start()
     await ending
     print("up", fork_server.dead)
     fork_server.close()
@@ -80,7 +80,7 @@ def test_rights_not_given_up_end_that_child_only(caplog: pytest.LogCaptureFixtur
     async def body() -> tuple[list[int | None], bool]:
         folders, page = TemporaryFolders(), ProgressPage.create()
         fork_server = ForkServer(folders)
-        await fork_server.start(1, main_script=False, user=nobody_can_be)
+        await fork_server.start(user=nobody_can_be)
         ends = []
         for _ in range(2):
             child = await fork_server.fork("helper", "a child", page, lambda message: None)
@@ -106,7 +106,7 @@ def test_interpreter_that_never_starts_is_killed(how: str, tmp_path: Path, monke
 
     async def body() -> None:
         fork_server = ForkServer(TemporaryFolders())
-        starting = asyncio.ensure_future(fork_server.start(1, main_script=False, deadline_s=5))
+        starting = asyncio.ensure_future(fork_server.start(deadline_s=5))
         if how == "takes too long":
             with pytest.raises(WorkerLostError, match=r"used no processor time for 0\.5 s, and was killed"):
                 await starting
