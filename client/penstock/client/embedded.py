@@ -106,10 +106,10 @@ class Embedded:
 
     # ---- starting
 
-    def wait_until_up(self, deadline: float) -> None:
+    def wait_until_up(self, deadline: float, waiting: Callable[[], None]) -> None:
         """Wait until the coordinator answers. Raises PenstockError with the last output of the daemons if they ended.
 
-        deadline: a time.monotonic().
+        deadline: a time.monotonic(). `waiting` is called again and again meanwhile.
         """
         while True:
             if self._failure is not None:
@@ -124,6 +124,7 @@ class Embedded:
                 raise PenstockError(
                     f"the embedded coordinator did not accept connections within timeout_s{self._last_words()}"
                 )
+            waiting()
             self._down.wait(PROBE_S)
 
     # ---- the thread
