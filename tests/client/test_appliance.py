@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 import streams
+from census import children
+from family import eventually
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.client.api import appliance as module
@@ -75,6 +77,17 @@ def test_an_appliance_that_is_dropped_is_stopped(pidfds: Any) -> None:
     del appliance
     gc.collect()
     assert ended(fds)
+
+
+def test_torch_is_imported_before_a_run_is_opened(pidfds: Any) -> None:
+    """The fork server starts with the daemons, and the runners of the first run come from it."""
+    with Appliance(timeout_s=SOON_S, num_workers_per_box=1) as appliance:
+        assert appliance._daemons is not None
+        daemons = appliance._daemons.process.pid
+        eventually(lambda: children(daemons, "fork_server"), "the daemons start it")
+        (begun,) = children(daemons, "fork_server")
+        (seen,) = DataExecutor(DataLoader(streams.surroundings), appliance=appliance)
+        assert (seen["parent"], children(daemons, "fork_server")) == (begun, [begun])
 
 
 def test_default_appliance_ends_with_last_loader(pidfds: Any) -> None:

@@ -14,12 +14,16 @@ from pathlib import Path
 import pytest
 
 from penstock.proto.errors import WorkerLostError
+from penstock.worker.processes import kept_fork_server
 from penstock.worker.processes.child_processes import Child, ForkServer
 from penstock.worker.processes.control_channel import ControlChannel
+from penstock.worker.processes.interpreters import start_fork_server
+from penstock.worker.processes.kept_fork_server import KeptForkServer
 from penstock.worker.processes.orphans import own_children
 from penstock.worker.processes.progress_page import ProgressPage
 from penstock.worker.processes.runner_user import RunnerUser
 from penstock.worker.processes.temporary_folders import TemporaryFolders
+from penstock.worker.resources.turn_queue import TurnQueue
 
 
 def test_stopped_child_with_full_socket_is_killed() -> None:
@@ -94,6 +98,30 @@ def test_rights_not_given_up_end_that_child_only(caplog: pytest.LogCaptureFixtur
 
     assert asyncio.run(asyncio.wait_for(body(), 60)) == ([1, 1], False)
     assert caplog.text.count("[a child] OverflowError") == 2
+
+
+def test_kept_fork_server_is_replaced_and_retired(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        folders = TemporaryFolders()
+        begun = start_fork_server()
+        kept = KeptForkServer(folders, TurnQueue(1), 60.0, caged=True, started=begun)
+        begun.process.kill()
+        with pytest.raises(WorkerLostError, match="died at its start"):
+            await kept.get()
+        fork_server = await kept.get(main_script=True)
+        assert await kept.get() is fork_server
+        kept.keep(needed=True)
+        kept.keep(needed=False)
+        kept.keep(needed=True)
+        await asyncio.sleep(0.1)
+        assert fork_server.lives
+        kept.keep(needed=False)
+        await fork_server.wait()
+        await kept.close()
+        folders.close()
+
+    monkeypatch.setattr(kept_fork_server, "IDLE_S", 0.05)
+    asyncio.run(asyncio.wait_for(body(), 100))
 
 
 @pytest.mark.parametrize("how", ["takes too long", "is not wanted any more"])
