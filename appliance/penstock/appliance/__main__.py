@@ -1,8 +1,9 @@
 """python -m penstock.appliance: start a coordinator without the command line, for programs that start one.
 
 Imports are few (no torch, no Typer), so that it is ready within half a second. The token comes in PENSTOCK_TOKEN (or a
-file named by PENSTOCK_TOKEN_FILE), never as an argument, which every user of the machine can read. An error before it is ready is one line on standard error and exit status 2, or 16 if it was about to listen
-beyond this machine without TLS.
+file named by PENSTOCK_TOKEN_FILE), never as an argument, which every user of the machine can read. An error before it
+is ready is one line on standard error and exit status 2, or 16 if it was about to listen beyond this machine without
+TLS.
 """
 
 from __future__ import annotations

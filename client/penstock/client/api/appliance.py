@@ -274,7 +274,11 @@ class Appliance:
         self._check_open()
         if self._place is None:
             assert self._meeting is not None
-            self._place = self._meeting.join(deadline, self.settings.timeout_s)
+            self._place = self._meeting.join(
+                deadline,
+                self.settings.timeout_s,
+                lambda: notice.tell("local rank 0", "it has not started the embedded appliance"),
+            )
         if self._daemons is not None:
             self._daemons.wait_until_up(deadline, lambda: notice.tell("the embedded coordinator", "it is starting"))
         return self._place
