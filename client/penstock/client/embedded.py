@@ -85,6 +85,7 @@ class Embedded:
             "address": self.address,
             "folder_fd": folder,
             "parent_pid": self._pid,
+            "data": "penstock.data" in sys.modules,
             "main_script": _runs_script(),
             "no_cage": os.environ.get(NO_CAGE, "").lower() in ("1", "true", "yes", "on"),
             "budget": os.environ.get(BUDGET, ""),

@@ -69,7 +69,10 @@ def main() -> None:
         from penstock.worker.runner import helper_process, replayer, runner  # noqa: F401
     torch.set_num_threads(1)
     later = [_load_for_main_script] if "main" in sys.argv[3:] else []
-    later.append(_load_data)
+    if "data" in sys.argv[3:]:
+        _load_data()
+    else:
+        later.append(_load_data)
     deaths, wake = os.pipe()
     for fd in (deaths, wake):
         os.set_blocking(fd, False)
