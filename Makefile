@@ -169,6 +169,7 @@ demo-streaming: $(STAMP) ## train from shards on an HTTP server, and resume on o
 
 bench: $(STAMP) ## measure the whole path beside its peers, 10 minutes; BENCH_ARGS="--quick" for a try
 	$(BIN)/python -m benchmarks.full_path --peers $(PEERS) $(BENCH_ARGS)
+	$(BIN)/python -m benchmarks.first_batch
 
 bench-peers: $(PEER_NAMES:%=$(PEERS)/%/.setup-done) ## make the peers' environments, 5 GB below PEERS
 

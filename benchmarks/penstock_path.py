@@ -26,6 +26,7 @@ TIMEOUT_S = 60
 
 ROLES = (
     Role("penstock.worker.runner.fork_server", "fork server", forked="runner"),
+    Role("embedded_daemons.py", "daemons"),
     Role("penstock.worker", "daemon"),
     Role("penstock.appliance", "coordinator"),
     Role("receiver.py", "receiver"),
@@ -41,8 +42,7 @@ class Penstock(Way):
 
     @contextmanager
     def open(self, case: Case) -> Iterator[Iterator[Any]]:
-        # One appliance for each opening: a kept one also keeps, for a while, the fork servers of runs that have
-        # ended.
+        # One appliance for each opening: a kept one also keeps what earlier runs left in the daemons.
         with Appliance(num_workers_per_box=1, timeout_s=TIMEOUT_S, lane=self.lane) as appliance:
             loader = DataLoader(source, **case.to_json())
             executor = DataExecutor(loader, checkpoint_steps=case.checkpoint_every, appliance=appliance)

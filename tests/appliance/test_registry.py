@@ -87,6 +87,16 @@ def test_repeated_or_reordered_reports_are_no_ops(world: FakeCluster) -> None:
     assert box.watch().version == version
 
 
+def test_what_a_start_waits_for_is_told(world: FakeCluster) -> None:
+    box, worker = world.open(), world.worker("w")
+    report = worker.slot_report(worker.of(0), pb.STARTING)
+    report.start_stage = pb.FORK_SERVER
+    worker.heartbeat(report)
+    assert box.watch().slots[0].start_stage == pb.FORK_SERVER
+    worker.lose(worker.of(0))
+    assert box.watch().slots[0].start_stage == pb.START_STAGE_UNSPECIFIED
+
+
 def test_place_in_the_queue_of_starts_is_told(world: FakeCluster) -> None:
     box, worker = world.open(), world.worker("w")
     report = worker.slot_report(worker.of(0), pb.STARTING)

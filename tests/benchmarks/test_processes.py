@@ -87,8 +87,8 @@ def test_processor_time_of_a_lost_process_is_none() -> None:
 
 def test_roles_follow_command_lines_and_forks() -> None:
     fork_server = (
-        "python -P -c from penstock.worker.processes.user_path import add_working_directory; add_working_directory(); "
-        "from penstock.worker.runner.fork_server import main; main()"
+        "python -P -c from penstock.worker.processes.interpreters import add_working_directory; "
+        "add_working_directory(); from penstock.worker.runner.fork_server import main; main()"
     )
     there = [
         Process(1, 0, "python -m benchmarks.penstock_path tcp"),
@@ -98,10 +98,22 @@ def test_roles_follow_command_lines_and_forks() -> None:
         Process(5, 4, fork_server),
         Process(6, 1, "python -P /somewhere/penstock/client/stream/receiver.py"),
         Process(7, 5, "ffmpeg"),
+        Process(8, 1, "python -P -c import runpy /somewhere/penstock/client/embedded_daemons.py /somewhere {}"),
+        Process(9, 8, fork_server),
     ]
     found = {process.pid: process for process in there}
     names = [role_of(process, found, 1, ROLES) for process in there]
-    assert names == [CONSUMER, "coordinator", "daemon", "fork server", "runner", "receiver", "other"]
+    assert names == [
+        CONSUMER,
+        "coordinator",
+        "daemon",
+        "fork server",
+        "runner",
+        "receiver",
+        "other",
+        "daemons",
+        "fork server",
+    ]
 
 
 def test_a_fork_of_the_root_is_no_consumer() -> None:

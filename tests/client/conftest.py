@@ -26,6 +26,7 @@ from penstock.client.stream.device import DeviceBackend
 from penstock.client.stream.device_reader import DeviceReader, reader_for
 from penstock.client.stream.ordered_reader import OrderedReader
 from penstock.client.stream.stream_interfaces import BoxProgress
+from penstock.client.stream.wait_notice import WaitNotice
 from penstock.proto.batch.digest import DigestCover, batch_digest
 from penstock.proto.batch.flatten import Flattener
 from penstock.proto.errors import PenstockError
@@ -119,6 +120,7 @@ class FakeRun:
         self.replied_at = 0.0
         self.num_workers = num_slots
         self.progress = BoxProgress()
+        self.notice = WaitNotice()
         self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.reports = 0
         self.views = [pb.SlotView(slot=slot, phase=pb.WAITING) for slot in range(num_slots)]

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 import streams
+from census import children
+from family import eventually
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.client.api import appliance as module
@@ -40,7 +42,7 @@ def pidfds() -> Iterator[Any]:
 
     def of(daemons: Embedded | None) -> list[int]:
         assert daemons is not None
-        fresh = [os.pidfd_open(child.process.pid) for child in daemons._children]
+        fresh = [os.pidfd_open(daemons.process.pid)]
         opened.extend(fresh)
         return fresh
 
@@ -75,6 +77,17 @@ def test_an_appliance_that_is_dropped_is_stopped(pidfds: Any) -> None:
     del appliance
     gc.collect()
     assert ended(fds)
+
+
+def test_torch_is_imported_before_a_run_is_opened(pidfds: Any) -> None:
+    """The fork server starts with the daemons, and the runners of the first run come from it."""
+    with Appliance(timeout_s=SOON_S, num_workers_per_box=1) as appliance:
+        assert appliance._daemons is not None
+        daemons = appliance._daemons.process.pid
+        eventually(lambda: children(daemons, "fork_server"), "the daemons start it")
+        (begun,) = children(daemons, "fork_server")
+        (seen,) = DataExecutor(DataLoader(streams.surroundings), appliance=appliance)
+        assert (seen["parent"], children(daemons, "fork_server")) == (begun, [begun])
 
 
 def test_default_appliance_ends_with_last_loader(pidfds: Any) -> None:
@@ -115,10 +128,7 @@ for attempt in (
 """
 
 
-@pytest.mark.parametrize(("number", "title"), [(0, "coordinator"), (1, "worker daemon")])
-def test_the_death_of_a_daemon_is_named(
-    pidfds: Any, capfd: pytest.CaptureFixture[str], number: int, title: str
-) -> None:
+def test_the_death_of_the_daemons_is_named() -> None:
     with Appliance(timeout_s=SOON_S) as appliance:
         steps = iter(DataExecutor(DataLoader(streams.slow, 0.01, 100_000), num_steps=100_000, appliance=appliance))
         next(steps)
@@ -128,14 +138,10 @@ def test_the_death_of_a_daemon_is_named(
         if os.getuid() == 0:
             there = [sys.executable, "-I", "-c", STRANGER, socket]
             assert subprocess.run(there, capture_output=True, check=True).stdout.split() == [b"refused"] * 4
-        os.kill(daemons._children[number].process.pid, signal.SIGKILL)
-        with pytest.raises(PenstockError, match=f"the embedded {title} was killed by SIGKILL"):
+        os.kill(daemons.process.pid, signal.SIGKILL)
+        with pytest.raises(PenstockError, match="the embedded coordinator and worker was killed by SIGKILL"):
             for _ in steps:
                 pass
-        # A worker whose coordinator is gone serves nobody who might answer in its place.
-        if title == "coordinator":
-            assert daemons._children[1].process.wait(SOON_S)
-            assert daemons._children[1].process.status == 0
     assert not os.path.exists(os.path.dirname(socket))
 
 

@@ -48,7 +48,7 @@ def ward() -> Iterator[TrialProcesses]:
     """The interpreter that all tests of this module fork from."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "inputs"))
-        ward = TrialProcesses(3, 60.0)
+        ward = TrialProcesses(60.0)
     with ward:
         yield ward
 
@@ -293,7 +293,7 @@ def test_bad_questions(input_fn: str, args: str, kwargs: str, says: str) -> None
 def call(ward: TrialProcesses, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     """The command in this process, and in the ward of this module, whose interpreter is most of what it costs."""
     monkeypatch.setattr(
-        "penstock.deploy.doctor.loader_check.TrialProcesses", lambda seed, deadline_s: contextlib.nullcontext(ward)
+        "penstock.deploy.doctor.loader_check.TrialProcesses", lambda deadline_s: contextlib.nullcontext(ward)
     )
     return lambda *arguments: CliRunner().invoke(app, ["doctor", *arguments])
 

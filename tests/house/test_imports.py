@@ -41,8 +41,8 @@ MAY_IMPORT = {
 """Package -> the packages of which its modules may import all. `deploy` has ENTRY_POINTS besides."""
 
 EXCEPTIONS = {
-    # It starts the other two on this machine.
-    "penstock.client.embedded": {"penstock.appliance", "penstock.worker"},
+    # It is the process that runs the other two, beside the training process.
+    "penstock.client.embedded_daemons": {"penstock.appliance", "penstock.worker"},
     # It runs the worker's loaders in this process, where there is no daemon to ask for their batches: tests of training
     # loops (penstock.client.testing). A copy of them would not be what is tested.
     "penstock.client.in_process": {"penstock.worker"},
@@ -221,7 +221,8 @@ def test_module_names_stand_for_one_thing() -> None:
         ("penstock.data.a", "from penstock.worker.runner import runner"),
         ("penstock.client.a", "def f():\n    from penstock.worker.daemon.daemon import main"),
         ("penstock.client.checkpoint.embedded", "import penstock.worker"),
-        ("penstock.client.embedded", "import penstock.deploy"),
+        ("penstock.client.embedded", "import penstock.worker"),
+        ("penstock.client.embedded_daemons", "import penstock.deploy"),
         ("penstock.client.in_process", "import penstock.appliance"),
         ("penstock.client.testing.fake_appliance", "import penstock.worker"),
         ("penstock.appliance.a", "import importlib\nimportlib.import_module('penstock.worker')"),
@@ -244,7 +245,7 @@ def test_the_rule_sees_a_breach(module: str, source: str) -> None:
     [
         ("penstock.worker.a", "from penstock.proto import errors\nimport torch, penstock.worker.runner.runner"),
         ("penstock.data.loading.a", "from ..formats import mds\nfrom penstock.worker.batch.building import collate"),
-        ("penstock.client.embedded", "from penstock import appliance, worker"),
+        ("penstock.client.embedded_daemons", "from penstock import appliance, worker"),
         ("penstock.deploy.a", "from penstock.client import DataLoader\nfrom penstock.appliance.edge import server"),
         ("penstock.deploy.a", "from penstock.appliance.edge.server import serve\nimport penstock.worker.daemon.daemon"),
         ("penstock.client.in_process", "from penstock.worker.runner.in_process_slot import InProcessSlot"),

@@ -455,6 +455,14 @@ def slow(seconds: float, batches: int = 20) -> Iterator[torch.Tensor]:
         yield torch.tensor(number)
 
 
+def begins_with(marker: str) -> range:
+    """Waits in input_fn until the file exists."""
+    while not os.path.exists(marker):
+        time.sleep(0.01)
+    current_assignment()
+    return range(3)
+
+
 def surroundings() -> Iterator[dict[str, Any]]:
     """What a runner's process is like, as user code finds it."""
     import random
@@ -464,7 +472,6 @@ def surroundings() -> Iterator[dict[str, Any]]:
     yield {
         "numbers": [random.random(), float(np.random.rand()), float(torch.rand(()))],
         "hash": hash("penstock"),
-        "hash_seed": os.environ["PYTHONHASHSEED"],
         "torch_threads": torch.get_num_threads(),
         "threads": len(os.listdir("/proc/self/task")),
         "cuda": os.environ["CUDA_VISIBLE_DEVICES"],
@@ -473,6 +480,7 @@ def surroundings() -> Iterator[dict[str, Any]]:
         "place": [place.box, place.num_boxes, place.slot, place.num_workers_per_box, place.seed, place.first_step],
         "leads_group": os.getpgrp() == os.getpid(),
         "pid": os.getpid(),
+        "parent": os.getppid(),
     }
 
 

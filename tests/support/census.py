@@ -106,7 +106,7 @@ def _kind(target: str) -> str:
 def census(pid: int) -> Counter[str]:
     """Of the process itself: threads, and open descriptors by kind; of what is below it: processes.
 
-    Fork servers that wait for the next attempt are kept on purpose, for a minute: each is counted as "fork servers",
+    A fork server that waits for the next run is kept on purpose, for minutes: each is counted as "fork servers",
     and the socket, and pidfd, that belong to it are not counted.
     """
     found: Counter[str] = Counter()
@@ -154,8 +154,8 @@ def abandoned() -> set[str]:
     return {name for name, by in made.items() if by and not alive([int(by[1])])}
 
 
-LOOSE = {"fork servers": 2, "threads": 6, "socket": 2}
-"""That may be there more than before: two idle fork servers, asyncio's pool of threads, gRPC's connections."""
+LOOSE = {"fork servers": 1, "threads": 6, "socket": 2}
+"""That may be there more than before: an idle fork server, asyncio's pool of threads, gRPC's connections."""
 
 
 def settled(pids: list[int], before: list[Counter[str]], deadline_s: float) -> None:

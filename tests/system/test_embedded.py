@@ -45,6 +45,11 @@ def run(
     return subprocess.run(command, env=environment, input=stdin, capture_output=True, text=True, timeout=100)
 
 
+def unexpected(stderr: str) -> list[str]:
+    """What is there besides the lines about a wait on a busy machine."""
+    return [line for line in stderr.splitlines() if not line.startswith("penstock: waiting for ")]
+
+
 def marked(mark: str) -> dict[int, str]:
     """Processes that descend from a program started with this mark in its environment."""
     found = {}
@@ -84,7 +89,7 @@ def test_an_input_fn_in_the_main_script(tmp_path: Path, mark: str) -> None:
     done = run(sys.executable, str(script), extra={"TEST_MARK": mark})
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "got [0, 1, 2, 3, 4, 5]"
-    assert done.stderr == ""
+    assert not unexpected(done.stderr)
     assert not left_after(mark, 15)
 
 
@@ -99,7 +104,7 @@ def test_a_main_script_without_a_guard_says_so(tmp_path: Path) -> None:
 def test_a_main_from_standard_input() -> None:
     """No worker could import it: its functions go by value."""
     done = run(sys.executable, "-", stdin=SCRIPT + "\nmain()\n")
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, unexpected(done.stderr)) == (0, [])
     assert done.stdout.strip() == "got [0, 1, 2, 3, 4, 5]"
 
 

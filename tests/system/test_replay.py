@@ -104,7 +104,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     with running(folder / "state") as cluster, pytest.MonkeyPatch.context() as environment:
         environment.setenv("PYTHONPATH", INPUTS)
         cluster.add_worker(12, name="w1")
-        with ReplayForker(SEED) as forker:
+        with ReplayForker() as forker:
             stage = Stage(cluster, Seen(), forker, folder)
             stage.seen.states = {job: folder / f"{job}.pt" for job in ("four", "two")}
             with ThreadPoolExecutor(5) as pool:

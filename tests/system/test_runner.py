@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import streams
+from family import eventually
 from neighbours import beside
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.proto.lane.ring import MAX_ENTRIES
+from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.worker import current_assignment
 
 
@@ -39,7 +41,23 @@ def test_seeds_follow_from_run_seed_and_slot(appliance: Appliance, alone: dict[s
     assert one[0]["numbers"] != one[1]["numbers"]
     assert one[0]["hash"] == one[1]["hash"] == two[0]["hash"]
     assert alone["numbers"] != one[0]["numbers"]
-    assert alone["hash_seed"] != one[0]["hash_seed"]
+    assert alone["hash"] == one[0]["hash"]
+
+
+def test_one_fork_server_serves_all_runs(appliance: Appliance) -> None:
+    """So a run of another job and another seed begins without the seconds that an interpreter with torch takes."""
+    with beside(appliance, seed=99, num_workers_per_box=2) as other:
+        assert {seen["parent"] for seen in look(other)} == {look(appliance)[0]["parent"]}
+
+
+def test_a_start_reports_what_it_waits_for(appliance: Appliance, tmp_path: Path) -> None:
+    marker = tmp_path / "go"
+    steps = iter(DataExecutor(DataLoader(streams.begins_with, str(marker)), appliance=appliance))
+    run: Any = appliance._runs[-1]
+    eventually(lambda: {view.start_stage for view in run.views} == {pb.INPUT_FN}, "both slots wait for input_fn")
+    marker.touch()
+    assert int(next(steps)) == 0
+    eventually(lambda: not any(view.start_stage for view in run.views), "no slot starts any more")
 
 
 def test_the_place_of_each_worker(appliance: Appliance) -> None:

@@ -14,12 +14,16 @@ from pathlib import Path
 import pytest
 
 from penstock.proto.errors import WorkerLostError
+from penstock.worker.processes import kept_fork_server
 from penstock.worker.processes.child_processes import Child, ForkServer
 from penstock.worker.processes.control_channel import ControlChannel
+from penstock.worker.processes.interpreters import start_fork_server
+from penstock.worker.processes.kept_fork_server import KeptForkServer
 from penstock.worker.processes.orphans import own_children
 from penstock.worker.processes.progress_page import ProgressPage
 from penstock.worker.processes.runner_user import RunnerUser
 from penstock.worker.processes.temporary_folders import TemporaryFolders
+from penstock.worker.resources.turn_queue import TurnQueue
 
 
 def test_stopped_child_with_full_socket_is_killed() -> None:
@@ -54,7 +58,7 @@ from penstock.worker.processes.temporary_folders import TemporaryFolders
 async def main():
     ending = asyncio.ensure_future(children.end_orphans(1.0))
     fork_server = children.ForkServer(TemporaryFolders())
-    await fork_server.start(1, main_script=False)
+    await fork_server.start()
     await ending
     print("up", fork_server.dead)
     fork_server.close()
@@ -80,7 +84,7 @@ def test_rights_not_given_up_end_that_child_only(caplog: pytest.LogCaptureFixtur
     async def body() -> tuple[list[int | None], bool]:
         folders, page = TemporaryFolders(), ProgressPage.create()
         fork_server = ForkServer(folders)
-        await fork_server.start(1, main_script=False, user=nobody_can_be)
+        await fork_server.start(user=nobody_can_be)
         ends = []
         for _ in range(2):
             child = await fork_server.fork("helper", "a child", page, lambda message: None)
@@ -96,6 +100,30 @@ def test_rights_not_given_up_end_that_child_only(caplog: pytest.LogCaptureFixtur
     assert caplog.text.count("[a child] OverflowError") == 2
 
 
+def test_kept_fork_server_is_replaced_and_retired(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        folders = TemporaryFolders()
+        begun = start_fork_server()
+        kept = KeptForkServer(folders, TurnQueue(1), 60.0, caged=True, started=begun)
+        begun.process.kill()
+        with pytest.raises(WorkerLostError, match="died at its start"):
+            await kept.get()
+        fork_server = await kept.get(main_script=True)
+        assert await kept.get() is fork_server
+        kept.keep(needed=True)
+        kept.keep(needed=False)
+        kept.keep(needed=True)
+        await asyncio.sleep(0.1)
+        assert fork_server.lives
+        kept.keep(needed=False)
+        await fork_server.wait()
+        await kept.close()
+        folders.close()
+
+    monkeypatch.setattr(kept_fork_server, "IDLE_S", 0.05)
+    asyncio.run(asyncio.wait_for(body(), 100))
+
+
 @pytest.mark.parametrize("how", ["takes too long", "is not wanted any more"])
 def test_interpreter_that_never_starts_is_killed(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand for an interpreter that is imported from a file system that does not answer."""
@@ -106,7 +134,7 @@ def test_interpreter_that_never_starts_is_killed(how: str, tmp_path: Path, monke
 
     async def body() -> None:
         fork_server = ForkServer(TemporaryFolders())
-        starting = asyncio.ensure_future(fork_server.start(1, main_script=False, deadline_s=5))
+        starting = asyncio.ensure_future(fork_server.start(deadline_s=5))
         if how == "takes too long":
             with pytest.raises(WorkerLostError, match=r"used no processor time for 0\.5 s, and was killed"):
                 await starting

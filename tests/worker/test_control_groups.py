@@ -287,7 +287,7 @@ def test_forked_children_are_in_their_group(real: Path) -> None:
         folders, page = TemporaryFolders(), ProgressPage.create()
         fork_server = ForkServer(folders, groups)
         try:
-            await fork_server.start(0, main_script=False)
+            await fork_server.start()
             child = await fork_server.fork("helper", "a child", page, lambda message: None)
             line = next(line for line in Path(f"/proc/{child.pid}/cgroup").read_text().splitlines() if "0::" in line)
             until = time.monotonic() + 10

@@ -42,7 +42,7 @@ def test_warm_helpers_answer_like_fresh_children(monkeypatch: pytest.MonkeyPatch
 
     async def body() -> None:
         fork_server = ForkServer(TemporaryFolders())
-        await fork_server.start(5, main_script=False)
+        await fork_server.start()
 
         async def get(_: Any) -> ForkServer:
             return fork_server

@@ -1,16 +1,15 @@
 """python -m penstock.appliance: start a coordinator without the command line, for programs that start one.
 
-The embedded mode uses it: imports are few (no torch, no Typer), so that it is ready within half a second. The token
-comes in PENSTOCK_TOKEN (or a file named by PENSTOCK_TOKEN_FILE), never as an argument, which every user of the machine
-can read. An error before it is ready is one line on standard error and exit status 2, or 16 if it was about to listen
-beyond this machine without TLS.
+Imports are few (no torch, no Typer), so that it is ready within half a second. The token comes in PENSTOCK_TOKEN (or a
+file named by PENSTOCK_TOKEN_FILE), never as an argument, which every user of the machine can read. An error before it
+is ready is one line on standard error and exit status 2, or 16 if it was about to listen beyond this machine without
+TLS.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import faulthandler
 import logging
 import os
@@ -25,7 +24,6 @@ from penstock.appliance.model.limits import MEMORY_BUDGET, Limits
 from penstock.proto.errors import PenstockError, UnsafeBindError
 from penstock.proto.rpc.channel import load_tls, read_tokens
 from penstock.runtime.config.sizes import bytes_of
-from penstock.runtime.files.private_folders import PrivateFolder
 from penstock.runtime.process.memory_secrecy import keep_memory_private
 from penstock.runtime.telemetry.logs import log_lines
 
@@ -39,7 +37,6 @@ def main() -> int:
     parser.add_argument("--listen", default="127.0.0.1:0", help="host:port or unix:/path")
     parser.add_argument("--state-dir", default=IN_MEMORY, help=f"directory for the cluster state, or {IN_MEMORY}")
     parser.add_argument("--parent-pid", type=int, help="pid of the parent process; the coordinator ends with it")
-    parser.add_argument("--folder-fd", type=int, help="the parent's temporary folder; removed when this process ends")
     parser.add_argument(
         "--ready-fd", type=int, help="file descriptor that gets the address as one line once it listens"
     )
@@ -55,7 +52,7 @@ def main() -> int:
     keep_memory_private()
     faulthandler.enable()
     log_lines("penstock coordinator: %(message)s", logging.WARNING)
-    if given.parent_pid is not None:  # embedded: the training job itself logs warnings about its slots
+    if given.parent_pid is not None:  # the training job itself logs warnings about its slots
         logging.getLogger("penstock.appliance").setLevel(logging.ERROR)
     limits = replace(
         defaults,
@@ -65,22 +62,19 @@ def main() -> int:
         budget=bytes_of(given.budget) or (MEMORY_BUDGET if given.state_dir == IN_MEMORY else defaults.budget),
     )
     try:
-        with contextlib.ExitStack() as closing:
-            if given.folder_fd is not None:
-                closing.callback(PrivateFolder.shared(given.folder_fd).close)
-            asyncio.run(
-                serve(
-                    given.listen,
-                    given.state_dir,
-                    read_tokens(),
-                    tls=load_tls(given.tls_ca, given.tls_cert, given.tls_key, given.tls_name),
-                    insecure=given.insecure,
-                    parent_pid=given.parent_pid,
-                    ready=announcer(given.ready_fd),
-                    limits=limits,
-                    http=given.http,
-                )
+        asyncio.run(
+            serve(
+                given.listen,
+                given.state_dir,
+                read_tokens(),
+                tls=load_tls(given.tls_ca, given.tls_cert, given.tls_key, given.tls_name),
+                insecure=given.insecure,
+                parent_pid=given.parent_pid,
+                ready=announcer(given.ready_fd),
+                limits=limits,
+                http=given.http,
             )
+        )
     except PenstockError as error:
         print(f"penstock coordinator: {error}", file=sys.stderr)
         return UNSAFE_BIND if isinstance(error, UnsafeBindError) else 2

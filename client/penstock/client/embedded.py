@@ -1,21 +1,21 @@
-"""Coordinator and worker daemon as children of the training process: started by `Appliance()` without an address.
+"""Coordinator and worker daemon as a child of the training process: started by `Appliance()` without an address.
 
-The two are started at the same time and communicate over a Unix socket in a folder that is private to this user. So no
-port can be in use already, and no other user can take the socket's name first. The last process to end removes the
-folder. The daemons have a session of their own: a Ctrl-C in the terminal reaches only the training script, which may
-still save its state. Both watch this process by its pidfd and end with it, also when it is killed; the worker watches
-its coordinator too.
+The two are one process (embedded_daemons.py) and communicate with this one over a Unix socket in a folder that is
+private to this user: there is no port to collide, and no other user can take the name first. The last process to end
+removes the folder. The child has a session of its own: a Ctrl-C in the terminal reaches only the training script, which
+may still save its state. It watches this process by its pidfd and ends with it, also when it is killed.
 
-The daemons' output, including that of user code in the runners, goes through a pipe to this process's stderr. The last
-lines are kept for the error of a daemon that does not start. The one thread of this module forwards those lines and
-detects a daemon's death.
+Its output, including that of user code in the runners, goes through a pipe to this process's stderr. The last lines are
+kept for the error of a child that does not start. The one thread of this module moves those lines and detects the
+child's death.
 
-The packages of the client, the coordinator and the worker never import each other. Only this module depends on the
-other two, and only by the names of their modules on a command line.
+The roles never import each other; embedded_daemons.py alone depends on the other two, and this module starts it by its
+path.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import signal
@@ -25,37 +25,43 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from pathlib import Path
 
 from penstock.proto.errors import PenstockError
 from penstock.runtime.files.private_folders import PrivateFolder
 from penstock.runtime.process.end import exit_words
 from penstock.runtime.process.line_reader import LinePipe
-from penstock.runtime.process.spawn import NULL, TORCHRUN, Spawned, environment, module, spawn
+from penstock.runtime.process.spawn import TORCHRUN, by_path, environment, spawn
 from penstock.runtime.process.watch import readable, wait_for_any
 
 __all__ = ["Embedded"]
 
-SLOTS = 1024
-"""Worker slots of the embedded daemon: the largest number that a coordinator accepts from one worker."""
+DAEMONS = Path(__file__).with_name("embedded_daemons.py")
 TAIL_LINES = 40
-STOP_S = 5.0
-"""Seconds for a daemon to end after SIGTERM."""
+STOP_S = 8.0
+"""Seconds for the daemons to end after SIGTERM."""
 PROBE_S = 0.01
 
 NO_CAGE = "PENSTOCK_WORKER_NO_CAGE"
 """Environment variable that turns off an embedded worker's sandbox, like `penstock worker --no-cage`."""
+BUDGET = "PENSTOCK_COORDINATOR_BUDGET"
+"""Environment variable with the budget for snapshots, like `penstock coordinator --budget`."""
 _NOT_FOR_DAEMONS = (*TORCHRUN, "TORCH_NCCL_*", "PENSTOCK_*", "PYTHONHASHSEED")
 """Environment variables of the training process that the daemons do not inherit."""
 
 
 class Embedded:
-    """The two daemons. `close` is idempotent and does nothing in a forked child.
+    """The process of the two daemons. `close` is idempotent and does nothing in a forked child.
 
-    on_death: callback that is called when a daemon ends before `close`; runs in this object's thread.
+    on_death: callback for a process that ends before `close`; called from this object's thread.
     """
 
     def __init__(self, on_death: Callable[[PenstockError], None]) -> None:
+        if not sys.executable:
+            raise PenstockError(
+                "Appliance(): sys.executable is empty, so the daemons cannot be started; give an address"
+            )
         try:
             self._folder = PrivateFolder()
         except OSError as error:
@@ -72,52 +78,39 @@ class Embedded:
         self._down = threading.Event()
         self._failure: PenstockError | None = None
         self._lock = threading.Lock()
-        parent_watch = ["--parent-pid", str(self._pid)]
-        self._children: list[_Child] = []
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._out = LinePipe()
+        folder = self._folder.fileno()
+        given = {
+            "address": self.address,
+            "folder_fd": folder,
+            "parent_pid": self._pid,
+            "data": "penstock.data" in sys.modules,
+            "main_script": _runs_script(),
+            "no_cage": os.environ.get(NO_CAGE, "").lower() in ("1", "true", "yes", "on"),
+            "budget": os.environ.get(BUDGET, ""),
+        }
         try:
-            folder = self._folder.fileno()
-            cluster = ["--listen", self.address, "--state-dir", ":memory:", "--folder-fd", str(folder)]
-            self._children.append(self._start("coordinator", "penstock.appliance", [*cluster, *parent_watch], [folder]))
-            parent_watch += ["--parent-pid", str(self._children[0].process.pid)]
-            what = ["--coordinator", self.address, "--slots", str(SLOTS), "--allow", "*", "--embedded"]
-            if os.environ.get(NO_CAGE, "").lower() in ("1", "true", "yes", "on"):
-                what.append("--no-cage")
-            self._children.append(self._start("worker daemon", "penstock.worker", [*what, *parent_watch]))
+            self.process = spawn(
+                [*by_path(DAEMONS), json.dumps(given)],
+                stdout=self._out.theirs,
+                stderr=self._out.theirs,
+                fds=[folder],
+                env=environment(*_NOT_FOR_DAEMONS) | {"PENSTOCK_TOKEN": self.token},
+            )
         except BaseException:
-            for child in self._children:
-                child.process.kill()
-                child.process.wait()
-                child.close()
+            self._out.close()
             self._folder.close()
             raise
         self._thread = threading.Thread(target=self._attend, name="penstock-embedded", daemon=True)
         self._thread.start()
 
-    def _start(self, title: str, name: str, arguments: list[str], fds: Sequence[int] = ()) -> _Child:
-        if not sys.executable:
-            raise PenstockError(
-                "Appliance(): sys.executable is empty, so the daemons cannot be started; give an address"
-            )
-        out = LinePipe()
-        try:
-            process = spawn(
-                module(name, *arguments),
-                stdout=out.theirs if name == "penstock.worker" else NULL,
-                stderr=out.theirs,
-                fds=fds,
-                env=environment(*_NOT_FOR_DAEMONS) | {"PENSTOCK_TOKEN": self.token},
-            )
-        except BaseException:
-            out.close()
-            raise
-        return _Child(title, process, out)
-
     # ---- starting
 
-    def wait_until_up(self, deadline: float) -> None:
-        """Wait until the coordinator answers. Raises PenstockError with a daemon's last output if one ended.
+    def wait_until_up(self, deadline: float, waiting: Callable[[], None]) -> None:
+        """Wait until the coordinator answers. Raises PenstockError with the last output of the daemons if they ended.
 
-        deadline: a time.monotonic().
+        deadline: a time.monotonic(). `waiting` is called again and again meanwhile.
         """
         while True:
             if self._failure is not None:
@@ -130,95 +123,78 @@ class Embedded:
                     pass
             if time.monotonic() > deadline:
                 raise PenstockError(
-                    "the embedded coordinator did not accept connections within timeout_s"
-                    f"{self._children[0].last_words()}"
+                    f"the embedded coordinator did not accept connections within timeout_s{self._last_words()}"
                 )
+            waiting()
             self._down.wait(PROBE_S)
 
     # ---- the thread
 
     def _attend(self) -> None:
-        """Forward the daemons' output to stderr until both have ended."""
-        outputs = {child.out.fileno(): child for child in self._children}
-        alive = {child.process.fileno(): child for child in self._children}
-        while alive:
-            for fd in wait_for_any([*outputs, *alive]):
-                if fd in outputs:
-                    if not outputs[fd].forward():
-                        del outputs[fd]
-                    continue
-                alive.pop(fd).process.wait()
-                # The worker ends with its coordinator, and the worker's end may be detected first.
-                self._ended(next(other for other in self._children if other.process.ended))
-
-    def _ended(self, child: _Child) -> None:
-        if self._closing or self._failure is not None:
+        """Forward the daemons' output to stderr until they have ended."""
+        watched = [self._out.fileno(), self.process.fileno()]
+        while True:
+            ready = wait_for_any(watched)
+            if self._out.fileno() in ready and not self._forward():
+                watched.remove(self._out.fileno())
+            if self.process.fileno() in ready:
+                break
+        self.process.wait()
+        self._read_rest()
+        if self._closing:
             return
-        child.read_rest()
-        how = exit_words(child.process.result())
-        self._failure = PenstockError(f"the embedded {child.title} {how}{child.last_words()}")
+        how = exit_words(self.process.result())
+        self._failure = PenstockError(f"the process of the embedded coordinator and worker {how}{self._last_words()}")
         self._down.set()
         self._on_death(self._failure)
+
+    def _forward(self) -> bool:
+        """Forward the lines that have arrived. False at the end of the output."""
+        for line in self._out.read():
+            text = line.decode(errors="backslashreplace")
+            self._tail.append(text)
+            try:
+                print(text, file=sys.stderr, flush=True)
+            except (OSError, ValueError, AttributeError):
+                pass  # stderr is closed; the tail still has it
+        return not self._out.ended
+
+    def _read_rest(self) -> None:
+        """Forward what was in the pipe when the process ended; runners may still hold it open."""
+        for _ in range(TAIL_LINES):
+            if not readable(self._out.fileno(), 0) or not self._forward():
+                return
+
+    def _last_words(self) -> str:
+        """Return the last lines of output, for an error."""
+        lines = [*self._tail, self._out.rest.decode(errors="backslashreplace")] if self._out.rest else [*self._tail]
+        return ":\n" + "\n".join(lines) if lines else " without output"
 
     # ---- closing
 
     def let_go(self) -> None:
-        """Send SIGTERM to both daemons without waiting. For a finalizer, which may run in the garbage collector."""
+        """Send the daemons SIGTERM without waiting: for a finalizer, which may run in the garbage collector."""
         if os.getpid() == self._pid and not self._closing:
             self._closing = True
-            for child in self._children:
-                child.process.send(signal.SIGTERM)
+            self.process.send(signal.SIGTERM)
 
     def close(self) -> None:
-        """Stop both daemons and wait for them."""
+        """Stop the daemons and wait for them."""
         if os.getpid() != self._pid:
             return
         with self._lock:
             if self._closing:
                 return
             self._closing = True
-        # Stop the worker first, because it deregisters from the coordinator.
-        for child in reversed(self._children):
-            child.process.end(STOP_S)
+        self.process.end(STOP_S)
         if self._thread is not threading.current_thread():
             self._thread.join(STOP_S)
-        for child in self._children:
-            child.close()
+        self.process.close()
+        self._out.close()
         self._folder.close()
 
 
-class _Child:
-    """A daemon and its output pipe."""
-
-    def __init__(self, title: str, process: Spawned, out: LinePipe) -> None:
-        self.title = title
-        self.process = process
-        self.out = out
-        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
-
-    def forward(self) -> bool:
-        """Forward the lines that have arrived. Return False at the end of the output."""
-        for line in self.out.read():
-            text = line.decode(errors="backslashreplace")
-            self._tail.append(text)
-            try:
-                print(text, file=sys.stderr, flush=True)
-            except (OSError, ValueError, AttributeError):
-                pass  # stderr is closed; the kept lines have the text
-        return not self.out.ended
-
-    def read_rest(self) -> None:
-        """Forward the output that was in the pipe when the process ended. Runners may still have the pipe open."""
-        for _ in range(TAIL_LINES):
-            if not readable(self.out.fileno(), 0) or not self.forward():
-                return
-
-    def last_words(self) -> str:
-        """Return the last lines of output, for an error."""
-        lines = [*self._tail, self.out.rest.decode(errors="backslashreplace")] if self.out.rest else [*self._tail]
-        return ":\n" + "\n".join(lines) if lines else " without output"
-
-    def close(self) -> None:
-        """Close the process handle and the pipe, once the process has ended."""
-        self.process.close()
-        self.out.close()
+def _runs_script() -> bool:
+    """Return whether this process runs a script, and not a module, standard input or -c."""
+    main = sys.modules.get("__main__")
+    return getattr(main, "__file__", None) is not None and getattr(main, "__spec__", None) is None

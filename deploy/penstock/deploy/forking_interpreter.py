@@ -1,8 +1,8 @@
 """Forking interpreter: the command's side and the child's.
 
 `penstock doctor` and `penstock replay` run loaders as workers do: in processes forked from a fresh interpreter that has
-imported torch and seen no user code, with the run's hash seed. Each child has a socket of its own to the command, for
-tasks and answers. The interpreter dies with the command, and its children with it.
+imported torch and seen no user code, with the hash seed of runners. Each child has a socket of its own to the command,
+for tasks and answers. The interpreter dies with the command, and its children with it.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class ForkingInterpreter:
     `module`: its `main` calls `serve`.
     """
 
-    def __init__(self, module: str, seed: int) -> None:
+    def __init__(self, module: str) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._channel = ControlChannel(ours)
         command = interpreter(module, str(theirs.fileno()), str(os.getpid()))
-        self._process = spawn(command, fds=[theirs], stdout=2, env=child_environment(seed))
+        self._process = spawn(command, fds=[theirs], stdout=2, env=child_environment())
         try:
             self._hear()
         except BaseException:

@@ -1,4 +1,4 @@
-"""`python -m penstock.worker`: the daemon as a child of the embedded mode. People use `penstock worker`.
+"""python -m penstock.worker: start a daemon without the command line, for programs that start one.
 
 The exit status is 1 for a Penstock error, and 16 if the daemon refused to listen beyond this machine without TLS.
 """
@@ -42,11 +42,10 @@ def main() -> int:
     parser.add_argument("--insecure", action="store_true")
     for what in ("ca", "cert", "key", "name"):
         parser.add_argument(f"--tls-{what}", default="")
-    parser.add_argument("--embedded", action="store_true")
     parser.add_argument("--ready-fd", type=int)
     options = parser.parse_args()
     keep_memory_private()
-    log_lines("penstock: %(message)s", logging.INFO if not options.embedded else logging.WARNING)
+    log_lines("penstock: %(message)s", logging.INFO)
     logging.getLogger("penstock.user").setLevel(logging.INFO)
 
     def ready(name: str) -> None:
@@ -63,7 +62,6 @@ def main() -> int:
             listen=options.listen,
             name=options.name,
             parent_pids=options.parent_pid,
-            embedded=options.embedded,
             tls=load_tls(options.tls_ca, options.tls_cert, options.tls_key, options.tls_name),
             insecure=options.insecure,
             drain_s=options.drain_s,

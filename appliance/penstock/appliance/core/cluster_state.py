@@ -402,7 +402,7 @@ class ClusterState:
             return
         slot.generation = slot.next_generation
         slot.phase, slot.note, slot.doing, slot.migrated = pb.WAITING, note, "", False
-        slot.start_queue_position = 0, 0
+        slot.start_queue_position, slot.start_stage = (0, 0), pb.START_STAGE_UNSPECIFIED
         slot.restarts += 1
         if loss_at is not None:
             loss = SlotLoss(loss_at, loser, note, box.total(slot.key.slot), making)
@@ -445,13 +445,13 @@ class ClusterState:
         self.bump_box(attempt, box)
 
     def note_rate(self, slot: Slot, report: pb.SlotReport, now: float) -> None:
-        """Record how fast the slot's runner is, and how far ahead; or its position in the start queue."""
+        """Record how fast the slot's runner is, and how far ahead; or its position in the start queue and its stage."""
         slot.batches_per_s, slot.batch_s = report.batches_per_s, report.batch_s
         slot.batch_cpu_s, slot.batch_delay_s = report.batch_cpu_s, report.batch_delay_s
         _, box = self.box_of(slot)
         start_queue_position = report.start_queue_position, report.start_queue_length
-        if start_queue_position != slot.start_queue_position:
-            slot.start_queue_position = start_queue_position
+        if (start_queue_position, report.start_stage) != (slot.start_queue_position, slot.start_stage):
+            slot.start_queue_position, slot.start_stage = start_queue_position, report.start_stage
             # Sent with the next reply, at most one heartbeat later. Each start changes the position of all that wait:
             # to wake their boxes each time would be a call for each pair of them.
             box.version = self.next_version()

@@ -44,6 +44,7 @@ def slot_view(cluster: ClusterState, slot: Slot) -> pb.SlotView:
         migrated=slot.migrated,
         start_queue_position=slot.start_queue_position[0],
         start_queue_length=slot.start_queue_position[1],
+        start_stage=slot.start_stage,  # type: ignore[arg-type]  # an open enum
     )
     worker = cluster.workers.get(slot.worker)
     if worker is not None and slot.phase in (pb.READY, pb.FAILED):

@@ -11,14 +11,13 @@ from typing import Any
 
 from penstock.runtime.telemetry.cluster_columns import BOXES, STATES, WORKERS, Columns, cells
 from penstock.runtime.telemetry.cluster_view import (
-    INPUT_BOUND,
     BoxView,
     ClusterView,
     Finding,
     RunView,
     SlotView,
 )
-from penstock.runtime.telemetry.units import percent, rate, topology
+from penstock.runtime.telemetry.units import INPUT_BOUND, percent, rate, topology
 
 __all__ = ["dashboard"]
 

@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc.aio
 
@@ -26,7 +26,6 @@ from penstock.appliance.core import box_history
 from penstock.appliance.core.cluster_state import Topic
 from penstock.appliance.core.state_machine import Registry
 from penstock.appliance.core.state_queries import ANSWERS_FREED
-from penstock.appliance.edge.coordinator_metrics import CoordinatorCounters
 from penstock.appliance.edge.rate_limits import RateLimiter, address_of
 from penstock.appliance.edge.topic_signals import TopicSignals
 from penstock.appliance.edge.transfers import MinimumRate, Transfer, ended_when_slow
@@ -56,6 +55,9 @@ from penstock.proto.state.state_json import state_as_json
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1.coordinator_pb2_grpc import CoordinatorServicer
 from penstock.runtime.telemetry.counters import CallCounters
+
+if TYPE_CHECKING:
+    from penstock.appliance.edge.coordinator_metrics import CoordinatorCounters
 
 log = logging.getLogger("penstock.appliance")
 
@@ -532,13 +534,16 @@ class Service(CoordinatorServicer):
 
     def counters(self, calls: CallCounters) -> CoordinatorCounters:
         """Return the counters that metrics have and a status does not. `calls`: the server's counters of calls."""
+        from penstock.appliance.edge import coordinator_metrics  # here: only a coordinator with a dashboard needs it
+
         cluster = self._registry.cluster
         boxes = {
             (attempt.run, box.number): (box.start.step, box.waiting_for)
             for attempt in cluster.open_attempts()
             for box in attempt.boxes.values()
         }
-        return CoordinatorCounters(calls, self._journal.seconds, self._snapshot_index.used, self._limits.budget, boxes)
+        used, budget = self._snapshot_index.used, self._limits.budget
+        return coordinator_metrics.CoordinatorCounters(calls, self._journal.seconds, used, budget, boxes)
 
     def attempts(self) -> list[Attempt]:
         """Return the open attempts."""

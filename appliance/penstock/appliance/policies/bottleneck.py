@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from penstock.appliance.model.gauges import AHEAD
-from penstock.runtime.telemetry.cluster_view import INPUT_BOUND
-from penstock.runtime.telemetry.units import percent
+from penstock.runtime.telemetry.units import INPUT_BOUND, percent
 
 LEAST_S = 3.0
 """Shortest time that a decision is based on, in seconds."""

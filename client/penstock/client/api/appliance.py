@@ -36,6 +36,7 @@ from penstock.client.stream.device_reader import reader_for
 from penstock.client.stream.open_run import OpenRun
 from penstock.client.stream.receiver_process import Receiver
 from penstock.client.stream.stream_interfaces import Reader, StreamRun
+from penstock.client.stream.wait_notice import WaitNotice
 from penstock.proto.batch.digest import DigestCover
 from penstock.proto.errors import CoordinatorUnavailableError, InvalidArgumentError, OverloadedError, PenstockError
 from penstock.proto.rpc import tracing
@@ -260,7 +261,7 @@ class Appliance:
     def job(self) -> str:
         """Name of the job that runs are opened under."""
         if not self.in_process:
-            return self._reach(time.monotonic() + self.settings.timeout_s).job
+            return self._reach(time.monotonic() + self.settings.timeout_s, WaitNotice()).job
         if not self._job_here:
             self._job_here = self._job(fresh=True)
         return self._job_here
@@ -270,14 +271,18 @@ class Appliance:
         if self._closed:
             raise PenstockError(f"this {type(self).__name__} is closed")
 
-    def _reach(self, deadline: float) -> DaemonAddresses:
-        """Return the coordinator's address. An embedded coordinator is waited for until it is up."""
+    def _reach(self, deadline: float, notice: WaitNotice) -> DaemonAddresses:
+        """Return the coordinator's address; wait until it is up if it is embedded here."""
         self._check_open()
         if self._place is None:
             assert self._rendezvous is not None
-            self._place = self._rendezvous.join(deadline, self.settings.timeout_s)
+            self._place = self._rendezvous.join(
+                deadline,
+                self.settings.timeout_s,
+                lambda: notice.tell("local rank 0", "it has not started the embedded appliance"),
+            )
         if self._daemons is not None:
-            self._daemons.wait_until_up(deadline)
+            self._daemons.wait_until_up(deadline, lambda: notice.tell("the embedded coordinator", "it is starting"))
         return self._place
 
     def open_stream(self, owner: Any, opening: Opening) -> tuple[StreamRun, Reader]:
@@ -325,8 +330,8 @@ class Appliance:
     def _open_run(self, owner: Any, opening: Opening) -> OpenRun:
         reference, start = opening.reference, opening.start
         settings = self.settings
-        deadline = time.monotonic() + settings.timeout_s
-        place = self._reach(deadline)
+        deadline, notice = time.monotonic() + settings.timeout_s, WaitNotice()
+        place = self._reach(deadline, notice)
         if reference.only_here is not None and not self.embedded:
             raise InvalidArgumentError(
                 f"{reference.only_here.message} (it can go by value to workers of this process alone, "
@@ -353,7 +358,7 @@ class Appliance:
         )
         if opening.seed is not None:
             request.has_seed, request.seed = True, opening.seed
-        run = OpenRun(self, request, self._forget)
+        run = OpenRun(self, request, self._forget, notice)
         try:
             self._patiently(deadline, run, lambda: self._open(run, request, start))
         except BaseException:
@@ -383,6 +388,7 @@ class Appliance:
                         f"{error.message} (tried for {min(REACH_S, self.settings.timeout_s):g} s). Is `penstock "
                         "coordinator` running there, and the address right?"
                     ) from None
+                run.notice.tell("the coordinator", error.message)
                 run.reach(error.retry_after_s if isinstance(error, OverloadedError) else RETRY_S)
 
     def _spec(self, opening: Opening) -> records_pb2.LoaderSpec:

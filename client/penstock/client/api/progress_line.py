@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from penstock.client.stream.stream_interfaces import StreamStats
-from penstock.runtime.telemetry.cluster_view import INPUT_BOUND
 from penstock.runtime.telemetry.progress import Progress
-from penstock.runtime.telemetry.units import percent, rate
+from penstock.runtime.telemetry.units import INPUT_BOUND, percent, rate
 
 __all__ = ["ProgressLine"]
 

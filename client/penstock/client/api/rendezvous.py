@@ -133,10 +133,10 @@ class SharedAppliance:
             with contextlib.suppress(OSError):  # the rank is gone already; `leave` detects that
                 sock.send(message)
 
-    def join(self, deadline: float, timeout_s: float) -> DaemonAddresses:
+    def join(self, deadline: float, timeout_s: float, waiting: Callable[[], None] = lambda: None) -> DaemonAddresses:
         """Return the daemons' addresses from local rank 0. From then on, rank 0 waits for this rank to leave.
 
-        deadline: a time.monotonic(). Raises DeadlineError.
+        deadline: a time.monotonic(). `waiting` is called again and again meanwhile. Raises DeadlineError.
         """
         while True:
             for name in _names(self._name):
@@ -157,6 +157,7 @@ class SharedAppliance:
                     "embedded appliance. Every rank must create it, in the same order; or start `penstock "
                     "coordinator` and `penstock worker`, and set PENSTOCK_COORDINATOR"
                 )
+            waiting()
             _pause.wait(POLL_S)
 
     def leave(self, stop: Callable[[], None]) -> None:

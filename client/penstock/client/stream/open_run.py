@@ -23,6 +23,7 @@ from operator import itemgetter
 from typing import Protocol, TypeVar
 
 from penstock.client.stream.stream_interfaces import BoxProgress, StreamRun
+from penstock.client.stream.wait_notice import WaitNotice
 from penstock.proto.batch.digest import cover_of
 from penstock.proto.errors import (
     CoordinatorUnavailableError,
@@ -96,8 +97,16 @@ class RunLink(Protocol):
 class OpenRun:
     """An open run. Any thread may call `close`; everything else belongs to the training thread."""
 
-    def __init__(self, link: RunLink, request: pb.OpenRunRequest, on_closed: Callable[[OpenRun], None]) -> None:
+    def __init__(
+        self,
+        link: RunLink,
+        request: pb.OpenRunRequest,
+        on_closed: Callable[[OpenRun], None],
+        notice: WaitNotice | None = None,
+    ) -> None:
         self.link = link
+        self.notice = notice or WaitNotice()
+        """Lines about the wait for the first batch."""
         self.box = request.box
         self.num_slots = request.num_workers_per_box
         self.num_workers = request.num_boxes * request.num_workers_per_box

@@ -63,6 +63,14 @@ LAZY_S = 0.002
 """Seconds of a wait after which the acks of incomplete groups are sent. If they were sent at once, they would cost one
 system call and one wake-up of the producer for each batch of a loop that is faster than its workers."""
 
+_STAGES: dict[int, str] = {
+    pb.FORK_SERVER: "import of torch in the fork server",
+    pb.INPUT_FN: "call of input_fn",
+    pb.RESTORE: "restore of its state",
+    pb.FIRST_BATCH: "first batch of its loader",
+}
+"""What a start waits for, in words."""
+
 _log = logging.getLogger("penstock.client")
 
 
@@ -92,6 +100,8 @@ class OrderedReader:
         self._start_places = [0] * run.num_slots
         self._queue_moved = 0.0
         """Monotonic time at which a waiting runner last moved up in its worker's queue of starts."""
+        self._notice = run.notice
+        self._notice.pause()
         self._open_epochs = position.epoch
         self._waiting_since = 0.0
         self._moving = False
@@ -271,6 +281,7 @@ class OrderedReader:
         now = time.monotonic()
         if not self._waiting_since:
             self._waiting_since = now
+            self._notice.resume()
         view = run.views[lane.slot]
         if lane.consumer is None and self._connect(lane, view, now):
             return
@@ -284,6 +295,9 @@ class OrderedReader:
             until = min(until, self._failed(lane, view, now))
         if lane.consumer is None and view.phase in (pb.READY, pb.FAILED):
             until = min(until, max(lane.retry_at, now + 0.001))
+        if self.position.step == self.first_step:
+            self._notice.tell(*self._first_batch(lane, view))
+            until = min(until, self._notice.due)
         lazy_until = self._waiting_since + LAZY_S
         if now < lazy_until:
             until = min(until, lazy_until)
@@ -300,6 +314,20 @@ class OrderedReader:
         finally:
             progress.waiting_for = 0
             self._waited(lane.slot, worker, time.monotonic() - now)
+
+    def _first_batch(self, lane: SlotLane, view: pb.SlotView) -> tuple[str, str]:
+        """Return what the loop waits for before its first batch, and why that takes time."""
+        slots = f" from slot {lane.slot}" if self._run.num_slots > 1 else ""
+        why = f"its lane cannot be opened: {lane.trouble}" if lane.trouble else "its runner makes it"
+        if view.phase in (pb.SLOT_PHASE_UNSPECIFIED, pb.WAITING):
+            why = "no worker has free slots"
+        elif view.phase == pb.STARTING:
+            why = _STAGES.get(view.start_stage, "start of its runner")
+            if view.start_queue_position:
+                why = (
+                    f"number {view.start_queue_position} of {view.start_queue_length} in the queue of runners to start"
+                )
+        return f"the first batch of {self._label}{slots}", why
 
     def _waited(self, slot: int, worker: str, seconds: float) -> None:
         """Add a wait to the statistics of the run."""

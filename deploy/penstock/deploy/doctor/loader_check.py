@@ -166,7 +166,7 @@ class LoaderReport:
 def examine(question: LoaderQuestion) -> LoaderReport:
     """Run all checks. Raises what the loader raised before it could be examined."""
     question.fields(0)
-    with TrialProcesses(question.seed, question.deadline_s) as trials:
+    with TrialProcesses(question.deadline_s) as trials:
         return examine_in(trials, question)
 
 

@@ -27,8 +27,8 @@ class TrialProcesses(ForkingInterpreter):
     `deadline_s`: deadline of each task, in seconds.
     """
 
-    def __init__(self, seed: int, deadline_s: float) -> None:
-        super().__init__("penstock.deploy.doctor.loader_trials", seed)
+    def __init__(self, deadline_s: float) -> None:
+        super().__init__("penstock.deploy.doctor.loader_trials")
         self._deadline_s = deadline_s
 
     def ask(self, what: str, kind: str, parts: Sequence[bytes] = (), **fields: Any) -> TrialAnswer:

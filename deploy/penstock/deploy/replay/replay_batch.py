@@ -115,7 +115,7 @@ def replay(request: ReplayRequest, archive: Archive | None, forker: ReplayForker
     history.opening.loader.CopyFrom(_loader(request, history, archive))
     with ExitStack() as closing:
         going = BatchReplay(request, history, way, archive)
-        forker = forker or closing.enter_context(ReplayForker(history.opening.seed))
+        forker = forker or closing.enter_context(ReplayForker())
         processes = closing.enter_context(
             ReplayProcesses(forker, history.opening.num_workers_per_box, going.until, going.told)
         )

@@ -20,8 +20,8 @@ def digests_of(answer: ControlMessage) -> list[int]:
 class ReplayForker(ForkingInterpreter):
     """Interpreter that forks the children."""
 
-    def __init__(self, seed: int) -> None:
-        super().__init__("penstock.deploy.replay.slot_replay", seed)
+    def __init__(self) -> None:
+        super().__init__("penstock.deploy.replay.slot_replay")
 
 
 class ReplayProcesses:

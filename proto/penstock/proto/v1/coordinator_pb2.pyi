@@ -65,6 +65,42 @@ FAILED: SlotPhase.ValueType  # 4
 """for good; `error` says why"""
 Global___SlotPhase: _TypeAlias = SlotPhase  # noqa: Y015
 
+class _StartStage:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _StartStageEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StartStage.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    START_STAGE_UNSPECIFIED: _StartStage.ValueType  # 0
+    """not known, or it does not start"""
+    FORK_SERVER: _StartStage.ValueType  # 1
+    """the interpreter that its runner is forked from, which imports torch"""
+    RUNNER: _StartStage.ValueType  # 2
+    """its runner, which has not begun with the user's code"""
+    INPUT_FN: _StartStage.ValueType  # 3
+    """the user's input_fn"""
+    RESTORE: _StartStage.ValueType  # 4
+    """the restore of its position: states, and batches that are replayed"""
+    FIRST_BATCH: _StartStage.ValueType  # 5
+    """the first batch of its loader"""
+
+class StartStage(_StartStage, metaclass=_StartStageEnumTypeWrapper):
+    """What a slot that starts waits for."""
+
+START_STAGE_UNSPECIFIED: StartStage.ValueType  # 0
+"""not known, or it does not start"""
+FORK_SERVER: StartStage.ValueType  # 1
+"""the interpreter that its runner is forked from, which imports torch"""
+RUNNER: StartStage.ValueType  # 2
+"""its runner, which has not begun with the user's code"""
+INPUT_FN: StartStage.ValueType  # 3
+"""the user's input_fn"""
+RESTORE: StartStage.ValueType  # 4
+"""the restore of its position: states, and batches that are replayed"""
+FIRST_BATCH: StartStage.ValueType  # 5
+"""the first batch of its loader"""
+Global___StartStage: _TypeAlias = StartStage  # noqa: Y015
+
 class _StateFormat:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -218,6 +254,7 @@ class SlotView(_message.Message):
     MIGRATED_FIELD_NUMBER: _builtins.int
     START_QUEUE_POSITION_FIELD_NUMBER: _builtins.int
     START_QUEUE_LENGTH_FIELD_NUMBER: _builtins.int
+    START_STAGE_FIELD_NUMBER: _builtins.int
     QUEUED_FIELD_NUMBER: _builtins.int
     BATCHES_PER_S_FIELD_NUMBER: _builtins.int
     SNAPSHOT_AGE_S_FIELD_NUMBER: _builtins.int
@@ -254,6 +291,7 @@ class SlotView(_message.Message):
     """of its runner in the worker's queue of starts, from 1; 0 = not queued"""
     start_queue_length: _builtins.int
     """with `start_queue_position`: runners in the worker's queue of starts"""
+    start_stage: Global___StartStage.ValueType
     queued: _builtins.int
     """In a status only:
     batches produced and not yet delivered
@@ -293,6 +331,7 @@ class SlotView(_message.Message):
         migrated: _builtins.bool = ...,
         start_queue_position: _builtins.int = ...,
         start_queue_length: _builtins.int = ...,
+        start_stage: Global___StartStage.ValueType = ...,
         queued: _builtins.int = ...,
         batches_per_s: _builtins.float = ...,
         snapshot_age_s: _builtins.float | None = ...,
@@ -301,7 +340,7 @@ class SlotView(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_snapshot_age_s", b"_snapshot_age_s", "capabilities", b"capabilities", "error", b"error", "snapshot_age_s", b"snapshot_age_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_snapshot_age_s", b"_snapshot_age_s", "batch_s", b"batch_s", "batches_per_s", b"batches_per_s", "capabilities", b"capabilities", "doing", b"doing", "error", b"error", "generation", b"generation", "host_id", b"host_id", "local_address", b"local_address", "migrated", b"migrated", "note", b"note", "phase", b"phase", "queued", b"queued", "restarts", b"restarts", "skipped", b"skipped", "slot", b"slot", "snapshot_age_s", b"snapshot_age_s", "stack", b"stack", "start_queue_length", b"start_queue_length", "start_queue_position", b"start_queue_position", "target_worker", b"target_worker", "tcp_address", b"tcp_address", "ticket", b"ticket", "wait_share", b"wait_share", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_snapshot_age_s", b"_snapshot_age_s", "batch_s", b"batch_s", "batches_per_s", b"batches_per_s", "capabilities", b"capabilities", "doing", b"doing", "error", b"error", "generation", b"generation", "host_id", b"host_id", "local_address", b"local_address", "migrated", b"migrated", "note", b"note", "phase", b"phase", "queued", b"queued", "restarts", b"restarts", "skipped", b"skipped", "slot", b"slot", "snapshot_age_s", b"snapshot_age_s", "stack", b"stack", "start_queue_length", b"start_queue_length", "start_queue_position", b"start_queue_position", "start_stage", b"start_stage", "target_worker", b"target_worker", "tcp_address", b"tcp_address", "ticket", b"ticket", "wait_share", b"wait_share", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__snapshot_age_s: _TypeAlias = _typing.Literal["snapshot_age_s"]  # noqa: Y015
     _WhichOneofArgType__snapshot_age_s: _TypeAlias = _typing.Literal["_snapshot_age_s", b"_snapshot_age_s"]  # noqa: Y015
@@ -833,6 +872,7 @@ class SlotReport(_message.Message):
     START_QUEUE_POSITION_FIELD_NUMBER: _builtins.int
     START_QUEUE_LENGTH_FIELD_NUMBER: _builtins.int
     BATCH_CPU_S_FIELD_NUMBER: _builtins.int
+    START_STAGE_FIELD_NUMBER: _builtins.int
     BATCH_DELAY_S_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     attempt: _builtins.int
@@ -869,6 +909,7 @@ class SlotReport(_message.Message):
     """with `start_queue_position`: runners in the worker's queue of starts"""
     batch_cpu_s: _builtins.float
     """processor seconds of the runner and its children for a batch lately; 0 = not known"""
+    start_stage: Global___StartStage.ValueType
     batch_delay_s: _builtins.float
     """part of a batch's time in which the runner waited for a processor; 0 = not known"""
     @_builtins.property
@@ -906,11 +947,12 @@ class SlotReport(_message.Message):
         start_queue_position: _builtins.int = ...,
         start_queue_length: _builtins.int = ...,
         batch_cpu_s: _builtins.float = ...,
+        start_stage: Global___StartStage.ValueType = ...,
         batch_delay_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "error", b"error", "making", b"making"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "batch_cpu_s", b"batch_cpu_s", "batch_delay_s", b"batch_delay_s", "batch_s", b"batch_s", "batches_per_s", b"batches_per_s", "box", b"box", "capabilities", b"capabilities", "delivered", b"delivered", "doing", b"doing", "error", b"error", "generation", b"generation", "lost", b"lost", "making", b"making", "migrated", b"migrated", "outgrown", b"outgrown", "phase", b"phase", "produced", b"produced", "recycle", b"recycle", "run", b"run", "slot", b"slot", "stack", b"stack", "start_queue_length", b"start_queue_length", "start_queue_position", b"start_queue_position"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "batch_cpu_s", b"batch_cpu_s", "batch_delay_s", b"batch_delay_s", "batch_s", b"batch_s", "batches_per_s", b"batches_per_s", "box", b"box", "capabilities", b"capabilities", "delivered", b"delivered", "doing", b"doing", "error", b"error", "generation", b"generation", "lost", b"lost", "making", b"making", "migrated", b"migrated", "outgrown", b"outgrown", "phase", b"phase", "produced", b"produced", "recycle", b"recycle", "run", b"run", "slot", b"slot", "stack", b"stack", "start_queue_length", b"start_queue_length", "start_queue_position", b"start_queue_position", "start_stage", b"start_stage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

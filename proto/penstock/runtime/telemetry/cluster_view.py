@@ -17,10 +17,9 @@ from functools import cache
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 from penstock.proto.v1 import coordinator_pb2 as pb
-from penstock.runtime.telemetry.units import percent, rate, seconds
+from penstock.runtime.telemetry.units import INPUT_BOUND, percent, rate, seconds
 
 __all__ = [
-    "INPUT_BOUND",
     "LATELY_S",
     "PHASES",
     "Alarm",
@@ -37,8 +36,6 @@ __all__ = [
     "worker_view",
 ]
 
-INPUT_BOUND = 0.05
-"""Share of its time that a box waits, above which it is bound by its input."""
 LATELY_S = 600.0
 """Seconds for which a fault or a lost worker is shown."""
 PHASES = ("waiting", "starting", "ready", "failed")

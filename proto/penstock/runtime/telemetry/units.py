@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import time
 
-__all__ = ["clock", "percent", "rate", "seconds", "size", "topology"]
+__all__ = ["INPUT_BOUND", "clock", "percent", "rate", "seconds", "size", "topology"]
+
+INPUT_BOUND = 0.05
+"""Share of its time that a box waits, above which it is bound by its input."""
 
 
 def seconds(value: float) -> str:

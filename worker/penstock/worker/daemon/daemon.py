@@ -43,7 +43,8 @@ from penstock.worker.loader.crossing_kinds import more_careful
 from penstock.worker.processes.child_output import unblocked_logging
 from penstock.worker.processes.child_processes import ForkServer, end_orphans
 from penstock.worker.processes.control_groups import here
-from penstock.worker.processes.fork_servers import ForkServers
+from penstock.worker.processes.interpreters import StartedForkServer
+from penstock.worker.processes.kept_fork_server import KeptForkServer
 from penstock.worker.processes.temporary_folders import TemporaryFolders
 from penstock.worker.processes.user_code import BY_VALUE, MAIN, check_allowed, check_plain
 from penstock.worker.resources.processor_time import cores
@@ -75,7 +76,8 @@ TURN_S = 0.5
 class Daemon:
     """A worker process. `run()` returns after `stop()`."""
 
-    def __init__(self, settings: DaemonSettings) -> None:
+    def __init__(self, settings: DaemonSettings, fork_server: StartedForkServer | None = None) -> None:
+        """`fork_server`: one that was started for this daemon already; None: it is started for the first slot."""
         self.settings = settings
         self.name = settings.name or own_name()
         self.coordinator = AsyncCoordinatorClient(settings.coordinator, settings.token, tls=settings.tls)
@@ -88,13 +90,14 @@ class Daemon:
         user = user_of_runners(settings)
         self._groups = groups_of_runners(settings)
         self._tempdirs = TemporaryFolders(user)
-        self._fork_servers = ForkServers(
+        self._fork_server = KeptForkServer(
             self._tempdirs,
             self.starts,
             settings.start_timeout_s,
             caged=not settings.no_cage,
             user=user,
             groups=self._groups,
+            started=fork_server,
         )
         self._heart = Heartbeats(
             self._connect,
@@ -223,7 +226,7 @@ class Daemon:
         for key in list(self._slots):
             self._stop_slot(key)
         await asyncio.gather(*self._tasks, *self._ending, return_exceptions=True)
-        await self._fork_servers.close()
+        await self._fork_server.close()
         self.blobs.close()
         await end_orphans()
         self._tempdirs.close()
@@ -426,14 +429,14 @@ class Daemon:
         task.add_done_callback(self._ending.discard)
 
     def _drop_unused(self) -> None:
-        """Release what belongs to runs without a slot here; fork servers a little later, for the next attempt."""
+        """Release what belongs to runs without a slot here; the fork server a little later, for the next run."""
         attempts = {_attempt_of(slot.assignment) for slot in self._slots.values()}
         for attempt in [attempt for attempt in self._findings if attempt not in attempts]:
             del self._findings[attempt]
         self.helpers.forget(attempts)
         needed = [slot.assignment for slot in self._slots.values()]
         self.blobs.keep({name for each in needed for name in (each.loader.arguments_blob, each.resume.blob)})
-        self._fork_servers.keep_for({slot.assignment.seed for slot in self._slots.values()})
+        self._fork_server.keep(needed=bool(self._slots))
 
     async def _answer_one(self, request: coordinator_pb2.StateRequest) -> None:
         request.deadline_s = within(request.deadline_s, MOST, 0.0)
@@ -470,8 +473,8 @@ class Daemon:
     # ---- SlotHost
 
     async def fork_server(self, assignment: records_pb2.WorkerAssignment) -> ForkServer:
-        """Return the fork server with the run's hash seed; start it if there is none, or if it died."""
-        return await self._fork_servers.get(assignment)
+        """Return the fork server; start it if there is none, or if it died."""
+        return await self._fork_server.get(main_script=bool(assignment.loader.main_path))
 
     def findings(self, assignment: records_pb2.WorkerAssignment) -> LoaderFindings:
         return self._findings.setdefault(_attempt_of(assignment), LoaderFindings())
@@ -536,9 +539,13 @@ def _attempt_of(assignment: records_pb2.WorkerAssignment) -> tuple[str, int]:
     return assignment.run, assignment.attempt
 
 
-async def serve(settings: DaemonSettings, ready: Callable[[str], None] | None = None) -> None:
+async def serve(
+    settings: DaemonSettings,
+    ready: Callable[[str], None] | None = None,
+    fork_server: StartedForkServer | None = None,
+) -> None:
     """Run a daemon until SIGTERM or SIGINT, or until one of `settings.parent_pids` is gone."""
-    daemon = Daemon(settings)
+    daemon = Daemon(settings, fork_server)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, daemon.stop)

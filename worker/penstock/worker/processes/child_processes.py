@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import random
 import signal
 import socket
 import time
@@ -21,18 +20,18 @@ from collections.abc import Callable, Mapping
 from penstock.proto.errors import LaneLostError, PenstockError, ProtocolError, WorkerLostError
 from penstock.proto.v1 import records_pb2
 from penstock.runtime.process.end import kill_group, zombie_status
-from penstock.runtime.process.spawn import TORCHRUN, Spawned, environment, spawn
+from penstock.runtime.process.spawn import Spawned
 from penstock.runtime.process.watch import Process
 from penstock.runtime.telemetry.logs import SubjectLogger
 from penstock.worker.processes.child_output import PAUSE_S, READ_BYTES, OutputLines
 from penstock.worker.processes.control_channel import ControlChannel, ControlMessage
 from penstock.worker.processes.control_groups import ControlGroups, OutOfMemory, out_of_memory
+from penstock.worker.processes.interpreters import StartedForkServer, start_fork_server
 from penstock.worker.processes.orphans import GRACE_S, Orphans
 from penstock.worker.processes.progress_page import ProgressPage
 from penstock.worker.processes.runner_user import RunnerUser
 from penstock.worker.processes.stack_dump import StackFile
 from penstock.worker.processes.temporary_folders import TemporaryFolders
-from penstock.worker.processes.user_path import interpreter
 from penstock.worker.resources.processor_time import unless_it_stands_still
 
 __all__ = ["Child", "ForkServer", "about_slot", "end_orphans"]
@@ -62,21 +61,6 @@ GROUP_S = GRACE_S + 1.0
 """Seconds for processes in a dead child's control group to clean up and end, before all of them are killed."""
 END_S = 5.0
 """Seconds for a fork server to end its children, and itself."""
-
-
-def child_environment(seed: int) -> dict[str, str]:
-    """Return the environment of runners: no torchrun variables, no token, no CUDA, one thread, and the run's hash seed.
-
-    Set iteration order is random too, and only PYTHONHASHSEED, at the interpreter's start, fixes it.
-    """
-    return environment("PENSTOCK_TOKEN*", *TORCHRUN) | {
-        "PYTHONHASHSEED": str(random.Random(seed).randrange(1, 1 << 32)),
-        "CUDA_VISIBLE_DEVICES": "",
-        "PENSTOCK_RUNNER": "1",
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
-    }
 
 
 def about_slot(assignment: records_pb2.WorkerAssignment) -> dict[str, str | int]:
@@ -310,33 +294,27 @@ class ForkServer:
         self._channel: ControlChannel | None = None
         self.dead = False
         """Flag that the fork server forks no more: it died, or did not answer."""
+        self._main_script = False
         self._ending: asyncio.Task[None] | None = None
 
     async def start(
         self,
-        seed: int,
         *,
-        main_script: bool,
         caged: bool = True,
         user: RunnerUser | None = None,
         deadline_s: float = START_DEADLINE_S,
+        started: StartedForkServer | None = None,
     ) -> None:
         """Start the fork server; return when it can fork. It is killed if it takes too long or this call is cancelled.
 
         Args:
-            seed: the run's seed.
-            main_script: input_fn is defined in the trainer's script.
             caged: whether the children are sandboxed; see sandbox.py.
             user: user of the children, if not this process's own; see runner_user.py.
             deadline_s: seconds that the start may take; at most a tenth of them without asking for a processor.
+            started: the process, if it was started with these settings already.
         """
         try:
-            capabilities = {
-                "main": main_script,
-                "caged": caged,
-                f"user={user.encode() if user else ''}": user is not None,
-            }
-            self._start(seed, [trait for trait, given in capabilities.items() if given])
+            self._watch(started or start_fork_server(caged=caged, user=user.encode() if user else ""))
             still_s = STANDS_STILL * deadline_s
             await unless_it_stands_still(asyncio.shield(self._up), self.pid, still_s, deadline_s)
         except BaseException as error:
@@ -359,19 +337,18 @@ class ForkServer:
         if self.lives:
             _log.error("fork server %d was killed and has not ended", self.pid)
 
-    def _start(self, seed: int, capabilities: list[str]) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._channel = ControlChannel(ours)
-        what = (str(theirs.fileno()), str(os.getpid()), *capabilities)
-        command = interpreter("penstock.worker.runner.fork_server", *what)
-        try:
-            self._process = spawn(command, fds=[theirs], env=child_environment(seed), session=False)
-        except BaseException:
-            self._channel.close()
-            raise
+    def _watch(self, started: StartedForkServer) -> None:
+        self._process, self._channel = started.process, ControlChannel(started.control)
         _fork_servers.add(self._process.pid)
         self._process.on_end(self._reap)
-        asyncio.get_running_loop().add_reader(ours.fileno(), self._listen)
+        asyncio.get_running_loop().add_reader(started.control.fileno(), self._listen)
+
+    def expect_main_script(self) -> None:
+        """Have it load what a trainer's main script needs, before it forks the next child."""
+        if self._channel is not None and not self._main_script:
+            self._main_script = True
+            with contextlib.suppress(OSError):
+                self._channel.send("main")
 
     def _reap(self) -> None:
         """Handle its end."""

@@ -20,7 +20,7 @@ from penstock.proto.state.allowed_modules import module_of, under
 from penstock.proto.tracebacks import format_remote
 from penstock.proto.v1 import records_pb2
 from penstock.worker.processes.control_channel import describe
-from penstock.worker.processes.user_path import why_not_searched
+from penstock.worker.processes.interpreters import why_not_searched
 
 __all__ = ["BY_VALUE", "MAIN", "check_allowed", "check_plain", "load_class", "load_input_fn", "unpacked"]
 

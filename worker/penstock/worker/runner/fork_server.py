@@ -1,10 +1,13 @@
 """The process that children are forked from: it has imported torch, and runs no threads and no user code.
 
-Importing torch takes seconds and 150 MB; forking a process that has done so takes milliseconds, and the pages are
-shared. The daemon itself must never fork, for it runs gRPC; so each run has a fork server, a fresh interpreter (with
-the run's PYTHONHASHSEED, which only a fresh one takes) that imports what runners need, has no threads, no gRPC and no
-user code, and then only forks. A child leads a process group of its own and is a subreaper (see orphans.py), so that
-whatever user code starts can be killed with it, and dies with its fork server.
+Importing torch takes a second or more and 150 MB; forking a process that has done so takes milliseconds, and the pages
+are shared. The daemon itself must never fork, for it runs gRPC; so it has a fork server, a fresh interpreter that
+imports what runners need, has no threads, no gRPC and no user code, and then only forks. It serves all runs of the
+daemon. A child leads a process group of its own and is a subreaper (see orphans.py), so that whatever user code starts
+can be killed with it, and dies with its fork server.
+
+What only some children need is imported once nothing waits to be forked: the first batch of a script that needs none
+of it comes sooner, and a child that comes before that imports it by itself.
 
 The daemon gets a pidfd of each child with the answer to its request. The pidfd shows the child's end, also while the
 fork server is stopped. Only the fork server, as the parent, gets the exit status, and reports it.
@@ -25,7 +28,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 from penstock.proto.errors import LaneLostError
@@ -48,6 +51,8 @@ __all__ = ["main"]
 
 ORPHANS_S = 0.05
 """Seconds between two looks at orphans that are about to end."""
+QUIET_S = 0.05
+"""Seconds without a request before the next import of what only some children need."""
 LAST_LOOKS = 90
 """Largest number of checks for orphans at the end; the fork server ends even if a fork bomb is quicker."""
 
@@ -57,20 +62,17 @@ def main() -> None:
     channel = ControlChannel(socket.socket(fileno=int(sys.argv[1])))
     die_with_parent(int(sys.argv[2]), signal.SIGCONT)
     become_subreaper()
-    gc.disable()  # it would walk, again and again, what is imported to stay: a fifth of the time that torch takes
-    import numpy.random  # noqa: F401  # which numpy itself puts off: 5 ms in each child, for they seed it
-    import torch
+    with _collected_once():
+        import numpy.random  # noqa: F401  # which numpy itself puts off: 5 ms in each child, for they seed it
+        import torch
 
-    # What children need, loaded once.
-    from penstock import data  # noqa: F401
-    from penstock.worker.runner import helper_process, replayer, runner  # noqa: F401
-
-    if "main" in sys.argv[3:]:
-        # Each runner will load the trainer's main script, that penstock.client, and that pydantic: 0.15 s, once here.
-        import pydantic_settings  # noqa: F401
+        from penstock.worker.runner import helper_process, replayer, runner  # noqa: F401
     torch.set_num_threads(1)
-    gc.freeze()  # garbage too: to find it would take 0.1 s, and it is a mebibyte
-    gc.enable()
+    later = [_load_for_main_script] if "main" in sys.argv[3:] else []
+    if "data" in sys.argv[3:]:
+        _load_data()
+    else:
+        later.append(_load_data)
     deaths, wake = os.pipe()
     for fd in (deaths, wake):
         os.set_blocking(fd, False)
@@ -84,7 +86,9 @@ def main() -> None:
     try:
         channel.send("up")
         while True:
-            ready = poll.poll(ORPHANS_S * 1000 if left else None)
+            ready = poll.poll(ORPHANS_S * 1000 if left else QUIET_S * 1000 if later else None)
+            if later and not ready:
+                later.pop(0)()
             for fd, _ in ready:
                 if fd == deaths:
                     with contextlib.suppress(BlockingIOError):
@@ -93,6 +97,9 @@ def main() -> None:
                     left = True
                     continue
                 while (message := channel.receive(wait=False)) is not None:
+                    if message.kind == "main":
+                        _load_for_main_script()
+                        continue
                     number = message.fields["id"]
                     pid = _fork(message, channel, (deaths, wake))
                     children[pid] = number
@@ -104,6 +111,29 @@ def main() -> None:
     finally:
         _end(children, orphans)
     os._exit(0)  # the interpreter's own shutdown would take half a second for nothing
+
+
+@contextlib.contextmanager
+def _collected_once() -> Iterator[None]:
+    """Import what stays, without the garbage collector: it would walk, again and again, what is there already, for a
+    fifth of the time that torch takes. Garbage is kept too: to find it would take 0.1 s, and it is a mebibyte."""
+    gc.disable()
+    yield
+    gc.freeze()
+    gc.enable()
+
+
+def _load_data() -> None:
+    """Import the data sources: 0.15 s of a processor."""
+    with _collected_once():
+        from penstock import data  # noqa: F401
+
+
+def _load_for_main_script() -> None:
+    """Import pydantic: each runner that loads the trainer's main script loads penstock.client, and that pydantic, for
+    0.1 s of a processor."""
+    with _collected_once():
+        import pydantic_settings  # noqa: F401
 
 
 def _reap(children: dict[int, int], channel: ControlChannel, orphans: Orphans) -> None:

@@ -61,8 +61,19 @@ MOST_TOLD = 1000
 """Largest text about the loader's states that the training job gets, in characters."""
 LOOK_S = 0.02
 """Seconds between two checks whether the runner has taken a lane."""
+STAGE_S = 1.5
+"""Seconds between two checks whether a slot's start waits for something else than was reported."""
 KILL_S = 10.0
 """Seconds to wait for a killed process to end; a process that hangs in a driver or a file system does not."""
+_STAGES = {
+    "input_fn": coordinator_pb2.INPUT_FN,
+    "iter": coordinator_pb2.FIRST_BATCH,
+    "next": coordinator_pb2.FIRST_BATCH,
+    "state_dict": coordinator_pb2.RESTORE,
+    "load_state_dict": coordinator_pb2.RESTORE,
+    "replay": coordinator_pb2.RESTORE,
+}
+"""Activity of a runner that starts -> what its start waits for."""
 _NO_ROOM = (
     "{name}: the coordinator cannot keep its first snapshot, and without one the slot could not be recovered: {why}; "
     "end jobs that are no longer needed, or give this job a coordinator of its own"
@@ -106,6 +117,8 @@ class Slot:
         self._handed = False
         """Flag that a lane was sent to the runner, which may not have taken it yet."""
         self.begun = asyncio.Event()
+        self._awaits_fork_server = False
+        self._stage_told: coordinator_pb2.StartStage.ValueType = coordinator_pb2.START_STAGE_UNSPECIFIED
         self._life: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._rates = BatchRates(time.monotonic())
@@ -123,6 +136,7 @@ class Slot:
 
     async def _run(self) -> None:
         """Start the runner and see it to its end."""
+        self.spawn(self._tell_start())
         try:
             await self._start()
             assert self._child is not None
@@ -158,7 +172,9 @@ class Slot:
         self._turn = turn = host.starts.join(urgent=a.recovery)
         try:
             await turn.came
+            self._awaits_fork_server = True
             fork_server = await host.fork_server(a)
+            self._awaits_fork_server = False
             child = self._child = await fork_server.fork(
                 "runner", self.name, self.progress_page, self._on_message, about_slot(a)
             )
@@ -175,6 +191,23 @@ class Slot:
             await child.send("begins")
         await self._send_findings(child)
         await child.send("go")
+
+    async def _tell_start(self) -> None:
+        """Report what the start waits for, each time that it lasts: a quick start costs no report of its own."""
+        while self.phase == coordinator_pb2.STARTING:
+            await asyncio.sleep(STAGE_S)
+            self.progress_page.refresh()
+            if self.start_stage != self._stage_told:
+                self.host.slot_changed()
+
+    @property
+    def start_stage(self) -> coordinator_pb2.StartStage.ValueType:
+        """Return what the slot's start waits for, as of the progress page's last `refresh`."""
+        if self.phase != coordinator_pb2.STARTING:
+            return coordinator_pb2.START_STAGE_UNSPECIFIED
+        if self._child is None:
+            return coordinator_pb2.FORK_SERVER if self._awaits_fork_server else coordinator_pb2.START_STAGE_UNSPECIFIED
+        return _STAGES.get(self.progress_page.activity[0], coordinator_pb2.RUNNER)
 
     async def _fetch_restart_points(self, child: Child) -> bool:
         """Send the runner the durable snapshots of the slot that it does not have. Return whether that of the attempt's
@@ -298,6 +331,7 @@ class Slot:
             spent = used_by(self._child.pid) if self._child is not None else NOTHING
             self._rates.look(now, self.progress_page.total, self.progress_page.working_s, spent)
         run, attempt, box, slot, generation = key_of(self.assignment)
+        self._stage_told = self.start_stage
         # Known once the first batch is out; until then there is nothing to warn of.
         place = self._turn.place if self._turn is not None else 0
         self.capabilities.not_used = self.findings.not_used[:MOST_TOLD]
@@ -326,6 +360,7 @@ class Slot:
             making=self._making,
             start_queue_position=place,
             start_queue_length=len(self.host.starts) if place else 0,
+            start_stage=self._stage_told,
         )
 
     # ---- messages of the runner

@@ -4,11 +4,11 @@ Needs no torch: the command line imports it.
 """
 
 from penstock.worker.processes import control_groups
-from penstock.worker.processes.child_processes import START_DEADLINE_S, child_environment
+from penstock.worker.processes.child_processes import START_DEADLINE_S
 from penstock.worker.processes.control_channel import ControlChannel, ControlMessage, plain_detail
+from penstock.worker.processes.interpreters import child_environment, interpreter
 from penstock.worker.processes.runner_user import find_user
 from penstock.worker.processes.user_code import MAIN, load_input_fn
-from penstock.worker.processes.user_path import interpreter
 
 __all__ = [
     "MAIN",

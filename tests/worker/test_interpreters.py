@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.worker.processes.user_path import interpreter, why_not_searched
+from penstock.worker.processes.interpreters import interpreter, why_not_searched
 
 PROBE = """
 def main():

@@ -1,0 +1,107 @@
+"""The daemon's fork server: one for all runs, started when needed, replaced when it dies, kept for a while."""
+
+from __future__ import annotations
+
+import asyncio
+
+from penstock.worker.processes.child_processes import ForkServer
+from penstock.worker.processes.control_groups import ControlGroups
+from penstock.worker.processes.interpreters import StartedForkServer
+from penstock.worker.processes.runner_user import RunnerUser
+from penstock.worker.processes.temporary_folders import TemporaryFolders
+from penstock.worker.resources.turn_queue import TurnQueue
+
+__all__ = ["KeptForkServer"]
+
+IDLE_S = 300.0
+"""Seconds that a fork server without slots is kept for: to start one takes more than a second of a processor, and an
+idle one holds 150 MB."""
+
+
+class KeptForkServer:
+    """
+    Args:
+        tempdirs: directories of the runners.
+        starts: queue of starts; it allows one less while a fork server that was killed has not ended.
+        deadline_s: seconds that a fork server may take to start; see ForkServer.start.
+        caged: whether runners are sandboxed; see sandbox.py.
+        user: user of the runners, if not the daemon's own; see runner_user.py.
+        groups: control groups of the runners, None without them. See control_groups.py.
+        started: a fork server that was started with these settings already.
+    """
+
+    def __init__(
+        self,
+        tempdirs: TemporaryFolders,
+        starts: TurnQueue,
+        deadline_s: float,
+        *,
+        caged: bool,
+        user: RunnerUser | None = None,
+        groups: ControlGroups | None = None,
+        started: StartedForkServer | None = None,
+    ) -> None:
+        self._tempdirs = tempdirs
+        self._starts = starts
+        self._deadline_s = deadline_s
+        self._caged = caged
+        self._user = user
+        self._groups = groups
+        self._given_up: set[asyncio.Task[ForkServer]] = set()
+        self._retiring: asyncio.TimerHandle | None = None
+        self._current: asyncio.Task[ForkServer] | None = None
+        if started is not None:
+            self._current = asyncio.ensure_future(self._start(started))
+
+    async def get(self, *, main_script: bool = False) -> ForkServer:
+        """Return the fork server; start one if there is none, or if it died. `main_script`: a runner is to load the
+        trainer's main script."""
+        current = self._current
+        if current is None or (current.done() and (not _is_up(current) or current.result().dead)):
+            current = self._current = asyncio.ensure_future(self._start())
+        fork_server = await asyncio.shield(current)
+        if main_script:
+            fork_server.expect_main_script()
+        return fork_server
+
+    async def _start(self, started: StartedForkServer | None = None) -> ForkServer:
+        fork_server = ForkServer(self._tempdirs, self._groups)
+        try:
+            await fork_server.start(caged=self._caged, user=self._user, deadline_s=self._deadline_s, started=started)
+        finally:
+            if fork_server.dead and fork_server.lives:
+                self._starts.lend_until(fork_server.wait())
+        return fork_server
+
+    def keep(self, *, needed: bool) -> None:
+        """Record whether slots need it; without slots it is retired a little later, for the next run may need it."""
+        if needed and self._retiring is not None:
+            self._retiring.cancel()
+            self._retiring = None
+        elif not needed and self._retiring is None:
+            self._retiring = asyncio.get_running_loop().call_later(IDLE_S, self._retire)
+
+    def _retire(self) -> None:
+        current, self._current, self._retiring = self._current, None, None
+        if current is None:
+            return
+        if not current.done():
+            current.cancel()
+            self._given_up.add(current)
+            current.add_done_callback(self._given_up.discard)
+        elif _is_up(current):
+            current.result().close()
+
+    async def close(self) -> None:
+        """End the fork server; return when it has ended, or cannot be killed."""
+        if self._retiring is not None:
+            self._retiring.cancel()
+        last = self._current
+        self._retire()
+        await asyncio.gather(*self._given_up, return_exceptions=True)
+        if last is not None and _is_up(last):
+            await last.result().wait()
+
+
+def _is_up(starting: asyncio.Task[ForkServer]) -> bool:
+    return starting.done() and not starting.cancelled() and starting.exception() is None
