@@ -172,22 +172,6 @@ def test_long_details_keep_both_ends() -> None:
     assert type(error_of(detail)) is InvalidArgumentError
 
 
-def test_the_longest_error_crosses() -> None:
-    class Wordy(Scripted):
-        async def OpenRun(self, request: pb.OpenRunRequest, context: Context) -> pb.OpenRunReply:
-            raise InvalidArgumentError("ü" * 100_000, remote_traceback="ü" * 200_000)
-
-    async def run() -> None:
-        wordy = Wordy()  # type: ignore[abstract]
-        served = await server_aio("127.0.0.1:0", TOKEN, lambda s: rpc.add_CoordinatorServicer_to_server(wordy, s))
-        async with AsyncCoordinatorClient(served.address, TOKEN) as client:
-            with pytest.raises(InvalidArgumentError, match="üü"):
-                await client.open_run(pb.OpenRunRequest())
-        await served.stop(0)
-
-    asyncio.run(run())
-
-
 def test_derived_error_travels_as_its_base() -> None:
     class Closer(DeadlineError):
         pass
@@ -317,17 +301,6 @@ def test_own_close_differs_from_lost_peer() -> None:
     trial(body)
 
 
-def test_a_cancelled_task_stays_cancelled() -> None:
-    async def body(_: RunningServer, servicer: Scripted, client: AsyncCoordinatorClient) -> None:
-        waiting = asyncio.ensure_future(client.watch_run(pb.WatchRunRequest(hold_s=60)))
-        await asyncio.to_thread(servicer.held.wait, 10)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-
-    trial(body)
-
-
 def test_call_unknown_to_old_coordinator_is_named() -> None:
     async def run() -> None:
         served = await server_aio("127.0.0.1:0", TOKEN, lambda server: None)
@@ -342,17 +315,6 @@ def test_call_unknown_to_old_coordinator_is_named() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- values
-
-
-@pytest.mark.parametrize("size", [0, 1, CHUNK, CHUNK + 1, 9_000_001])
-def test_values_of_any_size_go_in_parts(size: int) -> None:
-    async def body(served: RunningServer, _: Scripted, client: AsyncCoordinatorClient) -> None:
-        data = b"\xab" * size
-        assert await client.put_blob(data) == blob_name(data)
-        with CoordinatorClient(served.address, TOKEN) as blocking:
-            assert await asyncio.to_thread(blocking.put_blob, data) == blob_name(data)
-
-    trial(body)
 
 
 def test_large_loader_arguments_become_a_blob() -> None:
@@ -374,15 +336,6 @@ def test_message_above_the_limit_is_an_error() -> None:
             InvalidArgumentError, match=rf"RegisterWorker to the coordinator at {served.address} is too"
         ):
             await client.register(pb.RegisterWorkerRequest(worker="w" * 5_000_000))
-
-    trial(body)
-
-
-def test_answer_before_the_last_part_is_received() -> None:
-    async def body(_: RunningServer, __: Scripted, client: AsyncCoordinatorClient) -> None:
-        for _attempt in range(20):
-            reply = await client.put_snapshot(pb.SnapshotHeader(), b"x" * 8_000_000)
-            assert reply.refused == "no room"
 
     trial(body)
 
@@ -493,14 +446,6 @@ def test_shared_unix_socket_folder_is_refused(tmp_path: Path) -> None:
         os.chown(tmp_path / "coordinator", 12345, 12345, follow_symlinks=False)
         with pytest.raises(UnsafeBindError, match="belongs to another user"):
             connect(address)
-
-
-def test_a_taken_port_is_named() -> None:
-    async def body(served: RunningServer, _: Scripted, __: AsyncCoordinatorClient) -> None:
-        with pytest.raises(PortTakenError, match=f"{served.address} is in use by another process: choose another port"):
-            await server_aio(served.address, TOKEN, lambda server: None)
-
-    trial(body)
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,7 @@ from served import (
     DEADLINE_S,
     LIMITS,
     TOKEN,
-    all_ready,
     asking,
-    coordinator,
     daemon,
     opening,
     plain_state,
@@ -33,9 +31,7 @@ from served import (
 from penstock.appliance.states.state_query import BoxState
 from penstock.appliance.states.state_stream import LoopTurns, packed, parts
 from penstock.proto.errors import (
-    BoxOutOfRangeError,
     DeadlineError,
-    InputFnError,
     InvalidArgumentError,
     PenstockError,
     ProtocolError,
@@ -154,41 +150,6 @@ def test_superseded_client_learns_it_in_long_poll() -> None:
     trial(body)
 
 
-def test_leases_end_by_themselves() -> None:
-    async def body(client: AsyncCoordinatorClient, address: str) -> None:
-        await client.open_run(opening())
-        async with daemon(address) as worker:
-            await until_ready(client)
-            generations = {a.slot: a.generation for a in worker.reply.assignments}
-            assert generations == {0: 1, 1: 1}
-            async with asyncio.timeout(DEADLINE_S):  # the client says nothing any more
-                while worker.reply.assignments:
-                    await client.status()
-            async with asyncio.timeout(DEADLINE_S):  # and comes back
-                while {a.generation for a in worker.reply.assignments} != {2}:
-                    await client.watch_run(watching())
-
-    trial(body, replace(LIMITS, client_lease_s=0.5))
-
-
-def test_errors_cross_as_what_they_are() -> None:
-    async def body(client: AsyncCoordinatorClient, address: str) -> None:
-        with pytest.raises(BoxOutOfRangeError, match="must be 0 to 0 with num_boxes=1, got 1"):
-            await client.open_run(opening(1))
-        with pytest.raises(UnknownRunError, match="the coordinator has no run 'job/0'"):
-            await client.watch_run(watching())
-        assert (await client.heartbeat(pb.HeartbeatRequest(worker="w", session="s"))).register_again
-        with CoordinatorClient(address, TOKEN) as blocking:
-            with pytest.raises(InvalidArgumentError, match="must name a job"):
-                await asyncio.to_thread(blocking.open_run, pb.OpenRunRequest())
-            await asyncio.to_thread(blocking.open_run, opening())
-            await asyncio.to_thread(blocking.watch_run, watching())
-            assert (await asyncio.to_thread(blocking.status)).runs[0].run == "job/0"
-            await asyncio.to_thread(blocking.close_run, pb.CloseRunRequest(run="job/0", attempt=1, client_id="c0"))
-
-    trial(body)
-
-
 # ----------------------------------------------------------------------------------------------- snapshots and blobs
 
 
@@ -232,21 +193,6 @@ def test_snapshots_of_the_fenced_are_refused() -> None:
                 await client.put_snapshot(header(3, slot=9), b"x")
 
     trial(body)
-
-
-def test_over_budget_is_refused_and_rest_stays() -> None:
-    async def body(client: AsyncCoordinatorClient, address: str) -> None:
-        await client.open_run(opening())
-        async with daemon(address):
-            await until_ready(client)
-            reply = await client.put_snapshot(header(0), b"x" * 1_000_000)
-            assert (reply.refused, reply.free_bytes) == ("", 2_000_000)
-            refusal = await client.put_snapshot(header(1), b"x" * 2_500_000)
-            assert refusal.refused.startswith("there is no budget for a snapshot of 2500000 bytes: 1000000 of 2700000")
-            assert refusal.free_bytes == 2_000_000
-            assert [head.total for head, _ in await client.get_snapshots(query())] == [0]
-
-    trial(body, replace(LIMITS, budget=3_000_000))
 
 
 def test_stalled_transfer_frees_its_budget() -> None:
@@ -460,48 +406,6 @@ def test_event_loop_turns_go_one_at_a_time() -> None:
     assert [number for number in got if number != 2] == [0, 1, 3, 4]
 
 
-def test_worker_with_earlier_end_is_asked_again() -> None:
-    def short(request: pb.StateRequest) -> tuple[pb.StateAnswer, bytes]:
-        """Slot 1 of box 1 has two batches an epoch, slot 0 four; box 0 has not ended."""
-        length = (4, 2)[request.slot]
-        if request.box == 1 and request.epoch == 0 and request.position.total > length:
-            return pb.StateAnswer(ended=True, ended_epoch=0, ended_total=length), b""
-        return plain_state(request)
-
-    async def body(client: AsyncCoordinatorClient, address: str) -> None:
-        async with daemon(address, say=short):
-            for box in (0, 1):
-                await client.open_run(opening(box, num_boxes=2))
-            state = await client.fetch_state(asking(0, 8))
-            assert [data for _, data in state.records] == [b"0.0:0.4", b"0.1:0.4", b"1.0:1.5", b"1.1:1.3"]
-            assert (state.positions[1].epoch, state.positions[1].step) == (1, 8)
-
-    trial(body)
-
-
-def test_state_waits_for_a_recovering_slot() -> None:
-    async def body(client: AsyncCoordinatorClient, address: str) -> None:
-        await client.open_run(opening())
-        asked = asyncio.Event()
-
-        def silent(request: pb.StateRequest) -> tuple[pb.StateAnswer, bytes]:
-            asked.set()
-            raise asyncio.CancelledError  # it dies of it
-
-        async with daemon(address, "old", silent):
-            await until_ready(client)
-            state = asyncio.create_task(client.fetch_state(asking(0, 4)))
-            async with asyncio.timeout(DEADLINE_S):
-                await asked.wait()
-            await client.deregister(pb.DeregisterWorkerRequest(worker="old", session="s"))
-            async with daemon(address, "new") as new:
-                found = await state
-                assert {request.generation for request in new.asked} == {2}
-        assert [data for _, data in found.records] == [b"0.0:0.2", b"0.1:0.2"]
-
-    trial(body)
-
-
 def test_a_deadline_names_who_is_waited_for() -> None:
     def silent(request: pb.StateRequest) -> tuple[pb.StateAnswer, bytes]:
         raise asyncio.CancelledError
@@ -523,77 +427,7 @@ def test_a_deadline_names_who_is_waited_for() -> None:
     trial(body)
 
 
-def test_errors_of_a_state_reach_every_asker() -> None:
-    def broken(request: pb.StateRequest) -> tuple[pb.StateAnswer, bytes]:
-        detail = records_pb2.ErrorDetail(name="InputFnError", message="boom", remote_traceback="over there")
-        return pb.StateAnswer(error=detail), b""
-
-    async def body(client: AsyncCoordinatorClient, address: str) -> None:
-        await client.open_run(opening())
-        async with daemon(address, say=broken):
-            await until_ready(client)
-            answers = await asyncio.gather(
-                *(client.fetch_state(asking(0, 2)) for _ in range(3)), return_exceptions=True
-            )
-            for error in answers:
-                assert isinstance(error, InputFnError)
-                assert error.message.startswith("state of run job/0 at step 2: box 0 slot ")
-                assert error.message.endswith(" on worker w: boom")
-                assert error.remote_traceback == "over there"
-            request = asking(0, 2)
-            request.step = 3
-            with pytest.raises(
-                StateUnavailableError, match="run job/0 has states of steps 0 to 2, got a request for step 3"
-            ):
-                await client.fetch_state(request)
-
-    trial(body)
-
-
-def test_leaving_caller_leaves_nothing_behind() -> None:
-    def silent(request: pb.StateRequest) -> tuple[pb.StateAnswer, bytes]:
-        raise AssertionError("nobody runs this")
-
-    async def body(client: AsyncCoordinatorClient, address: str) -> None:
-        await client.open_run(opening())
-        heartbeat = await all_ready(client)
-        asker = asyncio.create_task(client.fetch_state(asking(0, 2)))
-        async with asyncio.timeout(DEADLINE_S):
-            while not (await client.heartbeat(heartbeat)).state_requests:
-                await asyncio.sleep(0)
-        asker.cancel()
-        async with asyncio.timeout(DEADLINE_S):
-            while (await client.heartbeat(heartbeat)).state_requests:
-                await asyncio.sleep(0)
-
-    trial(body)
-
-
 # ----------------------------------------------------------------------------------------------------------- restarts
-
-
-def test_stop_answers_polls_and_start_resumes(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with coordinator(tmp_path) as address, AsyncCoordinatorClient(address, TOKEN) as client:
-            await client.open_run(opening(has_seed=True, seed=5))
-            async with daemon(address):
-                await until_ready(client)
-                await client.put_snapshot(header(3), b"three")
-            seen = (await client.watch_run(watching())).version
-            held = asyncio.create_task(client.watch_run(watching(seen_version=seen, hold_s=30)))
-            await client.status()
-            stopped = asyncio.get_running_loop().time()
-        assert asyncio.get_running_loop().time() - stopped < 15
-        with pytest.raises(PenstockError):
-            await held
-        async with coordinator(tmp_path) as address, AsyncCoordinatorClient(address, TOKEN) as client:
-            assert (await client.open_run(opening(has_seed=True, seed=5))).attempt == 1
-            async with daemon(address) as worker:
-                assert {slot.generation for slot in (await until_ready(client)).slots} == {1}
-                assert [data for _, data in await client.get_snapshots(query())] == [b"three"]
-                assert worker.heartbeats < 10
-
-    asyncio.run(run())
 
 
 def test_nothing_but_our_numbers_is_believed() -> None:

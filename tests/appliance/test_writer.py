@@ -333,17 +333,6 @@ def test_unwritten_rows_are_retried_in_order(state: StateDir) -> None:
     run(body())
 
 
-def test_rows_put_after_failed_write_win(state: StateDir) -> None:
-    journal = Journal(state)
-    journal.put("attempts", attempt(1) | {"why": "older"})
-    rows = journal.take()
-    journal.put("attempts", attempt(1) | {"why": "newer"})
-    journal.put_back(rows)
-    journal.commit()
-    assert [row["why"] for row in journal.rows("attempts")] == ["newer"]
-    journal.close()
-
-
 def test_an_error_leaves_after_what_it_speaks_of(state: StateDir) -> None:
     async def body() -> None:
         journal = Journal(state)

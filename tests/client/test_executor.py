@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import random
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -12,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import pytest
 import streams
 import torch
@@ -172,15 +170,6 @@ def test_dropped_batch_is_freed(two: Any, loader: DataLoader) -> None:
         alive.append(weakref.ref(batch))
         del batch
     assert left == [None] * 5
-
-
-def test_list_of_a_loader_keeps_every_batch(appliances: Any, loader: DataLoader) -> None:
-    many = appliances(lambda slot, epoch: (torch.full((64,), number) for number in range(300)))
-    kept = list(DataExecutor(loader, appliance=many))
-    assert [int(batch[0]) for batch in kept] == list(range(300))
-    executor = DataExecutor(loader, num_steps=1, appliance=many)
-    list(executor)
-    assert executor.stats.copies > 200
 
 
 def test_iterating_the_loader_is_the_same(two: Any, loader: DataLoader, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,14 +383,6 @@ def test_loaded_it_goes_on_on_the_same_shape(two: Any, loader: DataLoader) -> No
     }
 
 
-def test_end_of_an_epoch_takes_the_next(two: Any, loader: DataLoader) -> None:
-    list(DataExecutor(loader, num_steps=10, appliance=two))
-    state = loader.state_dict()
-    again = DataLoader(streams.counter)
-    again.load_state_dict(state)
-    assert tuples(DataExecutor(again, appliance=two)) == one_pass(1)
-
-
 def test_what_was_loaded_is_a_copy(two: Any, loader: DataLoader) -> None:
     list(DataExecutor(loader, num_steps=1, appliance=two))
     state = loader.state_dict()
@@ -518,25 +499,6 @@ def test_strict_on_one_method_is_a_type_error(two: Any) -> None:
     list(DataExecutor(half, num_steps=1, appliance=two))
     with pytest.raises(TypeError, match="deaggregate_state_dict takes `strict` and load_state_dict does not"):
         half.state_dict()
-
-
-def test_local_instance_keeps_the_generators() -> None:
-    torch.manual_seed(1)
-    np.random.seed(1)
-    random.seed(1)
-    expected = [float(torch.rand(())), float(np.random.rand()), random.random()]
-    torch.manual_seed(1)
-    np.random.seed(1)
-    random.seed(1)
-    DataLoader(seeds_everything).state_dict()
-    assert [float(torch.rand(())), float(np.random.rand()), random.random()] == expected
-
-
-def seeds_everything() -> Any:
-    torch.manual_seed(99)
-    np.random.seed(99)
-    random.seed(99)
-    return streams.Shared(5)
 
 
 def test_data_that_are_absent_here_are_said_to_be() -> None:
@@ -692,13 +654,3 @@ def test_a_digest_that_is_not_known_is_none(two: Any, loader: DataLoader) -> Non
     executor._session.reader.position.chain = None  # as on another number of boxes
     next(steps)
     assert executor.digest is None
-
-
-def test_limited_loop_resumes_alike(two: Any, loader: DataLoader) -> None:
-    first = tuples(DataExecutor(loader, num_steps=3, appliance=two))
-    state = loader.state_dict()
-    second = tuples(DataExecutor(loader, num_steps=3, appliance=two))
-    again = DataLoader(streams.counter)
-    again.load_state_dict(state)
-    assert tuples(DataExecutor(again, num_steps=3, appliance=two)) == second
-    assert first + second == one_pass(0)[:6]

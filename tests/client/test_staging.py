@@ -67,18 +67,6 @@ def test_no_frame_is_waited_for(rig: Any, device: FakeBackend) -> None:
     assert rig.reader.stats.ahead == 0
 
 
-def test_slots_take_turns(rigs: Any) -> None:
-    rig = rigs(3, backend=FakeBackend(patience=3))
-    rig.numbers(2, 200, 201)
-    rig.numbers(1, 100, 101)
-    rig.numbers(0, 0, 1)
-    batches = [rig.reader.next() for _ in range(6)]
-    rig.reader._backend.finish()
-    assert [int(batch) for batch in batches] == [0, 100, 200, 1, 101, 201]
-    assert rig.reader.position.total == [2, 2, 2]
-    assert rig.reader.stats.ahead == 5
-
-
 # ---- what arrives
 
 

@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from lane_frames import a_frame, ack_of, checked, read_sealed
 from tests.lanes.conftest import DEADLINE_S, content, next_frame, payload, wait_for
 
@@ -23,7 +21,7 @@ from penstock.proto.lane import tcp
 from penstock.proto.lane.endpoints import MAX_FRAME, Consumer, connect_local
 from penstock.proto.lane.frames import BATCH, CLOSE, END, ERROR, RING, STRUCTURE, Ack, Frame
 from penstock.proto.lane.tcp import SEAL
-from penstock.proto.v1 import lane_pb2, records_pb2
+from penstock.proto.v1 import lane_pb2
 
 SLOT = 1 << 20
 
@@ -253,16 +251,6 @@ def test_a_ring_of_each_lane_has_its_own_number(receiver: Receiver) -> None:
 # ---- ends
 
 
-def test_daemons_error_reaches_the_consumer(rig: Rig) -> None:
-    error = records_pb2.ErrorDetail(name="AuthenticationError", message="no such ticket")
-    rig.far.sendall(stream(a_frame(kind=ERROR, error=error)))
-    rig.far.close()
-    frame = next_frame(rig.consumer)
-    assert (frame.kind, frame.error) == (ERROR, error)
-    with pytest.raises(LaneLostError):
-        next_frame(rig.consumer)
-
-
 def test_whole_batches_before_break_are_forwarded(rig: Rig) -> None:
     rig.begin()
     rig.far.sendall(stream(*(batch(total, 1000) for total in range(1, 20)))[:-1])
@@ -322,27 +310,6 @@ def test_what_is_no_hello_is_not_answered(receiver: Receiver, data: bytes) -> No
     sock.close()
 
 
-def test_last_acks_are_sent_before_the_end(rig: Rig) -> None:
-    rig.begin()
-    rig.far.sendall(stream(batch(1, 100), batch(2, 100)))
-    rig.expect(1, 100)
-    rig.consumer.delivered(1)
-    rig.consumer.close()  # with a frame unread
-    acks = [rig.ack()]
-    while not acks[-1].close:
-        acks.append(rig.ack())
-    assert acks[0].delivered == 1
-    assert rig.far.recv(1) == b""
-
-
-def test_a_consumer_that_vanishes_closes_nothing(rig: Rig) -> None:
-    rig.begin()
-    rig.far.sendall(stream(batch(1, 100)))
-    rig.expect(1, 100)
-    rig.consumer.close(say_so=False)
-    assert rig.far.recv(1) == b"", "the sender sees an end, and no Ack.close"
-
-
 # ---- streams that cannot be
 
 
@@ -393,39 +360,6 @@ def test_too_large_entry_is_refused_unallocated(rig: Rig) -> None:
     rig.send_in_vain(tcp.sealed(batch(1, 1 << 39).encode()))
     frame = next_frame(rig.consumer)
     assert (frame.kind, frame.error.name) == (ERROR, "BatchTooLargeError")
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    st.lists(
-        st.binary(max_size=30)
-        | st.builds(
-            lambda **fields: tcp.sealed(a_frame(**fields).encode()),
-            kind=st.integers(0, 6),
-            ring=st.integers(0, 2),
-            total=st.integers(0, 3),
-            entry=st.integers(0, 3),
-            structure=st.integers(0, 2),
-            nbytes=st.integers(0, 40) | st.integers(0, (1 << 64) - 1),
-            entry_bytes=st.integers(0, 9000) | st.integers(0, (1 << 64) - 1),
-            entries=st.integers(0, (1 << 32) - 1),
-            inline=st.binary(max_size=3),
-            size=st.integers(0, 3) | st.integers(0, (1 << 32) - 1),
-            abandons=st.integers(0, 2),
-        ),
-        max_size=8,
-    )
-)
-def test_random_stream_ends_only_its_lane(receiver: Receiver, pieces: list[bytes]) -> None:
-    rig = Rig(receiver)
-    pid = receiver.pid
-    rig.send_in_vain(stream(ring(4096), ONE, batch(1, 10)) + b"".join(pieces))
-    rig.far.close()
-    rig.expect(1, 10)
-    with pytest.raises(LaneLostError):
-        drain(rig.consumer)
-    rig.close()
-    assert receiver.pid == pid
 
 
 def drain(consumer: Consumer) -> None:

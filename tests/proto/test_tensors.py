@@ -6,7 +6,7 @@ import ctypes
 import io
 import mmap
 import struct
-from collections import OrderedDict, deque, namedtuple
+from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from penstock.proto.batch import flatten, structure
 from penstock.proto.batch.flatten import Assembler, FlatBatch, Flattener, required_nbytes, wrap_buffer
 from penstock.proto.batch.structure import MAX_DEPTH, MAX_LEAVES, Structure
 from penstock.proto.batch.tree import TORCH_NAMES
-from penstock.proto.errors import ProtocolError, StructureChangedError, UnsupportedLeafError
+from penstock.proto.errors import StructureChangedError, UnsupportedLeafError
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
 
@@ -527,34 +527,6 @@ def test_strict_names_both() -> None:
         assert '{"x": float32[rank 2], "y": int64[rank 1]}' in str(caught.value)
     again = flattener.flatten({"x": torch.ones(1, 1), "y": torch.ones(9, dtype=torch.int64)})
     assert again.structure is first.structure
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    batches,
-    st.lists(st.integers(-3, 8) | st.integers(-(1 << 70), 1 << 70) | st.just(1 << 63), max_size=8),
-    st.integers(-64, SMALL * 2) | st.integers(0, 20).map(lambda n: n * 64) | st.just(1 << 64),
-    st.integers(-64, SMALL * 2) | st.just(128),
-    st.binary(min_size=64, max_size=64),
-)
-def test_hostile_shapes_and_bytes(batch: Any, shapes: list[int], nbytes: int, offset: int, fill: bytes) -> None:
-    flat = Flattener().flatten(batch)
-    ring = Ring(SMALL)
-    ring.mmap[:] = fill * (SMALL // 64)
-    assembler = Assembler(flat.structure)
-    hostile = (shapes + flat.shapes)[: len(flat.shapes)]
-    for dims in (flat.shapes, hostile):
-        sizes = {nbytes, flat.nbytes}
-        if min(dims, default=0) >= 0:
-            sizes.add(required_nbytes(flat.structure, dims))
-        for size in sizes:
-            released: deque[int] = deque()
-            try:
-                got = assembler.assemble(dims, ring.view, offset, size, released, 1)
-            except ProtocolError:
-                assert not released
-            else:
-                Flattener().flatten(got)
 
 
 def test_the_flat_batch_holds_its_sources() -> None:

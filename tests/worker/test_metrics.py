@@ -78,15 +78,3 @@ def test_predecessors_batches_are_not_counted(
     runner.record(785, 0, 7, 785, delivered=784)
     runner.doing("next", delivered=785)
     assert counts(daemon) == (1, 1, 3)
-
-
-def test_no_count_falls_while_a_runner_goes_back(
-    progress_pages: tuple[ProgressPage, ProgressPage],
-) -> None:
-    daemon, runner = progress_pages
-    runner.stands_at(0, 0, 0)
-    runner.record(10, 0, 7, 10, delivered=4)
-    daemon.refresh()
-    runner.stands_at(4, 1, 4)
-    produced = daemon.counts()[0]
-    assert counts(daemon)[0] >= produced
