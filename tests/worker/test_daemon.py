@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from coroutines import in_loop
 
 from penstock.proto.errors import SupersededError
 from penstock.proto.v1 import coordinator_pb2, lane_pb2, records_pb2
@@ -74,7 +75,8 @@ def test_cores_are_told_at_registration(monkeypatch: pytest.MonkeyPatch) -> None
     assert told[0] >= 1
 
 
-def test_slot_that_cannot_start_is_reported_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_loop
+async def test_slot_that_cannot_start_is_reported_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Report no memory for one slot's progress page as that slot's loss: it used to end the daemon."""
 
     class Begun:
@@ -92,24 +94,22 @@ def test_slot_that_cannot_start_is_reported_lost(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("penstock.worker.daemon.daemon.Slot", Begun)
     monkeypatch.setattr(Daemon, "_stop_slot", lambda daemon, key: daemon._slots.pop(key))
 
-    async def hear() -> None:
-        daemon = Daemon(DaemonSettings("127.0.0.1:1", "token", 2, ["*"]))
-        daemon._take(reply(1, 1, 2, 3, 4))
-        told = {slot.generation: slot for slot in daemon._heartbeat(0.0).slots}
-        assert not told[2].lost
-        assert not told[3].lost
-        assert (told[1].phase, told[1].lost) == (coordinator_pb2.FAILED, True)
-        assert "Too many open files" in told[1].error.message
-        assert (told[4].error.name, told[4].lost) == ("OverloadedError", True)
-        assert "all its 2 slots" in told[4].error.message
-        daemon._take(reply(2, 2, 5))  # its places are free again
-        assert sorted(slot.generation for slot in daemon._heartbeat(0.0).slots) == [2, 5]
-        await daemon.coordinator.close()
-
-    asyncio.run(hear())
+    daemon = Daemon(DaemonSettings("127.0.0.1:1", "token", 2, ["*"]))
+    daemon._take(reply(1, 1, 2, 3, 4))
+    told = {slot.generation: slot for slot in daemon._heartbeat(0.0).slots}
+    assert not told[2].lost
+    assert not told[3].lost
+    assert (told[1].phase, told[1].lost) == (coordinator_pb2.FAILED, True)
+    assert "Too many open files" in told[1].error.message
+    assert (told[4].error.name, told[4].lost) == ("OverloadedError", True)
+    assert "all its 2 slots" in told[4].error.message
+    daemon._take(reply(2, 2, 5))  # its places are free again
+    assert sorted(slot.generation for slot in daemon._heartbeat(0.0).slots) == [2, 5]
+    await daemon.coordinator.close()
 
 
-def test_one_lane_at_a_time_waits_for_its_runner() -> None:
+@in_loop
+async def test_one_lane_at_a_time_waits_for_its_runner() -> None:
     """A consumer that opens 500 lanes while user code is busy had 500 descriptors of the daemon's."""
 
     class Busy:
@@ -123,25 +123,22 @@ def test_one_lane_at_a_time_waits_for_its_runner() -> None:
             self.taken.append(lane_pb2.Hello.FromString(payload).run)
             os.close(fds[0])
 
-    async def body() -> None:
-        runner = Busy()
-        host: Any = SimpleNamespace(name="w", tally=DaemonCounters(), findings=lambda _: LoaderFindings())
-        slot = Slot(host, records_pb2.WorkerAssignment(run="job/0"))
-        slot._child = runner  # type: ignore[assignment]
-        slot.ready.set()
-        lanes, ends = [], []
-        for number in range(20):
-            ours, theirs = socket.socketpair()
-            ends += [ours, theirs]
-            lanes.append(asyncio.ensure_future(slot.attach(ours, lane_pb2.Hello(run=str(number)), 30.0)))
-            await asyncio.sleep(0)
-            if number == 0:
-                await lanes[0]
-        runner.reads_late = False
-        outcomes = await asyncio.gather(*lanes, return_exceptions=True)
-        assert runner.taken == ["0", "19"]
-        assert [type(outcome) for outcome in outcomes[1:-1]] == [SupersededError] * 18
-        for end in ends:
-            end.close()
-
-    asyncio.run(body())
+    runner = Busy()
+    host: Any = SimpleNamespace(name="w", tally=DaemonCounters(), findings=lambda _: LoaderFindings())
+    slot = Slot(host, records_pb2.WorkerAssignment(run="job/0"))
+    slot._child = runner  # type: ignore[assignment]
+    slot.ready.set()
+    lanes, ends = [], []
+    for number in range(20):
+        ours, theirs = socket.socketpair()
+        ends += [ours, theirs]
+        lanes.append(asyncio.ensure_future(slot.attach(ours, lane_pb2.Hello(run=str(number)), 30.0)))
+        await asyncio.sleep(0)
+        if number == 0:
+            await lanes[0]
+    runner.reads_late = False
+    outcomes = await asyncio.gather(*lanes, return_exceptions=True)
+    assert runner.taken == ["0", "19"]
+    assert [type(outcome) for outcome in outcomes[1:-1]] == [SupersededError] * 18
+    for end in ends:
+        end.close()
