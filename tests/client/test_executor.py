@@ -64,19 +64,10 @@ def test_a_loader_that_is_none_of_ours() -> None:
         DataExecutor(torch.utils.data.DataLoader([1]))  # type: ignore[arg-type]
 
 
-def test_num_steps_below_zero(loader: DataLoader) -> None:
-    with pytest.raises(InvalidArgumentError, match="num_steps must be at least 0, got -1"):
-        DataExecutor(loader, num_steps=-1)
-
-
-def test_checkpoint_steps_below_one(loader: DataLoader) -> None:
-    with pytest.raises(InvalidArgumentError, match="checkpoint_steps must be at least 1, got -1"):
-        DataExecutor(loader, checkpoint_steps=-1)
-
-
-def test_not_callable() -> None:
-    with pytest.raises(TypeError, match="input_fn must be callable"):
-        DataLoader(streams.counter())  # type: ignore[arg-type]
+@pytest.mark.parametrize("given", [{"num_steps": -1}, {"checkpoint_steps": -1}])
+def test_steps_below_their_least(loader: DataLoader, given: dict[str, int]) -> None:
+    with pytest.raises(InvalidArgumentError, match=rf"{next(iter(given))} must be at least [01], got -1"):
+        DataExecutor(loader, **given)  # type: ignore[arg-type]
 
 
 def test_arguments_are_copied_here_and_now(two: Any) -> None:
@@ -216,16 +207,6 @@ def test_unadvanced_iterator_ends_when_dropped(two: Any, loader: DataLoader) -> 
     unused = iter(DataExecutor(loader, appliance=two))
     del unused
     assert tuples(DataExecutor(loader, appliance=two)) == one_pass(0), "nothing was taken, so nothing was left"
-
-
-def test_an_error_of_the_input_ends_the_stream(appliances: Any, loader: DataLoader) -> None:
-    bad = appliances(lambda slot, epoch: [torch.tensor([1]), ValueError("broken")])
-    steps = iter(DataExecutor(loader, appliance=bad))
-    assert int(next(steps)) == 1
-    with pytest.raises(InputFnError, match=r"ValueError: broken \[worker w0, box 0, slot 0, step 2\]"):
-        next(steps)
-    with pytest.raises(InputFnError, match="broken"):
-        iter(DataExecutor(loader, appliance=bad))
 
 
 def test_a_loader_streams_from_one_appliance(two: Any, loader: DataLoader, appliances: Any) -> None:

@@ -102,18 +102,6 @@ def test_loop_that_drops_batches_gets_only_views(rigs: Any) -> None:
     assert rig.reader.copies == 0
 
 
-def test_large_batches_flow_through_four_entries(rigs: Any) -> None:
-    rig = rigs()
-    size = (3 << 20) // 4
-    batch = None
-    for number in range(12):
-        assert rig.runners[0].send(torch.full((size,), number, dtype=torch.int32))
-        batch = rig.reader.next()
-        assert int(batch[-1]) == number
-    assert rig.reader.copies == 0
-    del batch
-
-
 def test_growing_batch_moves_to_a_larger_ring(rigs: Any) -> None:
     rig = rigs()
     kept = []
@@ -315,34 +303,6 @@ def view(place: int) -> pb.SlotView:
     return pb.SlotView(slot=0, phase=pb.STARTING, worker="w", start_queue_position=place, start_queue_length=10)
 
 
-def test_waiting_ends_when_a_slot_becomes_ready(rigs: Any) -> None:
-    rig = rigs(1, timeout_s=20)
-    runner = rig.runners[0]
-    rig.run.views = [pb.SlotView(slot=0, phase=pb.STARTING)]
-    rig.numbers(0, 5)
-    thread = threading.Thread(target=rig.run.show, args=(runner,))
-    poll = rig.run.dial
-
-    def dial(*args: Any) -> Any:
-        assert rig.reader.stats.waited_s > 0, "it had to wait for this"
-        return poll(*args)
-
-    rig.run.dial = dial
-    progress = rig.run.progress
-
-    class Waiting(type(progress)):  # type: ignore[misc]
-        """Starts the news once the feed says that it waits."""
-
-        def __setattr__(self, name: str, value: Any) -> None:
-            super().__setattr__(name, value)
-            if name == "waiting_for" and value and not thread.is_alive() and thread.ident is None:
-                thread.start()
-
-    rig.run.progress = Waiting(waited_by_slot=[0.0])
-    assert rig.take(1) == [5]
-    thread.join()
-
-
 def test_unsharded_input_warns_once(rigs: Any) -> None:
     rig = rigs(2)
     rig.numbers(0, 0, 1)
@@ -500,31 +460,6 @@ def test_dense_checkpoint_steps_are_announced(rigs: Any) -> None:
         assert max(wanted) - again // 2 > MAX_ENTRIES + 1
 
 
-def test_position_can_be_read_from_any_thread(rigs: Any) -> None:
-    rig = rigs(2)
-    seen: list[Any] = []
-    stop = threading.Event()
-
-    def watch() -> None:
-        while not stop.is_set():
-            seen.append(rig.reader.snapshot())
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    for number in range(300):
-        for slot in (0, 1):
-            rig.numbers(slot, number)
-        rig.take(2)
-    stop.set()
-    thread.join()
-    assert seen
-    for snapshot in seen:
-        assert snapshot is not None
-        position = Position.from_proto(snapshot)
-        assert position.step == sum(position.total)
-        assert position.cursor == position.step % 2
-
-
 def test_half_moved_position_is_not_seen(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = rigs()
     rig.numbers(0, 1)
@@ -543,19 +478,3 @@ def test_half_moved_position_is_not_seen(rigs: Any, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Position, "deliver", slowly)
     rig.take(1)
     assert seen[0] is None or seen[0].step == sum(slot.total for slot in seen[0].slots)
-
-
-def test_fork_of_the_trainer_releases_nothing(rigs: Any) -> None:
-    rig = rigs()
-    rig.numbers(0, 1)
-    batch = rig.reader.next()
-    child = os.fork()
-    if child == 0:
-        del batch
-        rig.reader.flush()
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-    producer = rig.runners[0].producer
-    producer.take_acks()
-    assert producer.free_entries == producer.ring_entries - 1
-    assert int(batch) == 1

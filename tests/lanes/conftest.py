@@ -317,13 +317,3 @@ def link(request: pytest.FixtureRequest, runner: Runner, receiver: Receiver) -> 
     link.close()
     if runner.alive:
         runner.ask("reset", max_batch_bytes=64 << 20)
-
-
-@pytest.fixture
-def local_link(runner: Runner, receiver: Receiver) -> Iterator[Link]:
-    """The local lane, for what concerns only it."""
-    link = Link("local", runner, receiver)
-    yield link
-    link.close()
-    if runner.alive:
-        runner.ask("reset", max_batch_bytes=64 << 20)

@@ -227,24 +227,6 @@ def test_each_leaf_has_a_storage_of_its_own(copy: bool) -> None:
     assert torch.equal(torch.load(_saved(slot.batch["big"])), torch.ones(100_000))
 
 
-def test_one_release_for_each_of_many_batches() -> None:
-    flat = Flattener().flatten({"x": torch.ones(3), "y": np.ones(3)})
-    ring, released = Ring(), deque[int]()
-    assembler = Assembler(received(flat))
-    held = []
-    for token in range(100):
-        offset = token * 128
-        ring.write(flat, offset)
-        held.append(assembler.assemble(flat.shapes, ring.view, offset, flat.nbytes, released, token))
-    assert not released
-    del held[::2]
-    gc.collect()
-    assert sorted(released) == list(range(0, 100, 2))
-    held.clear()
-    gc.collect()
-    assert sorted(released) == list(range(100))
-
-
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 def test_a_forked_child_releases_nothing() -> None:
     slot = Slot([torch.ones(2), np.ones(2)])
