@@ -93,16 +93,7 @@ def test_it_is_up_within_half_a_second_or_so(started: list[Coordinator]) -> None
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
-def test_signals_end_it_in_order(started: list[Coordinator], how: signal.Signals) -> None:
-    coordinator = start(started)
-    with coordinator.client() as client:
-        assert client.status().version
-        assert coordinator.kill(how) == 0
-        with pytest.raises(CoordinatorUnavailableError, match=coordinator.address):
-            client.status()
-
-
-def test_a_stop_answers_long_polls(started: list[Coordinator]) -> None:
+def test_a_signal_ends_it_and_answers_long_polls(started: list[Coordinator], how: signal.Signals) -> None:
     coordinator = start(started)
     replies: list[pb.WatchRunReply] = []
     with coordinator.client() as client:
@@ -113,8 +104,10 @@ def test_a_stop_answers_long_polls(started: list[Coordinator]) -> None:
         held.start()
         for _ in range(20):  # calls are taken in order on one connection, so the poll is there by then
             client.status()
-        assert coordinator.kill(signal.SIGTERM) == 0
+        assert coordinator.kill(how) == 0
         held.join(DEADLINE_S)
+        with pytest.raises(CoordinatorUnavailableError, match=coordinator.address):
+            client.status()
     assert [reply.version for reply in replies] == [watch.seen_version]
 
 

@@ -100,11 +100,6 @@ def test_steps_cross_epochs_and_executors(two: Any, loader: DataLoader) -> None:
     assert tuples(DataExecutor(loader, appliance=two)) == stream[17:20], "what is left of the epoch"
 
 
-def test_exhausted_epoch_is_followed_by_the_next(two: Any, loader: DataLoader) -> None:
-    tuples(DataExecutor(loader, num_steps=10, appliance=two))
-    assert tuples(DataExecutor(loader, appliance=two)) == one_pass(1)
-
-
 def test_break_is_followed_by_the_next_epoch(two: Any, loader: DataLoader) -> None:
     for _ in DataExecutor(loader, appliance=two):
         break
@@ -166,15 +161,6 @@ def test_dropped_batch_is_freed(two: Any, loader: DataLoader) -> None:
 def test_iterating_the_loader_is_the_same(two: Any, loader: DataLoader, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.client.api.opened_loader.current_appliance", lambda loader: two)
     assert tuples(loader) == one_pass(0)
-
-
-def test_uneven_slots(appliances: Any, loader: DataLoader) -> None:
-    lengths = [1, 3]
-    uneven = appliances(lambda slot, epoch: numbers(slot, epoch)[: lengths[slot]], num_workers_per_box=2)
-    expected = [(0, 0, 0), (0, 1, 0), (0, 1, 1), (0, 1, 2)]
-    assert tuples(DataExecutor(loader, appliance=uneven)) == expected
-    rest = tuples(DataExecutor(loader, num_steps=5, appliance=uneven))
-    assert rest == [(1, *place[1:]) for place in expected] + [(2, 0, 0)]
 
 
 @pytest.mark.parametrize("num_steps", [None, 5])
