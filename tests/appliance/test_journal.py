@@ -190,26 +190,6 @@ def test_ended_attempts_snapshots_drop_at_start(state: StateDir) -> None:
 # --------------------------------------------------------------------------------------------------- nothing unwritten
 
 
-def test_unwritten_rows_are_not_acknowledged(state: StateDir) -> None:
-    world, box, worker = running(state)
-    page_count = world.journal._db.execute("PRAGMA page_count").fetchone()[0]
-    world.journal._db.execute(f"PRAGMA max_page_count={page_count}")  # the disk is full
-    fields = {"job": "x" * 100_000, "client_id": "late"}
-    with pytest.raises(JournalError, match=r"journal\.db cannot be written \(database or disk is full\)"):
-        world.open(**fields)  # type: ignore[arg-type]
-    with pytest.raises(JournalError):  # nobody is told anything meanwhile
-        box.watch()
-    with pytest.raises(JournalError):
-        worker.heartbeat()
-    with pytest.raises(JournalError):
-        world.registry.tick()
-    world.journal._db.execute("PRAGMA max_page_count=1000000")
-    box.watch()
-    assert world.open(**fields).reply.attempt == 1  # type: ignore[arg-type]
-    restarted(world)
-    assert len(world.registry.cluster.runs) == 2
-
-
 def test_writing_stays_cheap(state: StateDir) -> None:
     """A heartbeat that changes nothing writes nothing."""
     world, box, worker = running(state)

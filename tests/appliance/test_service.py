@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sqlite3
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,6 @@ from penstock.appliance.states.state_stream import LoopTurns, packed, parts
 from penstock.proto.errors import (
     DeadlineError,
     InvalidArgumentError,
-    PenstockError,
     ProtocolError,
     StateUnavailableError,
     SupersededError,
@@ -396,31 +395,3 @@ async def test_a_deadline_names_who_is_waited_for(client: AsyncCoordinatorClient
 
 
 # ----------------------------------------------------------------------------------------------------------- restarts
-
-
-@on_coordinator()
-async def test_nothing_but_our_numbers_is_believed(client: AsyncCoordinatorClient) -> None:
-    """Empty and absurd messages leave a coordinator that answers."""
-    huge = 2**32 - 1
-    calls: list[Callable[[], Awaitable[object]]] = [
-        lambda: client.open_run(opening(num_boxes=huge, num_workers_per_box=huge)),
-        lambda: client.open_run(opening(start=records_pb2.BoxPosition(step=1, live=[huge], slots=[{}, {}]))),  # type: ignore[list-item]
-        lambda: client.watch_run(pb.WatchRunRequest()),
-        lambda: client.register(pb.RegisterWorkerRequest()),
-        lambda: client.put_snapshot(pb.SnapshotHeader(), b""),
-        lambda: client.get_snapshots(pb.GetSnapshotsRequest()),
-        lambda: client.fetch_state(pb.FetchStateRequest()),
-    ]
-    for call in calls:
-        with pytest.raises(PenstockError) as caught:
-            await call()
-        assert "Traceback" not in caught.value.remote_traceback, caught.value
-    await client.close_run(pb.CloseRunRequest())
-    await client.deregister(pb.DeregisterWorkerRequest())
-    await client.put_state(pb.StateAnswer())
-    await client.open_run(opening())
-    bad = watching(steps=1)
-    bad.delivered.live[:] = [5]
-    with pytest.raises(InvalidArgumentError, match="must be rising numbers"):
-        await client.watch_run(bad)
-    assert (await client.status()).runs[0].run == "job/0"

@@ -261,30 +261,6 @@ async def test_calls_share_a_commit_and_return_after_it(state: StateDir) -> None
     journal.close()
 
 
-@in_loop
-async def test_reply_waits_for_rows_of_other_calls(state: StateDir) -> None:
-    journal = Journal(state)
-    syncing = GroupCommit(journal)
-    go, write = threading.Event(), journal.write
-
-    def gated(rows: Rows) -> None:
-        assert go.wait(DEADLINE_S)
-        write(rows)
-
-    journal.write = gated  # type: ignore[method-assign]
-    journal.put("attempts", attempt(1))
-    first = asyncio.create_task(syncing.sync())
-    await turn()
-    second = asyncio.create_task(syncing.sync())  # has put nothing, but may speak of the attempt
-    await turn()
-    assert not first.done()
-    assert not second.done()
-    go.set()
-    await asyncio.gather(first, second)
-    syncing.close()
-    journal.close()
-
-
 def test_bad_row_leaves_no_open_transaction(state: StateDir) -> None:
     journal = Journal(state)
     journal.put("attempts", attempt(1) | {"attempt": 1 << 64})

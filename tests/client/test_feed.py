@@ -104,22 +104,6 @@ def test_loop_that_drops_batches_gets_only_views(rigs: Any) -> None:
     assert rig.reader.copies == 0
 
 
-def test_growing_batch_moves_to_a_larger_ring(rigs: Any) -> None:
-    rig = rigs()
-    kept = []
-    for power in (4, 12, 18, 20):
-        assert rig.runners[0].send(torch.full((1 << power,), power, dtype=torch.uint8))
-        kept.append(rig.reader.next())
-    for power, batch in zip((4, 12, 18, 20), kept, strict=True):
-        assert batch.numel() == 1 << power
-        assert batch.unique().tolist() == [power]
-    lane = rig.reader._lanes[0]
-    kept.clear()
-    batch = None
-    rig.reader.flush()
-    assert list(lane.rings) == [lane.current_ring], "outgrown rings go with their last view"
-
-
 @pytest.mark.parametrize("timeout_s", [0.05, 1e-9])
 def test_acks_come_in_groups_but_before_any_wait(rigs: Any, timeout_s: float) -> None:
     """Also one that is over before it begins."""

@@ -164,38 +164,6 @@ def test_acks_are_read_while_network_is_awaited(rig: Rig) -> None:
     rig.expect(2, 200_000)
 
 
-def test_full_ring_stops_reading_but_takes_acks(rig: Rig) -> None:
-    rig.begin(4 << 20)
-    size = 3 << 20
-    data = stream(*(batch(total, size) for total in range(1, 12)))
-    rig.far.setblocking(False)
-    sent, places = 0, []
-    for total in range(1, 5):
-        while (frame := rig.consumer.receive()) is None:
-            sent += push(rig.far, data[sent:])
-        places.append((frame.ring, frame.entry))
-        assert frame.total == total
-    # The ring is full: now the window closes, for the receiver does not take bytes it has no place for.
-    while pushed := push(rig.far, data[sent:]):
-        sent += pushed
-    assert sent < 10 * size
-    rig.far.settimeout(DEADLINE_S)
-    rig.consumer.delivered(2)
-    rig.consumer.flush()
-    assert rig.ack().delivered == 2
-    assert rig.consumer.receive() is None
-    rig.far.setblocking(False)
-    for total in range(5, 12):
-        rig.consumer.delivered(total - 1)
-        rig.consumer.release(places.pop(0))
-        rig.consumer.flush()
-        while (frame_or_none := rig.consumer.receive()) is None:
-            sent += push(rig.far, data[sent:])
-        assert frame_or_none.total == total
-        assert bytes(payload(rig.consumer, frame_or_none)) == content(total, size)
-        places.append((frame_or_none.ring, frame_or_none.entry))
-
-
 def push(sock: socket.socket, data: bytes) -> int:
     try:
         return sock.send(data[: 1 << 20])
