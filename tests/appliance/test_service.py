@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 import pytest
 from bearer import metadata
+from coroutines import in_loop
 from google.protobuf import descriptor_pb2
 from served import (
     DEADLINE_S,
@@ -349,29 +350,27 @@ def test_small_parts_are_packed() -> None:
     assert [part for one in together for part in (one.parts or [one])] == apart
 
 
-def test_event_loop_turns_go_one_at_a_time() -> None:
+@in_loop
+async def test_event_loop_turns_go_one_at_a_time() -> None:
     """Take turns in order, past a cancelled one: heartbeats are received between large messages."""
     got: list[int] = []
 
     def note(number: int, _: asyncio.Task[None]) -> None:
         got.append(number)
 
-    async def body() -> None:
-        turns, loop = LoopTurns(), asyncio.get_running_loop()
-        asks = [loop.create_task(turns.next()) for _ in range(5)]
-        for number, ask in enumerate(asks):
-            ask.add_done_callback(partial(note, number))
+    turns, loop = LoopTurns(), asyncio.get_running_loop()
+    asks = [loop.create_task(turns.next()) for _ in range(5)]
+    for number, ask in enumerate(asks):
+        ask.add_done_callback(partial(note, number))
+    await asyncio.sleep(0)
+    asks[2].cancel()
+    at_once = []
+    while len(got) < len(asks):
+        before = len(got)
         await asyncio.sleep(0)
-        asks[2].cancel()
-        at_once = []
-        while len(got) < len(asks):
-            before = len(got)
-            await asyncio.sleep(0)
-            at_once.append(len(set(got[before:]) - {2}))
-        assert max(at_once) == 1
-        await turns.next()
-
-    asyncio.run(body())
+        at_once.append(len(set(got[before:]) - {2}))
+    assert max(at_once) == 1
+    await turns.next()
     assert [number for number in got if number != 2] == [0, 1, 3, 4]
 
 

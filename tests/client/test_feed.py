@@ -65,18 +65,15 @@ def test_leaves_are_views_that_release_entries(rigs: Any) -> None:
     ring = rig.runners[0].producer
     batch[0] = 9  # the loop may write in place
     free = ring.free_entries
-    rig.reader.flush()
-    ring.take_acks()
+    rig.acked()
     assert ring.free_entries == free, "the batch is still seen"
     view = batch[:1]
     del batch
-    rig.reader.flush()
-    ring.take_acks()
+    rig.acked()
     assert ring.free_entries == free, "a view of it is still seen"
     assert view.tolist() == [9]
     del view
-    rig.reader.flush()
-    ring.take_acks()
+    rig.acked()
     assert ring.free_entries == free + 1
 
 
@@ -168,8 +165,7 @@ def test_passes_are_opened_as_far_as_allowed(rigs: Any) -> None:
     producer.take_acks()
     assert producer.open_epochs == 0
     rig.reader.open_epochs(5)
-    rig.reader.flush()
-    producer.take_acks()
+    rig.acked()
     assert producer.open_epochs == 5
 
 
@@ -341,8 +337,7 @@ def test_broken_lane_reopens_without_loss(rigs: Any) -> None:
     assert len(hello.held) == 2, "views that live over the break keep their slots"
     free = runner.producer.free_entries
     del first, second
-    rig.reader.flush()
-    runner.producer.take_acks()
+    rig.acked()
     assert runner.producer.free_entries >= free + 2
 
 
@@ -375,8 +370,7 @@ def test_moved_slot_drops_late_frames(rigs: Any) -> None:
     assert rig.take(1) == [11]
     free = new.producer.free_entries
     del held
-    rig.reader.flush()
-    new.producer.take_acks()
+    rig.acked()
     assert new.producer.free_entries == free + 1, "only its own batch came back"
     assert rig.reader.stats.recoveries == 1
     with warnings.catch_warnings():
@@ -483,8 +477,7 @@ def test_abandoned_epoch_releases_its_entries(rigs: Any) -> None:
     assert rig.take(2) == [100, 110], "batches of the epoch that was left are never seen"
     assert rig.reader.position.total == [3, 2]
     producer = rig.runners[0].producer
-    rig.reader.flush()
-    producer.take_acks()
+    rig.acked()
     assert producer.free_entries >= producer.ring_entries - 1
 
 

@@ -20,7 +20,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +226,18 @@ def finish(consumer: Consumer, total: int, place: tuple[int, int]) -> None:
     consumer.delivered(total)
     consumer.release(place)
     consumer.flush()
+
+
+def consume(consumer: Consumer, totals: Iterable[int], size: int, *, epoch: int = 0) -> None:
+    """Receive these batches; the loop drops each."""
+    for total in totals:
+        finish(consumer, total, take(consumer, total, size, epoch=epoch))
+
+
+def cut(consumer: Consumer, runner: Runner) -> None:
+    """Break the connection."""
+    consumer.close(say_so=False)
+    runner.until(attached=False)
 
 
 def unpacked(codec: int, data: bytes, size: int) -> bytes:

@@ -61,6 +61,13 @@ class Rig:
         assert bytes(payload(self.consumer, frame)) == content(total, size)
         return frame.ring, frame.entry
 
+    def take(self, total: int, size: int) -> None:
+        """Receive a batch; the loop drops it."""
+        place = self.expect(total, size)
+        self.consumer.delivered(total)
+        self.consumer.release(place)
+        self.consumer.flush()
+
     def close(self) -> None:
         self.consumer.close()
         self.far.close()
@@ -189,10 +196,7 @@ def test_passes_left_while_their_batches_come_in(rig: Rig) -> None:
         second = len(stale) // 3
         rig.far.sendall(b"?" * (2 * second - 80_000) + stale[2 * second :])
         rig.far.sendall(stream(batch(total + 1, size, abandons=abandons + 1, epoch=abandons + 1)))
-        place = rig.expect(total + 1, size)
-        rig.consumer.delivered(total + 1)
-        rig.consumer.release(place)
-        rig.consumer.flush()
+        rig.take(total + 1, size)
         assert rig.ack().delivered == total + 1
     rig.far.sendall(stream(*(batch(total, size, abandons=20, epoch=20) for total in range(41, 49))))
     assert len({rig.expect(total, size) for total in range(41, 49)}) == 8, "all slots are there"
@@ -224,10 +228,7 @@ def test_whole_batches_before_break_are_forwarded(rig: Rig) -> None:
     rig.far.sendall(stream(*(batch(total, 1000) for total in range(1, 20)))[:-1])
     rig.far.close()
     for total in range(1, 19):  # more than the ring holds: it stopped reading, and finds the end later
-        place = rig.expect(total, 1000)
-        rig.consumer.delivered(total)
-        rig.consumer.release(place)
-        rig.consumer.flush()
+        rig.take(total, 1000)
     with pytest.raises(LaneLostError):
         next_frame(rig.consumer)
 
@@ -346,10 +347,7 @@ def test_lanes_do_not_wait_for_each_other(receiver: Receiver) -> None:
     half.far.sendall(stream(batch(1, SLOT))[: SLOT // 2])
     for total in range(1, 100):
         free.far.sendall(stream(batch(total, 70_000)))
-        place = free.expect(total, 70_000)
-        free.consumer.delivered(total)
-        free.consumer.release(place)
-        free.consumer.flush()
+        free.take(total, 70_000)
     for rig in rigs:
         rig.close()
 
