@@ -16,29 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from batch_memory import SIZE, Ring, received
 
-from penstock.proto.batch.flatten import Assembler, FlatBatch, Flattener, wrap_buffer
-from penstock.proto.batch.structure import Structure
+from penstock.proto.batch.flatten import Assembler, Flattener, wrap_buffer
 from penstock.proto.errors import InvalidArgumentError, ProtocolError
-
-SIZE = 1 << 20
-
-
-class Ring:
-    """Anonymous shared memory full of garbage, with its address."""
-
-    def __init__(self, size: int = SIZE, fill: int = 0xA5) -> None:
-        self.mmap = mmap.mmap(-1, size)
-        self.mmap[:] = bytes([fill]) * size
-        self.view = wrap_buffer(self.mmap)
-        self.address = self.view.ctypes.data
-
-    def write(self, flat: FlatBatch, offset: int = 128) -> None:
-        flat.write_to(self.address + offset)
-
-
-def received(flat: FlatBatch) -> Structure:
-    return Structure.from_bytes(flat.structure.to_bytes())
 
 
 class Slot:

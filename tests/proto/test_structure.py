@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import json
-import mmap
 import os
 import subprocess
 import sys
@@ -17,11 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from batch_memory import Ring, received, trip
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.proto.batch import classes
-from penstock.proto.batch.flatten import Assembler, FlatBatch, Flattener, register_class, required_nbytes, wrap_buffer
+from penstock.proto.batch.flatten import Assembler, Flattener, register_class, required_nbytes
 from penstock.proto.batch.structure import Structure
 from penstock.proto.errors import InvalidArgumentError, ProtocolError, UnsupportedLeafError
 
@@ -53,30 +53,6 @@ class Unfinished(abc.ABC):
 @dataclass
 class DictRecord(dict):  # type: ignore[type-arg]
     x: Any = None
-
-
-class Ring:
-    """Anonymous shared memory full of garbage, with its address."""
-
-    def __init__(self, size: int = 1 << 20, fill: int = 0xA5) -> None:
-        self.mmap = mmap.mmap(-1, size)
-        self.mmap[:] = bytes([fill]) * size
-        self.view = wrap_buffer(self.mmap)
-        self.address = self.view.ctypes.data
-
-    def write(self, flat: FlatBatch, offset: int = 128) -> None:
-        flat.write_to(self.address + offset)
-
-
-def received(flat: FlatBatch) -> Structure:
-    return Structure.from_bytes(flat.structure.to_bytes())
-
-
-def trip(batch: Any) -> Any:
-    flat = Flattener().flatten(batch)
-    ring = Ring()
-    ring.write(flat)
-    return Assembler(received(flat)).assemble(flat.shapes, ring.view, 128, flat.nbytes)
 
 
 def test_the_table_forgets_the_longest_unused() -> None:

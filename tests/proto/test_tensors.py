@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import io
-import mmap
 import struct
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
@@ -14,11 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from batch_memory import Ring, received, trip
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.proto.batch import flatten, structure
-from penstock.proto.batch.flatten import Assembler, FlatBatch, Flattener, required_nbytes, wrap_buffer
+from penstock.proto.batch.flatten import Assembler, Flattener
 from penstock.proto.batch.structure import MAX_DEPTH, MAX_LEAVES, Structure
 from penstock.proto.batch.tree import TORCH_NAMES
 from penstock.proto.errors import StructureChangedError, UnsupportedLeafError
@@ -30,7 +30,6 @@ NUMPY = [
     "?", "i1", "<i2", ">i2", "<i4", "<i8", ">i8", "u1", "<u2", "<u4", ">u8", "<f2", "<f4", ">f4", "<f8", "<c8", ">c8",
     "<c16", "<q", "<Q", "S1", "S7", "<U3", ">U2", "<M8[ns]", "<M8[25s]", ">M8[D]", "<M8", "<m8[us]", "<m8",
 ]  # fmt: skip
-SIZE = 1 << 20
 SMALL = 1 << 18
 """More than any of `batches` needs: eight leaves of 24 kB at the most."""
 
@@ -68,34 +67,6 @@ forbidden = False
 
 def raise_if_forbidden() -> None:
     assert not forbidden, "__post_init__ ran"
-
-
-class Ring:
-    """Anonymous shared memory full of garbage, with its address."""
-
-    def __init__(self, size: int = SIZE, fill: int = 0xA5) -> None:
-        self.mmap = mmap.mmap(-1, size)
-        self.mmap[:] = bytes([fill]) * size
-        self.view = wrap_buffer(self.mmap)
-        self.address = self.view.ctypes.data
-
-    def write(self, flat: FlatBatch, offset: int = 128) -> None:
-        flat.write_to(self.address + offset)
-
-
-def received(flat: FlatBatch) -> Structure:
-    return Structure.from_bytes(flat.structure.to_bytes())
-
-
-def trip(batch: Any, offset: int = 128, copy: bool = False) -> Any:
-    flat = Flattener().flatten(batch)
-    ring = Ring(
-        -(-(offset + flat.nbytes + 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-    )  # a large one takes longer than the rest
-    ring.write(flat, offset)
-    assert {ring.mmap[offset - 1], ring.mmap[offset + flat.nbytes]} == {0xA5}, "written outside the region"
-    assert required_nbytes(flat.structure, flat.shapes) == flat.nbytes
-    return Assembler(received(flat)).assemble(flat.shapes, ring.view, offset, flat.nbytes, copy=copy)
 
 
 def raw(tensor: torch.Tensor) -> bytes:
