@@ -100,15 +100,6 @@ def test_steps_cross_epochs_and_executors(two: Any, loader: DataLoader) -> None:
     assert tuples(DataExecutor(loader, appliance=two)) == stream[17:20], "what is left of the epoch"
 
 
-def test_break_is_followed_by_the_next_epoch(two: Any, loader: DataLoader) -> None:
-    for _ in DataExecutor(loader, appliance=two):
-        break
-    run = two.runs[0]
-    assert run.progress.abandoned == (), "not before the next executor starts"
-    assert tuples(DataExecutor(loader, appliance=two)) == one_pass(1)
-    assert run.progress.abandoned == ((0, 1),)
-
-
 def test_persistent_executor_continues_an_epoch(two: Any, loader: DataLoader) -> None:
     executor, taken = DataExecutor(loader, appliance=two, persistent=True), []
     for _ in range(3):
@@ -156,11 +147,6 @@ def test_dropped_batch_is_freed(two: Any, loader: DataLoader) -> None:
         alive.append(weakref.ref(batch))
         del batch
     assert left == [None] * 5
-
-
-def test_iterating_the_loader_is_the_same(two: Any, loader: DataLoader, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.client.api.opened_loader.current_appliance", lambda loader: two)
-    assert tuples(loader) == one_pass(0)
 
 
 @pytest.mark.parametrize("num_steps", [None, 5])
@@ -215,18 +201,6 @@ def test_a_dropped_loader_gives_its_run_up(two: Any) -> None:
 
 
 # ---- figures
-
-
-def test_waiting_and_digest(two: Any) -> None:
-    digests = []
-    for _ in range(2):
-        executor = DataExecutor(DataLoader(streams.counter), num_steps=8, appliance=two)
-        for _ in executor:
-            assert executor.wait_seconds >= 0
-        digests.append(executor.digest)
-        assert executor.stats.steps == 8
-        assert sum(executor.stats.waited_by_worker.values()) == pytest.approx(executor.stats.waited_s)
-    assert digests[0] == digests[1] != 0
 
 
 def test_a_progress_line_when_asked_for(
@@ -382,7 +356,6 @@ def test_closed_appliance_has_the_fetched_state(two: Any, loader: DataLoader) ->
     state = loader.state_dict()
     two.close()
     assert loader.state_dict() == state
-    loader = DataLoader(streams.counter)
 
 
 def test_a_closed_appliance_says_so(two: Any, loader: DataLoader) -> None:
