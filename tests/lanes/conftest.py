@@ -216,6 +216,7 @@ def take(consumer: Consumer, total: int, size: int, *, epoch: int = 0) -> tuple[
     """Receive batch `total`, check all of it, and return its place in the ring."""
     frame = next_frame(consumer)
     assert (frame.kind, frame.total, frame.epoch, frame.nbytes) == (BATCH, total, epoch, size)
+    assert (frame.codec, frame.wire) == (0, 0), "a consumer gets nothing that is compressed"
     assert frame.digest == digest(total)
     assert bytes(payload(consumer, frame)) == content(total, size)
     return frame.ring, frame.entry
