@@ -178,6 +178,19 @@ async def test_snapshots_of_the_fenced_are_refused(client: AsyncCoordinatorClien
             await client.put_snapshot(header(3, slot=9), b"x")
 
 
+@on_coordinator(replace(LIMITS, budget=3_000_000))
+async def test_over_budget_is_refused_and_rest_stays(client: AsyncCoordinatorClient, address: str) -> None:
+    await client.open_run(opening())
+    async with daemon(address):
+        await until_ready(client)
+        reply = await client.put_snapshot(header(0), b"x" * 1_000_000)
+        assert (reply.refused, reply.free_bytes) == ("", 2_000_000)
+        refusal = await client.put_snapshot(header(1), b"x" * 2_500_000)
+        assert refusal.refused.startswith("there is no budget for a snapshot of 2500000 bytes: 1000000 of 2700000")
+        assert refusal.free_bytes == 2_000_000
+        assert [head.total for head, _ in await client.get_snapshots(query())] == [0]
+
+
 @on_coordinator(replace(LIMITS, budget=3000000, part_s=1.0))
 async def test_stalled_transfer_frees_its_budget(client: AsyncCoordinatorClient, address: str) -> None:
     await client.open_run(opening())
