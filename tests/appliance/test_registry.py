@@ -376,6 +376,22 @@ def test_sure_snapshot_before_epoch_start_is_kept(world: FakeCluster) -> None:
     assert snapshot_index.snapshots(KEY) == [DurableSnapshot(9, 1, 1)]
 
 
+def test_snapshots_past_abandoned_step_are_unused(world: FakeCluster) -> None:
+    """A runner produces ahead: one of its snapshots may lie beyond the batch after which the loop left the epoch."""
+    snapshot_index = world.snapshot_index
+    for kept in (
+        DurableSnapshot(0, 0, 1),
+        DurableSnapshot(8, 0, 1),
+        DurableSnapshot(5, 1, 1),
+        DurableSnapshot(12, 1, 1),
+    ):
+        snapshot_index.add(KEY, kept)
+    snapshot_index.trim(
+        KEY, 9
+    )  # the loop left pass 0 after batch 5: from batch 8 of that epoch nobody comes to batch 9
+    assert snapshot_index.snapshots(KEY) == [DurableSnapshot(5, 1, 1), DurableSnapshot(12, 1, 1)]
+
+
 # ------------------------------------------------------------------------------------------------------------- status
 
 
