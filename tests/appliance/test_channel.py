@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from coroutines import Test, as_test, in_loop
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 
 from penstock.proto.errors import (
@@ -117,49 +118,48 @@ def trial(body: Trial, *, token: str = TOKEN, deadline_s: float = 20.0, listen: 
     asyncio.run(run())
 
 
+def on_server(**options: Any) -> Callable[[Test], Callable[..., None]]:
+    """Make a test of a coroutine function: it may name `served`, `servicer`, `client` and fixtures."""
+    return as_test(lambda test: trial(test, **options), "served", "servicer", "client")
+
+
 # -------------------------------------------------------------------------------------------------------------- errors
 
 
-def test_every_error_crosses_with_its_traceback() -> None:
-    async def body(served: RunningServer, _: Scripted, client: AsyncCoordinatorClient) -> None:
-        blocking = CoordinatorClient(served.address, TOKEN)
-        for name, entry in CATALOGUE.items():
-            request = pb.OpenRunRequest(job=name)
-            with pytest.raises(entry.error) as caught:
-                await client.open_run(request)
-            with pytest.raises(entry.error) as caught_blocking:
-                await asyncio.to_thread(blocking.open_run, request)
-            for error in (caught.value, caught_blocking.value):
-                assert (type(error), error.message) == (entry.error, "what it says")
-                assert error.remote_traceback == "Traceback: far away"
-                cause = error.__context__
-                assert isinstance(cause, grpc.RpcError | grpc.aio.AioRpcError)
-                assert cause.code() is grpc.StatusCode[entry.status]
-                assert cause.details() == "what it says"
-        blocking.close()
-
-    trial(body)
+@on_server()
+async def test_every_error_crosses_with_its_traceback(served: RunningServer, client: AsyncCoordinatorClient) -> None:
+    blocking = CoordinatorClient(served.address, TOKEN)
+    for name, entry in CATALOGUE.items():
+        request = pb.OpenRunRequest(job=name)
+        with pytest.raises(entry.error) as caught:
+            await client.open_run(request)
+        with pytest.raises(entry.error) as caught_blocking:
+            await asyncio.to_thread(blocking.open_run, request)
+        for error in (caught.value, caught_blocking.value):
+            assert (type(error), error.message) == (entry.error, "what it says")
+            assert error.remote_traceback == "Traceback: far away"
+            cause = error.__context__
+            assert isinstance(cause, grpc.RpcError | grpc.aio.AioRpcError)
+            assert cause.code() is grpc.StatusCode[entry.status]
+            assert cause.details() == "what it says"
+    blocking.close()
 
 
-def test_server_bug_arrives_with_its_traceback() -> None:
-    async def body(_: RunningServer, __: Scripted, client: AsyncCoordinatorClient) -> None:
-        with pytest.raises(PenstockError) as caught:
-            await client.open_run(pb.OpenRunRequest(job="bug"))
-        assert caught.value.message == "ZeroDivisionError: by nought"
-        assert 'raise ZeroDivisionError("by nought")' in caught.value.remote_traceback
-        assert "in OpenRun" in caught.value.remote_traceback
-
-    trial(body)
+@on_server()
+async def test_server_bug_arrives_with_its_traceback(client: AsyncCoordinatorClient) -> None:
+    with pytest.raises(PenstockError) as caught:
+        await client.open_run(pb.OpenRunRequest(job="bug"))
+    assert caught.value.message == "ZeroDivisionError: by nought"
+    assert 'raise ZeroDivisionError("by nought")' in caught.value.remote_traceback
+    assert "in OpenRun" in caught.value.remote_traceback
 
 
-def test_error_in_mid_stream_is_raised() -> None:
-    async def body(served: RunningServer, _: Scripted, client: AsyncCoordinatorClient) -> None:
-        with pytest.raises(InvalidArgumentError, match="in mid-stream"):
-            await client.get_blob("broken")
-        with CoordinatorClient(served.address, TOKEN) as blocking, pytest.raises(InvalidArgumentError):
-            await asyncio.to_thread(blocking.get_blob, "broken")
-
-    trial(body)
+@on_server()
+async def test_error_in_mid_stream_is_raised(served: RunningServer, client: AsyncCoordinatorClient) -> None:
+    with pytest.raises(InvalidArgumentError, match="in mid-stream"):
+        await client.get_blob("broken")
+    with CoordinatorClient(served.address, TOKEN) as blocking, pytest.raises(InvalidArgumentError):
+        await asyncio.to_thread(blocking.get_blob, "broken")
 
 
 def test_long_details_keep_both_ends() -> None:
@@ -172,22 +172,6 @@ def test_long_details_keep_both_ends() -> None:
     assert type(error_of(detail)) is InvalidArgumentError
 
 
-def test_the_longest_error_crosses() -> None:
-    class Wordy(Scripted):
-        async def OpenRun(self, request: pb.OpenRunRequest, context: Context) -> pb.OpenRunReply:
-            raise InvalidArgumentError("ü" * 100_000, remote_traceback="ü" * 200_000)
-
-    async def run() -> None:
-        wordy = Wordy()  # type: ignore[abstract]
-        served = await server_aio("127.0.0.1:0", TOKEN, lambda s: rpc.add_CoordinatorServicer_to_server(wordy, s))
-        async with AsyncCoordinatorClient(served.address, TOKEN) as client:
-            with pytest.raises(InvalidArgumentError, match="üü"):
-                await client.open_run(pb.OpenRunRequest())
-        await served.stop(0)
-
-    asyncio.run(run())
-
-
 def test_derived_error_travels_as_its_base() -> None:
     class Closer(DeadlineError):
         pass
@@ -198,57 +182,49 @@ def test_derived_error_travels_as_its_base() -> None:
 # ------------------------------------------------------------------------------------------------------ who may call
 
 
-def test_wrong_or_missing_token_is_refused() -> None:
-    async def body(served: RunningServer, _: Scripted, client: AsyncCoordinatorClient) -> None:
-        calls: list[Callable[[], Awaitable[object]]] = [
-            lambda: client.open_run(pb.OpenRunRequest()),
-            lambda: client.get_blob("x"),
-            lambda: client.put_blob(b"x" * 3 * CHUNK),
-        ]
-        for call in calls:
-            with pytest.raises(
-                AuthenticationError, match=r"the token is wrong: both ends need the same PENSTOCK_TOKEN"
-            ):
-                await call()
-        async with connect_aio(served.address) as bare:
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await rpc.CoordinatorStub(bare).Status(pb.StatusRequest())
-        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
-        assert str(caught.value.details()).startswith("no token was sent")
-
-    trial(body, token="other")
+@on_server(token="other")
+async def test_wrong_or_missing_token_is_refused(served: RunningServer, client: AsyncCoordinatorClient) -> None:
+    calls: list[Callable[[], Awaitable[object]]] = [
+        lambda: client.open_run(pb.OpenRunRequest()),
+        lambda: client.get_blob("x"),
+        lambda: client.put_blob(b"x" * 3 * CHUNK),
+    ]
+    for call in calls:
+        with pytest.raises(AuthenticationError, match=r"the token is wrong: both ends need the same PENSTOCK_TOKEN"):
+            await call()
+    async with connect_aio(served.address) as bare:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await rpc.CoordinatorStub(bare).Status(pb.StatusRequest())
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert str(caught.value.details()).startswith("no token was sent")
 
 
-def test_other_protocol_is_refused_with_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(_: RunningServer, __: Scripted, client: AsyncCoordinatorClient) -> None:
-        monkeypatch.setattr(
-            authenticated_calls, "_RELEASE", (("penstock-protocol", "7"), ("penstock-version", "9.9.9"))
-        )
-        with pytest.raises(VersionSkewError) as caught:
-            await client.open_run(pb.OpenRunRequest())
-        assert caught.value.message == (
-            f"the caller (Penstock 9.9.9) uses protocol 7, the coordinator (Penstock {VERSION}) uses protocol "
-            f"{PROTOCOL}: install the same release on both ends"
-        )
-        monkeypatch.setattr(authenticated_calls, "_RELEASE", ())
-        with pytest.raises(VersionSkewError, match="uses no protocol number"):
-            await client.open_run(pb.OpenRunRequest())
-
-    trial(body)
+@on_server()
+async def test_other_protocol_is_refused_with_remedy(
+    client: AsyncCoordinatorClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(authenticated_calls, "_RELEASE", (("penstock-protocol", "7"), ("penstock-version", "9.9.9")))
+    with pytest.raises(VersionSkewError) as caught:
+        await client.open_run(pb.OpenRunRequest())
+    assert caught.value.message == (
+        f"the caller (Penstock 9.9.9) uses protocol 7, the coordinator (Penstock {VERSION}) uses protocol "
+        f"{PROTOCOL}: install the same release on both ends"
+    )
+    monkeypatch.setattr(authenticated_calls, "_RELEASE", ())
+    with pytest.raises(VersionSkewError, match="uses no protocol number"):
+        await client.open_run(pb.OpenRunRequest())
 
 
-def test_health_needs_no_token() -> None:
-    async def run() -> None:
-        async with serving() as (served, _), connect_aio(served.address) as bare:
-            stub = health_pb2_grpc.HealthStub(bare)
-            for service in ("", SERVICE):
-                reply = await stub.Check(health_pb2.HealthCheckRequest(service=service))
-                assert reply.status == health_pb2.HealthCheckResponse.SERVING
-            await served.health.enter_graceful_shutdown()
-            reply = await stub.Check(health_pb2.HealthCheckRequest(service=SERVICE))
-            assert reply.status == health_pb2.HealthCheckResponse.NOT_SERVING
-
-    asyncio.run(run())
+@in_loop
+async def test_health_needs_no_token() -> None:
+    async with serving() as (served, _), connect_aio(served.address) as bare:
+        stub = health_pb2_grpc.HealthStub(bare)
+        for service in ("", SERVICE):
+            reply = await stub.Check(health_pb2.HealthCheckRequest(service=service))
+            assert reply.status == health_pb2.HealthCheckResponse.SERVING
+        await served.health.enter_graceful_shutdown()
+        reply = await stub.Check(health_pb2.HealthCheckRequest(service=SERVICE))
+        assert reply.status == health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 @pytest.mark.parametrize("token", ["", "two words", "tökn", "line\nbreak"])
@@ -260,131 +236,86 @@ def test_token_that_fits_no_header_is_refused(token: str) -> None:
 # ------------------------------------------------------------------------------------------------------ absent peers
 
 
-def test_nobody_there_names_the_address() -> None:
-    async def run() -> None:
-        async with serving() as (served, _):
-            address = served.address
-        async with AsyncCoordinatorClient(address, TOKEN) as client:
-            with pytest.raises(CoordinatorUnavailableError, match=rf"the coordinator at {address} cannot be reached"):
-                await client.status()
-        with CoordinatorClient(address, TOKEN) as blocking, pytest.raises(CoordinatorUnavailableError, match=address):
-            blocking.get_blob("x")
-
-    asyncio.run(run())
-
-
-def test_deadline_names_address_call_and_seconds() -> None:
-    async def body(served: RunningServer, _: Scripted, client: AsyncCoordinatorClient) -> None:
-        expected = f"the coordinator at {served.address} did not answer WatchRun within 0.5 s"
-        with pytest.raises(DeadlineError) as caught:
-            await client.watch_run(pb.WatchRunRequest(hold_s=0.25))
-        assert caught.value.message == expected
-        with CoordinatorClient(served.address, TOKEN, deadline_s=0.25) as blocking, pytest.raises(DeadlineError):
-            await asyncio.to_thread(blocking.watch_run, pb.WatchRunRequest(hold_s=0.25))
-
-    trial(body, deadline_s=0.25)
-
-
-def test_own_close_differs_from_lost_peer() -> None:
-    async def body(served: RunningServer, servicer: Scripted, client: AsyncCoordinatorClient) -> None:
-        waiting = asyncio.ensure_future(client.watch_run(pb.WatchRunRequest(hold_s=60)))
-        await asyncio.to_thread(servicer.held.wait, 10)
-        await client.close()
-        with pytest.raises(LaneClosedError, match=r"was closed on this side during WatchRun"):
-            await waiting
-        with pytest.raises(LaneClosedError, match="is closed: no Status"):
+@in_loop
+async def test_nobody_there_names_the_address() -> None:
+    async with serving() as (served, _):
+        address = served.address
+    async with AsyncCoordinatorClient(address, TOKEN) as client:
+        with pytest.raises(CoordinatorUnavailableError, match=rf"the coordinator at {address} cannot be reached"):
             await client.status()
-
-        servicer.held.clear()
-        blocking = CoordinatorClient(served.address, TOKEN)
-        pending = asyncio.create_task(asyncio.to_thread(blocking.watch_run, pb.WatchRunRequest(hold_s=60)))
-        await asyncio.to_thread(servicer.held.wait, 10)
-        blocking.close()
-        with pytest.raises(LaneClosedError, match="was closed on this side during WatchRun"):
-            await pending
-        with pytest.raises(LaneClosedError, match="is closed: no Status"):
-            await asyncio.to_thread(blocking.status)
-
-        servicer.held.clear()
-        third = AsyncCoordinatorClient(served.address, TOKEN)
-        waiting = asyncio.ensure_future(third.watch_run(pb.WatchRunRequest(hold_s=60)))
-        await asyncio.to_thread(servicer.held.wait, 10)
-        await served.stop(0)
-        with pytest.raises(CoordinatorUnavailableError, match=served.address):
-            await waiting
-        await third.close()
-
-    trial(body)
+    with CoordinatorClient(address, TOKEN) as blocking, pytest.raises(CoordinatorUnavailableError, match=address):
+        blocking.get_blob("x")
 
 
-def test_a_cancelled_task_stays_cancelled() -> None:
-    async def body(_: RunningServer, servicer: Scripted, client: AsyncCoordinatorClient) -> None:
-        waiting = asyncio.ensure_future(client.watch_run(pb.WatchRunRequest(hold_s=60)))
-        await asyncio.to_thread(servicer.held.wait, 10)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
+@on_server(deadline_s=0.25)
+async def test_deadline_names_address_call_and_seconds(served: RunningServer, client: AsyncCoordinatorClient) -> None:
+    expected = f"the coordinator at {served.address} did not answer WatchRun within 0.5 s"
+    with pytest.raises(DeadlineError) as caught:
+        await client.watch_run(pb.WatchRunRequest(hold_s=0.25))
+    assert caught.value.message == expected
+    with CoordinatorClient(served.address, TOKEN, deadline_s=0.25) as blocking, pytest.raises(DeadlineError):
+        await asyncio.to_thread(blocking.watch_run, pb.WatchRunRequest(hold_s=0.25))
 
-    trial(body)
+
+@on_server()
+async def test_own_close_differs_from_lost_peer(
+    served: RunningServer, servicer: Scripted, client: AsyncCoordinatorClient
+) -> None:
+    waiting = asyncio.ensure_future(client.watch_run(pb.WatchRunRequest(hold_s=60)))
+    await asyncio.to_thread(servicer.held.wait, 10)
+    await client.close()
+    with pytest.raises(LaneClosedError, match=r"was closed on this side during WatchRun"):
+        await waiting
+    with pytest.raises(LaneClosedError, match="is closed: no Status"):
+        await client.status()
+
+    servicer.held.clear()
+    blocking = CoordinatorClient(served.address, TOKEN)
+    pending = asyncio.create_task(asyncio.to_thread(blocking.watch_run, pb.WatchRunRequest(hold_s=60)))
+    await asyncio.to_thread(servicer.held.wait, 10)
+    blocking.close()
+    with pytest.raises(LaneClosedError, match="was closed on this side during WatchRun"):
+        await pending
+    with pytest.raises(LaneClosedError, match="is closed: no Status"):
+        await asyncio.to_thread(blocking.status)
+
+    servicer.held.clear()
+    third = AsyncCoordinatorClient(served.address, TOKEN)
+    waiting = asyncio.ensure_future(third.watch_run(pb.WatchRunRequest(hold_s=60)))
+    await asyncio.to_thread(servicer.held.wait, 10)
+    await served.stop(0)
+    with pytest.raises(CoordinatorUnavailableError, match=served.address):
+        await waiting
+    await third.close()
 
 
-def test_call_unknown_to_old_coordinator_is_named() -> None:
-    async def run() -> None:
-        served = await server_aio("127.0.0.1:0", TOKEN, lambda server: None)
-        async with AsyncCoordinatorClient(served.address, TOKEN) as client:
-            with pytest.raises(
-                VersionSkewError, match=f"does not know the call Status, which Penstock {VERSION} makes"
-            ):
-                await client.status()
-        await served.stop(0)
-
-    asyncio.run(run())
+@in_loop
+async def test_call_unknown_to_old_coordinator_is_named() -> None:
+    served = await server_aio("127.0.0.1:0", TOKEN, lambda server: None)
+    async with AsyncCoordinatorClient(served.address, TOKEN) as client:
+        with pytest.raises(VersionSkewError, match=f"does not know the call Status, which Penstock {VERSION} makes"):
+            await client.status()
+    await served.stop(0)
 
 
 # ------------------------------------------------------------------------------------------------------------- values
 
 
-@pytest.mark.parametrize("size", [0, 1, CHUNK, CHUNK + 1, 9_000_001])
-def test_values_of_any_size_go_in_parts(size: int) -> None:
-    async def body(served: RunningServer, _: Scripted, client: AsyncCoordinatorClient) -> None:
-        data = b"\xab" * size
-        assert await client.put_blob(data) == blob_name(data)
-        with CoordinatorClient(served.address, TOKEN) as blocking:
-            assert await asyncio.to_thread(blocking.put_blob, data) == blob_name(data)
-
-    trial(body)
-
-
-def test_large_loader_arguments_become_a_blob() -> None:
-    async def body(served: RunningServer, _: Scripted, client: AsyncCoordinatorClient) -> None:
-        with CoordinatorClient(served.address, TOKEN) as blocking:
-            request = pb.OpenRunRequest()
-            request.loader.arguments = b"a" * 5_000_000
-            assert (await asyncio.to_thread(blocking.open_run, request)).run == blob_name(request.loader.arguments)
-            assert len(request.loader.arguments) == 5_000_000  # the caller's message is his own
-            request.loader.arguments = b"a" * 100
-            assert (await asyncio.to_thread(blocking.open_run, request)).run == "inline"
-
-    trial(body)
+@on_server()
+async def test_large_loader_arguments_become_a_blob(served: RunningServer) -> None:
+    with CoordinatorClient(served.address, TOKEN) as blocking:
+        request = pb.OpenRunRequest()
+        request.loader.arguments = b"a" * 5_000_000
+        assert (await asyncio.to_thread(blocking.open_run, request)).run == blob_name(request.loader.arguments)
+        assert len(request.loader.arguments) == 5_000_000  # the caller's message is his own
+        request.loader.arguments = b"a" * 100
+        assert (await asyncio.to_thread(blocking.open_run, request)).run == "inline"
 
 
-def test_message_above_the_limit_is_an_error() -> None:
-    async def body(served: RunningServer, _: Scripted, client: AsyncCoordinatorClient) -> None:
-        with pytest.raises(
-            InvalidArgumentError, match=rf"RegisterWorker to the coordinator at {served.address} is too"
-        ):
-            await client.register(pb.RegisterWorkerRequest(worker="w" * 5_000_000))
-
-    trial(body)
-
-
-def test_answer_before_the_last_part_is_received() -> None:
-    async def body(_: RunningServer, __: Scripted, client: AsyncCoordinatorClient) -> None:
-        for _attempt in range(20):
-            reply = await client.put_snapshot(pb.SnapshotHeader(), b"x" * 8_000_000)
-            assert reply.refused == "no room"
-
-    trial(body)
+@on_server()
+async def test_message_above_the_limit_is_an_error(served: RunningServer, client: AsyncCoordinatorClient) -> None:
+    with pytest.raises(InvalidArgumentError, match=rf"RegisterWorker to the coordinator at {served.address} is too"):
+        await client.register(pb.RegisterWorkerRequest(worker="w" * 5_000_000))
 
 
 async def nothing() -> AsyncIterator[pb.BlobPart]:
@@ -406,20 +337,20 @@ def overtaken(call: Any) -> Any:
     return call
 
 
-def test_refusal_is_received_despite_failed_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(_: RunningServer, __: Scripted, client: AsyncCoordinatorClient) -> None:
-        put, calls = client._stub.PutBlob, list[Any]()
+@on_server(token="other")
+async def test_refusal_is_received_despite_failed_write(
+    client: AsyncCoordinatorClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put, calls = client._stub.PutBlob, list[Any]()
 
-        def made(_: AsyncIterator[pb.BlobPart], **named: Any) -> Any:
-            calls.append(overtaken(put(nothing(), **named)))
-            return calls[-1]
+    def made(_: AsyncIterator[pb.BlobPart], **named: Any) -> Any:
+        calls.append(overtaken(put(nothing(), **named)))
+        return calls[-1]
 
-        monkeypatch.setattr(client._stub, "PutBlob", made)
-        with pytest.raises(AuthenticationError, match=r"the token is wrong"):
-            await client.put_blob(b"x")
-        assert await calls[-1].code() is grpc.StatusCode.INTERNAL  # what it says itself
-
-    trial(body, token="other")
+    monkeypatch.setattr(client._stub, "PutBlob", made)
+    with pytest.raises(AuthenticationError, match=r"the token is wrong"):
+        await client.put_blob(b"x")
+    assert await calls[-1].code() is grpc.StatusCode.INTERNAL  # what it says itself
 
 
 class Waiting(grpc.aio.StreamUnaryClientInterceptor):
@@ -495,14 +426,6 @@ def test_shared_unix_socket_folder_is_refused(tmp_path: Path) -> None:
             connect(address)
 
 
-def test_a_taken_port_is_named() -> None:
-    async def body(served: RunningServer, _: Scripted, __: AsyncCoordinatorClient) -> None:
-        with pytest.raises(PortTakenError, match=f"{served.address} is in use by another process: choose another port"):
-            await server_aio(served.address, TOKEN, lambda server: None)
-
-    trial(body)
-
-
 @pytest.mark.parametrize(
     ("listen", "words"),
     [
@@ -526,15 +449,13 @@ def test_foreign_address_is_not_port_taken() -> None:
 
 
 @pytest.mark.parametrize("listen", ["127.0.0.1:0", "127.9.9.9:0", "localhost:0", "0.0.0.0:0"])
-def test_taken_address_is_named_with_its_port(listen: str) -> None:
-    async def run() -> None:
-        served = await server_aio(listen, TOKEN, lambda server: None, insecure=listen.startswith("0"))
-        host, _, port = served.address.rpartition(":")
-        assert host == listen.rpartition(":")[0]
-        assert int(port) > 0
-        await served.stop(0)
-
-    asyncio.run(run())
+@in_loop
+async def test_taken_address_is_named_with_its_port(listen: str) -> None:
+    served = await server_aio(listen, TOKEN, lambda server: None, insecure=listen.startswith("0"))
+    host, _, port = served.address.rpartition(":")
+    assert host == listen.rpartition(":")[0]
+    assert int(port) > 0
+    await served.stop(0)
 
 
 # ------------------------------------------------------------------------------------------------------------ host id

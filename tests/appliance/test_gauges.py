@@ -192,6 +192,7 @@ def test_lost_worker_is_a_fault_and_slots_recover() -> None:
     box.deliver(3)
     world.run_for(10, [box])
     assert kinds(world) == [("worker joined", 1), ("box opened", 1), ("worker lost", 1), ("slot lost", 2)]
+    assert box.watch().slots[0].note.startswith("worker first has not reported for 3.")
     second = world.worker("second")
     second.ready()
     assert kinds(world)[4:] == [("worker joined", 1)]  # it replays what the loop has had

@@ -17,7 +17,7 @@ import pytest
 from penstock.appliance.model.entities import SlotKey
 from penstock.appliance.storage.database import SCHEMA
 from penstock.appliance.storage.journal import Journal, StateDir
-from penstock.appliance.storage.snapshot_index import DropAttempt, DropBlob, DropSnapshot, DurableSnapshot
+from penstock.appliance.storage.snapshot_index import DropAttempt, DurableSnapshot
 from penstock.appliance.storage.snapshot_store import Store
 from penstock.appliance.testing import FakeBox, FakeCluster, FakeWorker
 from penstock.proto.errors import BoxTakenError, JournalError, SupersededError
@@ -69,16 +69,6 @@ def test_everything_resumes_after_restart(state: StateDir) -> None:
     assert world.open(has_seed=True, seed=2**63 + 1).reply == box.reply
 
 
-def test_missing_worker_loses_slots_after_lease(state: StateDir) -> None:
-    world, box, _ = running(state)
-    restarted(world)
-    other = world.worker("other")
-    world.run_for(2.75, [box, other])
-    assert list(other.heartbeat().assignments) == []
-    world.run_for(0.5, [box, other])
-    assert {(a.slot, a.generation, a.recovery) for a in other.heartbeat().assignments} == {(0, 2, True), (1, 2, True)}
-
-
 def test_leases_after_host_change_cover_lookup(state: StateDir) -> None:
     world, _, worker = running(state)
     world.host = "another-host"
@@ -93,28 +83,6 @@ def test_leases_after_host_change_cover_lookup(state: StateDir) -> None:
     world.worker("other")
     world.run_for(world.limits.worker_lease_s + 1)
     assert worker.heartbeat().register_again
-
-
-def test_worker_with_new_session_loses_slots(state: StateDir) -> None:
-    world, _, _ = running(state)
-    restarted(world)
-    new = world.worker("w", session="w-2")
-    assert {a.generation for a in new.heartbeat().assignments} == {2}
-
-
-def test_a_client_has_a_full_lease_too(state: StateDir) -> None:
-    world, box, worker = running(state)
-    restarted(world)
-    worker.register()
-    world.run_for(9.5, [worker])
-    assert len(worker.heartbeat().assignments) == 2
-    world.run_for(1, [worker])
-    assert list(worker.heartbeat().assignments) == []
-    restarted(world)
-    worker.register()
-    assert list(worker.heartbeat().assignments) == []  # that it was gone is in the journal
-    box.watch()
-    assert {a.generation for a in worker.heartbeat().assignments} == {2}
 
 
 def test_numbers_and_fences_hold_over_restarts(state: StateDir) -> None:
@@ -222,26 +190,6 @@ def test_ended_attempts_snapshots_drop_at_start(state: StateDir) -> None:
 # --------------------------------------------------------------------------------------------------- nothing unwritten
 
 
-def test_unwritten_rows_are_not_acknowledged(state: StateDir) -> None:
-    world, box, worker = running(state)
-    page_count = world.journal._db.execute("PRAGMA page_count").fetchone()[0]
-    world.journal._db.execute(f"PRAGMA max_page_count={page_count}")  # the disk is full
-    fields = {"job": "x" * 100_000, "client_id": "late"}
-    with pytest.raises(JournalError, match=r"journal\.db cannot be written \(database or disk is full\)"):
-        world.open(**fields)  # type: ignore[arg-type]
-    with pytest.raises(JournalError):  # nobody is told anything meanwhile
-        box.watch()
-    with pytest.raises(JournalError):
-        worker.heartbeat()
-    with pytest.raises(JournalError):
-        world.registry.tick()
-    world.journal._db.execute("PRAGMA max_page_count=1000000")
-    box.watch()
-    assert world.open(**fields).reply.attempt == 1  # type: ignore[arg-type]
-    restarted(world)
-    assert len(world.registry.cluster.runs) == 2
-
-
 def test_writing_stays_cheap(state: StateDir) -> None:
     """A heartbeat that changes nothing writes nothing."""
     world, box, worker = running(state)
@@ -341,31 +289,6 @@ def test_a_network_filesystem_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 # --------------------------------------------------------------------------------------------------------------- store
-
-
-def test_the_store_keeps_and_drops(state: StateDir) -> None:
-    store = Store(state)
-    store.put_snapshot(header(KEY, 4, 0, 1), b"four")
-    store.put_snapshot(header(KEY, 4, 1, 1), b"next")  # the same count in the next epoch is another place
-    store.put_snapshot(header(KEY, 4, 0, 2), b"FOUR")
-    store.put_snapshot(header(KEY._replace(attempt=2), 1, 0, 1), b"x")
-    store.put_blob("name", b"blob")
-    store.close()
-    store = Store(state)
-    assert store.snapshot(KEY, DurableSnapshot(4, 0, 4)) == (header(KEY, 4, 0, 2), b"FOUR")
-    assert store.blob("name") == b"blob"
-    kept, blobs = store.index()
-    assert sorted(kept) == [
-        (KEY, DurableSnapshot(4, 0, 4)),
-        (KEY, DurableSnapshot(4, 1, 4)),
-        (KEY._replace(attempt=2), DurableSnapshot(1, 0, 1)),
-    ]
-    assert blobs == [("name", 4)]
-    store.drop([DropSnapshot(KEY, 4, 0), DropAttempt("job/0", 2), DropBlob("name")])
-    assert store.index() == ([(KEY, DurableSnapshot(4, 1, 4))], [])
-    assert store.snapshot(KEY, DurableSnapshot(4, 0, 4)) is None
-    assert store.blob("name") is None
-    store.close()
 
 
 def test_unwritable_store_names_its_need(state: StateDir) -> None:

@@ -98,17 +98,6 @@ def test_snapshots_take_what_heartbeats_leave(slots: int, calls_per_s: float, pe
 # ---- leases
 
 
-def test_worker_has_its_promised_lease() -> None:
-    world = FakeCluster(CROWDED)
-    workers = [world.worker(f"w{number}", 1) for number in range(10)]
-    reply = workers[0].heartbeat()
-    assert (reply.heartbeat_s, reply.lease_s) == (10, 30)
-    world.run_for(29, workers[1:])
-    assert "w0" in world.registry.cluster.workers
-    world.run_for(2, workers[1:])
-    assert "w0" not in world.registry.cluster.workers
-
-
 def test_lease_is_never_shorter_than_promised() -> None:
     world = FakeCluster(CROWDED)
     workers = [world.worker(f"w{number}", 1) for number in range(10)]

@@ -12,10 +12,8 @@ from penstock.appliance.storage.journal import StateDir
 from penstock.appliance.testing import FakeBox, FakeCluster, FakeWorker
 from penstock.proto.errors import SupersededError, UnknownWorkerError
 from penstock.proto.v1 import coordinator_pb2 as pb
-from penstock.proto.v1 import records_pb2
 
 LIMITS = replace(Limits(), target_ready_s=4.0, migration_s=5.0, left_alone_s=3.0, balance_after_s=0.0)
-FOUR = records_pb2.LoaderCapabilities(state_methods=4)
 
 
 @pytest.fixture
@@ -128,19 +126,6 @@ def test_failed_target_leaves_the_slot(world: FakeCluster, how: str) -> None:
         assert [new.of(slot).generation for slot in (0, 1)] == [3, 3]
 
 
-def test_draining_target_is_replaced(world: FakeCluster) -> None:
-    """Else the slot went there, and from there elsewhere: the loop would wait for it twice."""
-    old, box, new = two(world)
-    drain(world, "old")
-    new.heartbeat(new.slot_report(new.of(0), pb.READY))
-    third = world.worker("third", 2)
-    assert drain(world, "new") == (0, 0)
-    assert new.heartbeat().assignments == []
-    assert {view.worker for view in box.watch().slots} == {"old"}
-    world.run_for(0.25, (old, box, new, third))
-    assert {view.target_worker for view in box.watch().slots} == {"third"}
-
-
 def test_last_target_leaves_with_its_worker(world: FakeCluster) -> None:
     old, box, new = two(world)
     drain(world, "old")
@@ -223,16 +208,6 @@ def test_slot_without_batches_just_restarts(world: FakeCluster) -> None:
     _old, box, _new = world.worker("old", 2), world.open(), world.worker("new", 2)
     drain(world, "old")
     assert [(view.worker, view.phase, view.generation) for view in box.watch().slots] == [("new", pb.STARTING, 2)] * 2
-
-
-def test_targets_end_with_the_run_or_box(world: FakeCluster) -> None:
-    old, box, new = two(world)
-    drain(world, "old")
-    world.run_for(LIMITS.client_lease_s + 1, (old, new))
-    assert not world.registry.cluster.appointed
-    assert new.heartbeat().assignments == []
-    box.close()
-    assert world.registry.cluster.placed == 0
 
 
 def test_failed_slot_keeps_worker_loses_target(world: FakeCluster) -> None:

@@ -279,4 +279,6 @@ def test_calls_for_what_is_not_there(world: FakeCluster) -> None:
     request.client_id = "else"
     with pytest.raises(BoxTakenError, match=r"held by client [0-9a-f]{8} on"):
         world.registry.watch_run(request)
+    with pytest.raises(InvalidArgumentError, match="must name a job"):
+        world.registry.open_run(pb.OpenRunRequest())
     world.registry.close_run(pb.CloseRunRequest(run="never", attempt=3))

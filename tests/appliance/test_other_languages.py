@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from coroutines import in_loop
 from documented import REPO
 from served import TOKEN, asking, coordinator, daemon, opening, until_ready
 
@@ -67,22 +68,19 @@ async def printed(program: Program, address: str, token: str = TOKEN) -> tuple[l
 
 
 @pytest.mark.parametrize("program", [from_stubs, from_node])
-def test_a_program_without_penstock_reads_states(program: Callable[[Path], Program], tmp_path: Path) -> None:
+@in_loop
+async def test_a_program_without_penstock_reads_states(program: Callable[[Path], Program], tmp_path: Path) -> None:
     made = program(tmp_path)
-
-    async def run() -> None:
-        async with coordinator() as address, AsyncCoordinatorClient(address, TOKEN) as client:
-            async with daemon(address, say=user_state):
-                await client.open_run(opening())
-                await until_ready(client)
-                await client.fetch_state(asking(0, 5))
-                lines, said = await printed(made, address)
-                assert not said
-                assert [(line["worker"], line["step"], line["worker_step"]) for line in lines] == [(0, 5, 3), (1, 5, 2)]
-                assert [line["samples_streamed"] for line in lines] == [24, 16]
-                assert lines[1]["user_state_dict"] == {"seen": 2, "words": "ä" * 300_000}
-                await client.close_run(pb.CloseRunRequest(run="job/0", attempt=1, client_id="c0"))
-            assert (await printed(made, address)) == (lines, "")
-            assert "the token is wrong" in (await printed(made, address, "wrong"))[1]
-
-    asyncio.run(run())
+    async with coordinator() as address, AsyncCoordinatorClient(address, TOKEN) as client:
+        async with daemon(address, say=user_state):
+            await client.open_run(opening())
+            await until_ready(client)
+            await client.fetch_state(asking(0, 5))
+            lines, said = await printed(made, address)
+            assert not said
+            assert [(line["worker"], line["step"], line["worker_step"]) for line in lines] == [(0, 5, 3), (1, 5, 2)]
+            assert [line["samples_streamed"] for line in lines] == [24, 16]
+            assert lines[1]["user_state_dict"] == {"seen": 2, "words": "ä" * 300_000}
+            await client.close_run(pb.CloseRunRequest(run="job/0", attempt=1, client_id="c0"))
+        assert (await printed(made, address)) == (lines, "")
+        assert "the token is wrong" in (await printed(made, address, "wrong"))[1]

@@ -141,15 +141,6 @@ def test_lost_runner_raises_the_generation(world: FakeCluster) -> None:
     assert generations(worker) == {0: 1, 1: 2}
 
 
-def test_only_the_owner_s_words_count(world: FakeCluster) -> None:
-    box, owner = world.open(), world.worker("owner")
-    owner.ready()
-    other = world.worker("other")
-    other.lose(owner.of(0))
-    assert box.phases() == ["READY", "READY"]
-    assert generations(owner) == {0: 1, 1: 1}
-
-
 def test_a_slot_that_never_ran_just_starts_again(world: FakeCluster) -> None:
     world.open()
     worker = world.worker("w")
@@ -196,14 +187,6 @@ def test_progress_or_time_forgives_losses(world: FakeCluster, relief: str) -> No
     assert box.phases()[0] == "STARTING"
 
 
-def test_slot_leaves_home_after_two_losses(world: FakeCluster) -> None:
-    home, away = world.worker("home", host="host-a"), world.worker("away", host="host-b")
-    world.open(num_workers_per_box=1)
-    home.lose(home.of(0))
-    home.lose(home.of(0))
-    assert (generations(home), generations(away)) == ({}, {0: 3})
-
-
 def test_user_error_is_final_and_keeps_the_lane(world: FakeCluster) -> None:
     box, worker = world.open(), world.worker("w")
     worker.ready()
@@ -242,20 +225,6 @@ def test_ended_connection_shortens_the_lease(world: FakeCluster) -> None:
     assert set(world.registry.cluster.workers) == {"back", "other"}
 
 
-def test_silent_workers_slots_move(world: FakeCluster) -> None:
-    box, first = world.open(), world.worker("first")
-    first.ready()
-    second = world.worker("second", host="host-b")
-    world.run_for(2.75, [box, second])
-    assert box.phases() == ["READY", "READY"]
-    world.run_for(0.5, [box, second])
-    assert generations(second) == {0: 2, 1: 2}
-    assert box.watch().slots[0].note == "worker first has not reported for 3.0 s"
-    assert first.heartbeat().register_again
-    first.register()
-    assert generations(first) == {}
-
-
 def test_restarted_worker_loses_its_slots(world: FakeCluster) -> None:
     box, old = world.open(), world.worker("w")
     old.ready()
@@ -283,48 +252,11 @@ def test_same_session_keeps_its_slots(world: FakeCluster) -> None:
     assert box.watch().missing_slots == 1
 
 
-def test_draining_worker_migrates_its_slots(world: FakeCluster) -> None:
-    box, old = world.open(), world.worker("old")
-    old.ready()
-    request = pb.DeregisterWorkerRequest(worker="old", session="old-1")
-    world.registry.deregister_worker(request)
-    world.registry.deregister_worker(request)
-    assert generations(old) == {}
-    assert box.watch().missing_slots == 2
-    new = world.worker("new")
-    assert generations(new) == {0: 2, 1: 2}
-    assert new.of(0).recovery
-    assert world.slots()[0].losses == []
-    assert [status.draining for status in world.registry.status().workers] == [True, False]
-
-
-def test_silent_client_frees_workers_may_return(world: FakeCluster) -> None:
-    box, worker = world.open(), world.worker("w")
-    worker.ready()
-    world.run_for(9.75, [worker])
-    assert generations(worker) == {0: 1, 1: 1}
-    world.run_for(0.5, [worker])
-    assert generations(worker) == {}
-    assert box.watch().slots[0].restarts == 1  # the debugger let go of it
-    assert generations(worker) == {0: 2, 1: 2}
-    assert worker.of(0).recovery
-
-
 def test_abandoned_attempt_is_closed() -> None:
     world = FakeCluster(Limits(abandoned_s=60))
     box, worker = world.open(), world.worker("w")
     world.run_for(75, [worker])
     assert "no box of attempt 1 of run job/0 has reported for 60 s" in box.refused().message
-
-
-def test_stopped_coordinator_blames_no_peer(world: FakeCluster) -> None:
-    box, worker = world.open(), world.worker("w")
-    worker.ready()
-    world.registry.tick()
-    world.now += 500  # SIGSTOP, suspend, a debugger
-    world.registry.tick()
-    assert box.phases() == ["READY", "READY"]
-    assert generations(worker) == {0: 1, 1: 1}
 
 
 def test_a_worker_needs_a_name_and_room(world: FakeCluster) -> None:
@@ -333,15 +265,6 @@ def test_a_worker_needs_a_name_and_room(world: FakeCluster) -> None:
 
 
 # ----------------------------------------------------------------------------------------- generations over attempts
-
-
-def test_generations_rise_over_attempts_too(world: FakeCluster) -> None:
-    worker = world.worker("w")
-    world.open(client_id="a")
-    worker.ready()
-    worker.lose(worker.of(0))
-    world.open(client_id="b")
-    assert generations(worker) == {0: 3, 1: 3}
 
 
 # ---------------------------------------------------------------------------------------------------------- snapshots
@@ -358,20 +281,6 @@ KEY = SlotKey("job/0", 1, 0, 0)
 
 def totals(world: FakeCluster) -> list[int]:
     return [kept.total for kept in world.snapshot_index.snapshots(KEY)]
-
-
-def test_newest_snapshot_below_window_is_kept(world: FakeCluster) -> None:
-    box = world.open(retention=10, num_workers_per_box=1)
-    world.worker("w").ready()
-    for total in range(0, 41, 5):
-        put(world, total)
-    box.deliver(10)
-    assert totals(world) == list(range(0, 41, 5))
-    for _ in range(20):
-        box.deliver(1)  # now at 30: the window reaches down to 20, and a state at 20 may be replayed from below it
-    assert totals(world) == [15, 20, 25, 30, 35, 40]
-    assert world.snapshot_index.take_drops() == [DropSnapshot(KEY, total, 0) for total in (0, 5, 10)]
-    assert world.snapshot_index.used == 60
 
 
 def test_coarse_reports_keep_more_never_less(world: FakeCluster) -> None:
@@ -491,12 +400,6 @@ def test_snapshots_past_abandoned_step_are_unused(world: FakeCluster) -> None:
         KEY, 9
     )  # the loop left pass 0 after batch 5: from batch 8 of that epoch nobody comes to batch 9
     assert snapshot_index.snapshots(KEY) == [DurableSnapshot(5, 1, 1), DurableSnapshot(12, 1, 1)]
-
-
-def test_an_index_read_back_is_the_same_index(world: FakeCluster) -> None:
-    world.snapshot_index.load([(KEY, DurableSnapshot(5, 0, 7)), (KEY, DurableSnapshot(2, 0, 3))], [("b", 4)], 0.0)
-    assert world.snapshot_index.snapshots(KEY) == [DurableSnapshot(2, 0, 3), DurableSnapshot(5, 0, 7)]
-    assert world.snapshot_index.used == 14
 
 
 # ------------------------------------------------------------------------------------------------------------- status

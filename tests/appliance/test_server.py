@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import select
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from penstock.proto.errors import CoordinatorUnavailableError, SupersededError
-from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient
+from penstock.proto.rpc.calls import CoordinatorClient
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 TOKEN = "token"
@@ -93,16 +92,7 @@ def test_it_is_up_within_half_a_second_or_so(started: list[Coordinator]) -> None
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
-def test_signals_end_it_in_order(started: list[Coordinator], how: signal.Signals) -> None:
-    coordinator = start(started)
-    with coordinator.client() as client:
-        assert client.status().version
-        assert coordinator.kill(how) == 0
-        with pytest.raises(CoordinatorUnavailableError, match=coordinator.address):
-            client.status()
-
-
-def test_a_stop_answers_long_polls(started: list[Coordinator]) -> None:
+def test_a_signal_ends_it_and_answers_long_polls(started: list[Coordinator], how: signal.Signals) -> None:
     coordinator = start(started)
     replies: list[pb.WatchRunReply] = []
     with coordinator.client() as client:
@@ -113,8 +103,10 @@ def test_a_stop_answers_long_polls(started: list[Coordinator]) -> None:
         held.start()
         for _ in range(20):  # calls are taken in order on one connection, so the poll is there by then
             client.status()
-        assert coordinator.kill(signal.SIGTERM) == 0
+        assert coordinator.kill(how) == 0
         held.join(DEADLINE_S)
+        with pytest.raises(CoordinatorUnavailableError, match=coordinator.address):
+            client.status()
     assert [reply.version for reply in replies] == [watch.seen_version]
 
 
@@ -153,38 +145,6 @@ def test_what_was_acknowledged_survives_kill_9(started: list[Coordinator], tmp_p
         assert {"job/0", *acknowledged} <= known
         assert len(known) <= len(acknowledged) + 2  # the one under way may have been written and not told
         assert client.open_run(opening(client_id="third")).attempt == 3
-
-
-def test_snapshots_and_generations_survive_kill_9(started: list[Coordinator], tmp_path: Path) -> None:
-    arguments = ["--state-dir", str(tmp_path / "state"), "--worker-lease-s", "20", "--client-lease-s", "20"]
-    header = pb.SnapshotHeader(run="job/0", attempt=1, generation=2, total=4)
-    query = pb.GetSnapshotsRequest(run="job/0", attempt=1, generation=2)
-    beat = pb.HeartbeatRequest(worker="w", session="s")
-
-    async def before(address: str) -> bytes:
-        async with AsyncCoordinatorClient(address, TOKEN) as client:
-            await client.open_run(opening())
-            await client.register(pb.RegisterWorkerRequest(worker="w", session="s", slots=1))
-            (given,) = (await client.heartbeat(beat)).assignments
-            lost = pb.SlotReport(run="job/0", attempt=1, generation=given.generation, phase=pb.FAILED, lost=True)
-            moved = await client.heartbeat(pb.HeartbeatRequest(worker="w", session="s", slots=[lost]))
-            assert [(a.generation, a.recovery) for a in moved.assignments] == [(2, False)]
-            assert (await client.put_snapshot(header, b"s" * 5_000_000)).refused == ""
-            return moved.assignments[0].lane_key
-
-    async def after(address: str, key: bytes) -> None:
-        async with AsyncCoordinatorClient(address, TOKEN) as client:
-            assert (await client.heartbeat(beat)).register_again
-            await client.register(pb.RegisterWorkerRequest(worker="w", session="s", slots=1))
-            (given,) = (await client.heartbeat(beat)).assignments
-            assert (given.generation, given.lane_key) == (2, key)
-            ((found, data),) = await client.get_snapshots(query)
-            assert (found.total, data) == (4, b"s" * 5_000_000)
-
-    first = start(started, *arguments)
-    key = asyncio.run(before(first.address))
-    first.kill()
-    asyncio.run(after(start(started, *arguments).address, key))
 
 
 def test_coordinator_ends_with_its_parent(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sqlite3
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,15 +14,15 @@ from typing import Any
 import grpc
 import pytest
 from bearer import metadata
+from coroutines import in_loop
 from google.protobuf import descriptor_pb2
 from served import (
     DEADLINE_S,
     LIMITS,
     TOKEN,
-    all_ready,
     asking,
-    coordinator,
     daemon,
+    on_coordinator,
     opening,
     plain_state,
     trial,
@@ -33,11 +33,8 @@ from served import (
 from penstock.appliance.states.state_query import BoxState
 from penstock.appliance.states.state_stream import LoopTurns, packed, parts
 from penstock.proto.errors import (
-    BoxOutOfRangeError,
     DeadlineError,
-    InputFnError,
     InvalidArgumentError,
-    PenstockError,
     ProtocolError,
     StateUnavailableError,
     SupersededError,
@@ -54,139 +51,90 @@ from penstock.proto.v1.coordinator_pb2_grpc import CoordinatorStub
 # ---------------------------------------------------------------------------------------------------------- names
 
 
-def test_long_or_unprintable_names_are_refused() -> None:
+@on_coordinator()
+async def test_long_or_unprintable_names_are_refused(client: AsyncCoordinatorClient) -> None:
     """Refuse names that would confuse logs and tables."""
-
-    async def body(client: AsyncCoordinatorClient, address: str) -> None:
-        for name in ("a\nb", "\x1b[2Ja", "\u202egpj.a", "  ", " a", "a\u200b"):
-            with pytest.raises(InvalidArgumentError, match="job must be printable text without blanks") as refused:
-                await client.open_run(opening(job=name))
-            assert refused.value.message.isprintable()
-            with pytest.raises(InvalidArgumentError, match="worker must be printable text without blanks"):
-                await client.register(pb.RegisterWorkerRequest(worker=name, session="s", slots=1))
-        with pytest.raises(InvalidArgumentError, match="job must have at most 200 characters, got 201"):
-            await client.open_run(opening(job="j" * 201))
-        assert (await client.open_run(opening(job="Straße 7"))).run == "Straße 7/0"
-
-    trial(body)
+    for name in ("a\nb", "\x1b[2Ja", "\u202egpj.a", "  ", " a", "a\u200b"):
+        with pytest.raises(InvalidArgumentError, match="job must be printable text without blanks") as refused:
+            await client.open_run(opening(job=name))
+        assert refused.value.message.isprintable()
+        with pytest.raises(InvalidArgumentError, match="worker must be printable text without blanks"):
+            await client.register(pb.RegisterWorkerRequest(worker=name, session="s", slots=1))
+    with pytest.raises(InvalidArgumentError, match="job must have at most 200 characters, got 201"):
+        await client.open_run(opening(job="j" * 201))
+    assert (await client.open_run(opening(job="Straße 7"))).run == "Straße 7/0"
 
 
 # ------------------------------------------------------------------------------------------------- read-only calls
 
 
-def test_calls_that_only_read_take_any_protocol() -> None:
-    async def body(client: AsyncCoordinatorClient, address: str) -> None:
-        token = metadata(TOKEN)[0]
-        async with connect_aio(address) as bare:
-            stub = CoordinatorStub(bare)
-            for sent in ((token,), (token, ("penstock-protocol", "1")), (token, ("penstock-protocol", "x"))):
-                assert not (await stub.Status(pb.StatusRequest(), metadata=sent)).runs
-                with pytest.raises(grpc.aio.AioRpcError, match="install the same release on both ends"):
-                    await stub.OpenRun(opening(), metadata=sent)
-            with pytest.raises(grpc.aio.AioRpcError, match="no token was sent"):
-                await stub.Status(pb.StatusRequest())
-
-    trial(body)
+@on_coordinator()
+async def test_calls_that_only_read_take_any_protocol(address: str) -> None:
+    token = metadata(TOKEN)[0]
+    async with connect_aio(address) as bare:
+        stub = CoordinatorStub(bare)
+        for sent in ((token,), (token, ("penstock-protocol", "1")), (token, ("penstock-protocol", "x"))):
+            assert not (await stub.Status(pb.StatusRequest(), metadata=sent)).runs
+            with pytest.raises(grpc.aio.AioRpcError, match="install the same release on both ends"):
+                await stub.OpenRun(opening(), metadata=sent)
+        with pytest.raises(grpc.aio.AioRpcError, match="no token was sent"):
+            await stub.Status(pb.StatusRequest())
 
 
-def test_reflection_needs_a_token() -> None:
+@on_coordinator()
+async def test_reflection_needs_a_token(address: str) -> None:
     reflection_pb2 = pytest.importorskip("grpc_reflection.v1alpha.reflection_pb2")
     reflection_pb2_grpc = pytest.importorskip("grpc_reflection.v1alpha.reflection_pb2_grpc")
     request = reflection_pb2.ServerReflectionRequest(file_containing_symbol="penstock.proto.v1.Coordinator")
-
-    async def body(client: AsyncCoordinatorClient, address: str) -> None:
-        async with connect_aio(address) as bare:
-            stub = reflection_pb2_grpc.ServerReflectionStub(bare)
-            told = [part async for part in stub.ServerReflectionInfo(iter([request]), metadata=metadata(TOKEN)[:1])]
-            (described, *_) = told[0].file_descriptor_response.file_descriptor_proto
-            assert descriptor_pb2.FileDescriptorProto.FromString(described).service[0].name == "Coordinator"
-            with pytest.raises(grpc.aio.AioRpcError, match="no token was sent"):
-                _ = [part async for part in stub.ServerReflectionInfo(iter(()))]
-
-    trial(body)
+    async with connect_aio(address) as bare:
+        stub = reflection_pb2_grpc.ServerReflectionStub(bare)
+        told = [part async for part in stub.ServerReflectionInfo(iter([request]), metadata=metadata(TOKEN)[:1])]
+        (described, *_) = told[0].file_descriptor_response.file_descriptor_proto
+        assert descriptor_pb2.FileDescriptorProto.FromString(described).service[0].name == "Coordinator"
+        with pytest.raises(grpc.aio.AioRpcError, match="no token was sent"):
+            _ = [part async for part in stub.ServerReflectionInfo(iter(()))]
 
 
 # ---------------------------------------------------------------------------------------------------------- long polls
 
 
-def test_a_run_comes_up_and_long_polls_wake() -> None:
-    async def body(client: AsyncCoordinatorClient, address: str) -> None:
-        reply = await client.open_run(opening())
-        assert (reply.run, reply.attempt, reply.lease_s) == ("job/0", 1, 20)
-        first = await client.watch_run(watching())
-        assert first.missing_slots == 2
-        held = asyncio.create_task(client.watch_run(watching(seen_version=first.version, hold_s=30)))
-        async with daemon(address) as worker:
-            async with asyncio.timeout(4):  # far less than the hold: somebody woke it
-                assert (await held).missing_slots == 0
-                ready = await until_ready(client)
-            assert ready.slots[0].tcp_address == "t:1"
-            await client.close_run(pb.CloseRunRequest(run="job/0", attempt=1, client_id="c0"))
-            async with asyncio.timeout(4):
-                while worker.reply.assignments:
-                    await client.status()
-            assert worker.heartbeats < 10  # it was woken, and did not spin
-
-    trial(body)
-
-
-def test_a_hold_ends_well_before_the_lease() -> None:
-    async def body(client: AsyncCoordinatorClient, address: str) -> None:
-        await client.open_run(opening())
-        seen = (await client.watch_run(watching())).version
-        async with asyncio.timeout(1.5):
-            again = await client.watch_run(watching(seen_version=seen, hold_s=60))
-        assert again.version == seen
-
-    trial(body, replace(LIMITS, client_lease_s=0.9))
-
-
-def test_superseded_client_learns_it_in_long_poll() -> None:
-    async def body(client: AsyncCoordinatorClient, address: str) -> None:
-        await client.open_run(opening())
-        seen = (await client.watch_run(watching())).version
-        held = asyncio.create_task(client.watch_run(watching(seen_version=seen, hold_s=30)))
-        await client.open_run(opening(client_id="new"))
+@on_coordinator()
+async def test_a_run_comes_up_and_long_polls_wake(client: AsyncCoordinatorClient, address: str) -> None:
+    reply = await client.open_run(opening())
+    assert (reply.run, reply.attempt, reply.lease_s) == ("job/0", 1, 20)
+    first = await client.watch_run(watching())
+    assert first.missing_slots == 2
+    held = asyncio.create_task(client.watch_run(watching(seen_version=first.version, hold_s=30)))
+    async with daemon(address) as worker:
+        async with asyncio.timeout(4):  # far less than the hold: somebody woke it
+            assert (await held).missing_slots == 0
+            ready = await until_ready(client)
+        assert ready.slots[0].tcp_address == "t:1"
+        await client.close_run(pb.CloseRunRequest(run="job/0", attempt=1, client_id="c0"))
         async with asyncio.timeout(4):
-            with pytest.raises(SupersededError, match="superseded by attempt 2, opened by box 0, client 11507a0e"):
-                await held
-
-    trial(body)
-
-
-def test_leases_end_by_themselves() -> None:
-    async def body(client: AsyncCoordinatorClient, address: str) -> None:
-        await client.open_run(opening())
-        async with daemon(address) as worker:
-            await until_ready(client)
-            generations = {a.slot: a.generation for a in worker.reply.assignments}
-            assert generations == {0: 1, 1: 1}
-            async with asyncio.timeout(DEADLINE_S):  # the client says nothing any more
-                while worker.reply.assignments:
-                    await client.status()
-            async with asyncio.timeout(DEADLINE_S):  # and comes back
-                while {a.generation for a in worker.reply.assignments} != {2}:
-                    await client.watch_run(watching())
-
-    trial(body, replace(LIMITS, client_lease_s=0.5))
+            while worker.reply.assignments:
+                await client.status()
+        assert worker.heartbeats < 10  # it was woken, and did not spin
 
 
-def test_errors_cross_as_what_they_are() -> None:
-    async def body(client: AsyncCoordinatorClient, address: str) -> None:
-        with pytest.raises(BoxOutOfRangeError, match="must be 0 to 0 with num_boxes=1, got 1"):
-            await client.open_run(opening(1))
-        with pytest.raises(UnknownRunError, match="the coordinator has no run 'job/0'"):
-            await client.watch_run(watching())
-        assert (await client.heartbeat(pb.HeartbeatRequest(worker="w", session="s"))).register_again
-        with CoordinatorClient(address, TOKEN) as blocking:
-            with pytest.raises(InvalidArgumentError, match="must name a job"):
-                await asyncio.to_thread(blocking.open_run, pb.OpenRunRequest())
-            await asyncio.to_thread(blocking.open_run, opening())
-            await asyncio.to_thread(blocking.watch_run, watching())
-            assert (await asyncio.to_thread(blocking.status)).runs[0].run == "job/0"
-            await asyncio.to_thread(blocking.close_run, pb.CloseRunRequest(run="job/0", attempt=1, client_id="c0"))
+@on_coordinator(replace(LIMITS, client_lease_s=0.9))
+async def test_a_hold_ends_well_before_the_lease(client: AsyncCoordinatorClient) -> None:
+    await client.open_run(opening())
+    seen = (await client.watch_run(watching())).version
+    async with asyncio.timeout(1.5):
+        again = await client.watch_run(watching(seen_version=seen, hold_s=60))
+    assert again.version == seen
 
-    trial(body)
+
+@on_coordinator()
+async def test_superseded_client_learns_it_in_long_poll(client: AsyncCoordinatorClient) -> None:
+    await client.open_run(opening())
+    seen = (await client.watch_run(watching())).version
+    held = asyncio.create_task(client.watch_run(watching(seen_version=seen, hold_s=30)))
+    await client.open_run(opening(client_id="new"))
+    async with asyncio.timeout(4):
+        with pytest.raises(SupersededError, match="superseded by attempt 2, opened by box 0, client 11507a0e"):
+            await held
 
 
 # ----------------------------------------------------------------------------------------------- snapshots and blobs
@@ -202,99 +150,88 @@ def query(generation: int = 1) -> pb.GetSnapshotsRequest:
     return pb.GetSnapshotsRequest(run="job/0", attempt=1, box=0, slot=0, generation=generation)
 
 
-def test_snapshots_return_oldest_first() -> None:
-    async def body(client: AsyncCoordinatorClient, address: str) -> None:
-        await client.open_run(opening())
-        async with daemon(address):
-            await until_ready(client)
-            values = {0: b"", 3: b"x" * 6_000_000, 5: b"y" * (CHUNK + 1)}
-            for total in (3, 0, 5):
-                reply = await client.put_snapshot(header(total), values[total])
-                assert reply.refused == ""
-            found = await client.get_snapshots(query())
-            assert [(head.total, head.generation, data) for head, data in found] == [
-                (total, 1, values[total]) for total in (0, 3, 5)
-            ]
-
-    trial(body)
-
-
-def test_snapshots_of_the_fenced_are_refused() -> None:
-    async def body(client: AsyncCoordinatorClient, address: str) -> None:
-        await client.open_run(opening())
-        async with daemon(address):
-            await until_ready(client)
-            with pytest.raises(SupersededError, match=r"box 0 slot 0 .*generation 7. has been replaced .*generation 1"):
-                await client.put_snapshot(header(3, generation=7), b"x" * 3_000_000)
-            with pytest.raises(SupersededError):
-                await client.get_snapshots(query(7))
-            with pytest.raises(UnknownRunError, match="has no box 0 slot 9"):
-                await client.put_snapshot(header(3, slot=9), b"x")
-
-    trial(body)
-
-
-def test_over_budget_is_refused_and_rest_stays() -> None:
-    async def body(client: AsyncCoordinatorClient, address: str) -> None:
-        await client.open_run(opening())
-        async with daemon(address):
-            await until_ready(client)
-            reply = await client.put_snapshot(header(0), b"x" * 1_000_000)
-            assert (reply.refused, reply.free_bytes) == ("", 2_000_000)
-            refusal = await client.put_snapshot(header(1), b"x" * 2_500_000)
-            assert refusal.refused.startswith("there is no budget for a snapshot of 2500000 bytes: 1000000 of 2700000")
-            assert refusal.free_bytes == 2_000_000
-            assert [head.total for head, _ in await client.get_snapshots(query())] == [0]
-
-    trial(body, replace(LIMITS, budget=3_000_000))
-
-
-def test_stalled_transfer_frees_its_budget() -> None:
-    async def body(client: AsyncCoordinatorClient, address: str) -> None:
-        await client.open_run(opening())
-        async with daemon(address), connect_aio(address) as channel:
-            await until_ready(client)
-            begun = header(1)
-            begun.size = 2_000_000
-
-            async def half() -> AsyncIterator[pb.SnapshotPart]:
-                yield pb.SnapshotPart(header=begun, data=b"x" * CHUNK)
-                await asyncio.Event().wait()
-
-            call = CoordinatorStub(channel).PutSnapshot(half(), timeout=DEADLINE_S, metadata=metadata(TOKEN))
-            with pytest.raises(grpc.aio.AioRpcError, match=r"PutSnapshot: no data arrived for 1 s"):
-                await call
-            reply = await client.put_snapshot(header(1), b"x" * 2_500_000)
+@on_coordinator()
+async def test_snapshots_return_oldest_first(client: AsyncCoordinatorClient, address: str) -> None:
+    await client.open_run(opening())
+    async with daemon(address):
+        await until_ready(client)
+        values = {0: b"", 3: b"x" * 6_000_000, 5: b"y" * (CHUNK + 1)}
+        for total in (3, 0, 5):
+            reply = await client.put_snapshot(header(total), values[total])
             assert reply.refused == ""
+        found = await client.get_snapshots(query())
+        assert [(head.total, head.generation, data) for head, data in found] == [
+            (total, 1, values[total]) for total in (0, 3, 5)
+        ]
 
-    trial(body, replace(LIMITS, budget=3_000_000, part_s=1.0))
+
+@on_coordinator()
+async def test_snapshots_of_the_fenced_are_refused(client: AsyncCoordinatorClient, address: str) -> None:
+    await client.open_run(opening())
+    async with daemon(address):
+        await until_ready(client)
+        with pytest.raises(SupersededError, match=r"box 0 slot 0 .*generation 7. has been replaced .*generation 1"):
+            await client.put_snapshot(header(3, generation=7), b"x" * 3_000_000)
+        with pytest.raises(SupersededError):
+            await client.get_snapshots(query(7))
+        with pytest.raises(UnknownRunError, match="has no box 0 slot 9"):
+            await client.put_snapshot(header(3, slot=9), b"x")
 
 
-def test_slow_upload_is_ended_and_delays_none() -> None:
+@on_coordinator(replace(LIMITS, budget=3_000_000))
+async def test_over_budget_is_refused_and_rest_stays(client: AsyncCoordinatorClient, address: str) -> None:
+    await client.open_run(opening())
+    async with daemon(address):
+        await until_ready(client)
+        reply = await client.put_snapshot(header(0), b"x" * 1_000_000)
+        assert (reply.refused, reply.free_bytes) == ("", 2_000_000)
+        refusal = await client.put_snapshot(header(1), b"x" * 2_500_000)
+        assert refusal.refused.startswith("there is no budget for a snapshot of 2500000 bytes: 1000000 of 2700000")
+        assert refusal.free_bytes == 2_000_000
+        assert [head.total for head, _ in await client.get_snapshots(query())] == [0]
+
+
+@on_coordinator(replace(LIMITS, budget=3000000, part_s=1.0))
+async def test_stalled_transfer_frees_its_budget(client: AsyncCoordinatorClient, address: str) -> None:
+    await client.open_run(opening())
+    async with daemon(address), connect_aio(address) as channel:
+        await until_ready(client)
+        begun = header(1)
+        begun.size = 2_000_000
+
+        async def half() -> AsyncIterator[pb.SnapshotPart]:
+            yield pb.SnapshotPart(header=begun, data=b"x" * CHUNK)
+            await asyncio.Event().wait()
+
+        call = CoordinatorStub(channel).PutSnapshot(half(), timeout=DEADLINE_S, metadata=metadata(TOKEN))
+        with pytest.raises(grpc.aio.AioRpcError, match=r"PutSnapshot: no data arrived for 1 s"):
+            await call
+        reply = await client.put_snapshot(header(1), b"x" * 2_500_000)
+        assert reply.refused == ""
+
+
+@on_coordinator(replace(LIMITS, transfers_max=1000000, part_s=1.0, least_bytes_per_s=1000000))
+async def test_slow_upload_is_ended_and_delays_none(client: AsyncCoordinatorClient, address: str) -> None:
     """A blob of 70 MB at a byte in ten seconds kept every job from its start."""
+    await client.open_run(opening())
+    held, gone = asyncio.Event(), asyncio.Event()
 
-    async def body(client: AsyncCoordinatorClient, address: str) -> None:
-        await client.open_run(opening())
-        held, gone = asyncio.Event(), asyncio.Event()
+    async def trickle(pause_s: float) -> AsyncIterator[pb.BlobPart]:
+        yield pb.BlobPart(blob=blob_name(b"large"), size=5_000_000)
+        while not gone.is_set():
+            yield pb.BlobPart(data=b"x")
+            held.set()
+            await asyncio.sleep(pause_s)
 
-        async def trickle(pause_s: float) -> AsyncIterator[pb.BlobPart]:
-            yield pb.BlobPart(blob=blob_name(b"large"), size=5_000_000)
-            while not gone.is_set():
-                yield pb.BlobPart(data=b"x")
-                held.set()
-                await asyncio.sleep(pause_s)
-
-        async with daemon(address), connect_aio(address) as channel:
-            await until_ready(client)
-            slow = CoordinatorStub(channel).PutBlob(trickle(0.01), timeout=DEADLINE_S, metadata=metadata(TOKEN))
-            await held.wait()
-            assert not (await client.put_snapshot(header(0), b"x" * 1_000)).refused
-            assert await client.put_blob(b"small", "job/0") == blob_name(b"small")
-            with pytest.raises(grpc.aio.AioRpcError):  # for what, gRPC may not say to one that is still sending
-                await slow
-            gone.set()
-
-    trial(body, replace(LIMITS, transfers_max=1_000_000, part_s=1.0, least_bytes_per_s=1_000_000))
+    async with daemon(address), connect_aio(address) as channel:
+        await until_ready(client)
+        slow = CoordinatorStub(channel).PutBlob(trickle(0.01), timeout=DEADLINE_S, metadata=metadata(TOKEN))
+        await held.wait()
+        assert not (await client.put_snapshot(header(0), b"x" * 1_000)).refused
+        assert await client.put_blob(b"small", "job/0") == blob_name(b"small")
+        with pytest.raises(grpc.aio.AioRpcError):  # for what, gRPC may not say to one that is still sending
+            await slow
+        gone.set()
 
 
 def test_delivered_snapshots_leave_the_disk(tmp_path: Path) -> None:
@@ -322,91 +259,83 @@ def test_delivered_snapshots_leave_the_disk(tmp_path: Path) -> None:
     trial(body, state_dir=tmp_path)
 
 
-def test_inconsistent_parts_are_a_protocol_error() -> None:
+@on_coordinator()
+async def test_inconsistent_parts_are_a_protocol_error(client: AsyncCoordinatorClient, address: str) -> None:
     async def parts(size: int, *pieces: bytes) -> AsyncIterator[pb.SnapshotPart]:
         yield pb.SnapshotPart(header=header(3, size=size))
         for piece in pieces:
             yield pb.SnapshotPart(data=piece)
 
-    async def body(client: AsyncCoordinatorClient, address: str) -> None:
-        await client.open_run(opening())
-        async with daemon(address):
-            await until_ready(client)
-            put = client._stub.PutSnapshot
-            for size, words in ((2, "2 bytes it declared, got more"), (9, "9 bytes it declared, got 4")):
-                with pytest.raises(ProtocolError, match=words), client._guarded("PutSnapshot", DEADLINE_S):
-                    await put(parts(size, b"ab", b"cd"), timeout=DEADLINE_S, metadata=metadata(TOKEN))
-            assert await client.get_snapshots(query()) == []
-
-    trial(body)
+    await client.open_run(opening())
+    async with daemon(address):
+        await until_ready(client)
+        put = client._stub.PutSnapshot
+        for size, words in ((2, "2 bytes it declared, got more"), (9, "9 bytes it declared, got 4")):
+            with pytest.raises(ProtocolError, match=words), client._guarded("PutSnapshot", DEADLINE_S):
+                await put(parts(size, b"ab", b"cd"), timeout=DEADLINE_S, metadata=metadata(TOKEN))
+        assert await client.get_snapshots(query()) == []
 
 
-def test_blob_with_wrong_digest_is_refused() -> None:
+@on_coordinator()
+async def test_blob_with_wrong_digest_is_refused(client: AsyncCoordinatorClient) -> None:
     async def parts(data: bytes) -> AsyncIterator[pb.BlobPart]:
         yield pb.BlobPart(blob=blob_name(b"good"), size=len(data))
         yield pb.BlobPart(data=data)
 
-    async def body(client: AsyncCoordinatorClient, address: str) -> None:
-        put = client._stub.PutBlob
-        with (
-            pytest.raises(ProtocolError, match="the 4 bytes received do not have the declared digest"),
-            client._guarded("PutBlob", DEADLINE_S),
-        ):
-            await put(parts(b"evil"), timeout=DEADLINE_S, metadata=metadata(TOKEN))
-        await put(parts(b"good"), timeout=DEADLINE_S, metadata=metadata(TOKEN))
-        assert await client.get_blob(blob_name(b"good")) == b"good"
-
-    trial(body)
+    put = client._stub.PutBlob
+    with (
+        pytest.raises(ProtocolError, match="the 4 bytes received do not have the declared digest"),
+        client._guarded("PutBlob", DEADLINE_S),
+    ):
+        await put(parts(b"evil"), timeout=DEADLINE_S, metadata=metadata(TOKEN))
+    await put(parts(b"good"), timeout=DEADLINE_S, metadata=metadata(TOKEN))
+    assert await client.get_blob(blob_name(b"good")) == b"good"
 
 
-def test_blobs_are_kept_by_content() -> None:
-    async def body(client: AsyncCoordinatorClient, address: str) -> None:
-        data = b"state" * 1_000_000
-        name = await client.put_blob(data, "job/0")
-        assert name == blob_name(data) == await client.put_blob(data)
-        assert await client.get_blob(name) == data
-        with CoordinatorClient(address, TOKEN) as blocking:
-            assert await asyncio.to_thread(blocking.put_blob, b"") == blob_name(b"")
-            assert await asyncio.to_thread(blocking.get_blob, name) == data
-        with pytest.raises(StateUnavailableError, match="does not have the stored value 'nothing'"):
-            await client.get_blob("nothing")
-        with pytest.raises(
-            InvalidArgumentError, match=r"for run job/0 .* cannot be stored: .* its 2000000 bytes: 5000000 of 6000000 b"
-        ):
-            await client.put_blob(b"z" * 2_000_000, "job/0")
-        start = Position.start(2, step=7).to_proto()
-        await client.open_run(opening(resume=records_pb2.Resume(blob=name), start=start))
-
-    trial(body, replace(LIMITS, budget=6_000_000))
+@on_coordinator(replace(LIMITS, budget=6000000))
+async def test_blobs_are_kept_by_content(client: AsyncCoordinatorClient, address: str) -> None:
+    data = b"state" * 1_000_000
+    name = await client.put_blob(data, "job/0")
+    assert name == blob_name(data) == await client.put_blob(data)
+    assert await client.get_blob(name) == data
+    with CoordinatorClient(address, TOKEN) as blocking:
+        assert await asyncio.to_thread(blocking.put_blob, b"") == blob_name(b"")
+        assert await asyncio.to_thread(blocking.get_blob, name) == data
+    with pytest.raises(StateUnavailableError, match="does not have the stored value 'nothing'"):
+        await client.get_blob("nothing")
+    with pytest.raises(
+        InvalidArgumentError, match=r"for run job/0 .* cannot be stored: .* its 2000000 bytes: 5000000 of 6000000 b"
+    ):
+        await client.put_blob(b"z" * 2_000_000, "job/0")
+    start = Position.start(2, step=7).to_proto()
+    await client.open_run(opening(resume=records_pb2.Resume(blob=name), start=start))
 
 
 # -------------------------------------------------------------------------------------------------------------- states
 
 
-def test_all_ranks_share_one_state_query() -> None:
+@on_coordinator()
+async def test_all_ranks_share_one_state_query(client: AsyncCoordinatorClient, address: str) -> None:
     def large(request: pb.StateRequest) -> tuple[pb.StateAnswer, bytes]:
         answer, data = plain_state(request)
         return answer, data * 1_000_000
 
-    async def body(client: AsyncCoordinatorClient, address: str) -> None:
-        async with daemon(address, "w1", large, slots=2) as one, daemon(address, "w2", large, slots=2) as two:
-            for box in (0, 1):
-                await client.open_run(opening(box, num_boxes=2))
-            with CoordinatorClient(address, TOKEN) as blocking:
-                states = await asyncio.gather(
-                    client.fetch_state(asking(0, 5)),
-                    client.fetch_state(asking(1, 5)),
-                    asyncio.to_thread(blocking.fetch_state, asking(0, 5)),
-                )
-            assert states[0] == states[1] == states[2]
-            places = [(r.box, r.local_worker_id, r.worker_step) for r, _ in states[0].records]
-            assert places == [(0, 0, 3), (0, 1, 2), (1, 0, 3), (1, 1, 2)]
-            assert states[0].records[2][1] == b"1.0:0.3" * 1_000_000
-            assert {box: position.step for box, position in states[0].positions.items()} == {0: 5, 1: 5}
-            assert len(one.asked) + len(two.asked) == 4
-            assert await client.fetch_state(pb.FetchStateRequest(run="job/0", newest=True, deadline_s=1)) == states[0]
-
-    trial(body)
+    async with daemon(address, "w1", large, slots=2) as one, daemon(address, "w2", large, slots=2) as two:
+        for box in (0, 1):
+            await client.open_run(opening(box, num_boxes=2))
+        with CoordinatorClient(address, TOKEN) as blocking:
+            states = await asyncio.gather(
+                client.fetch_state(asking(0, 5)),
+                client.fetch_state(asking(1, 5)),
+                asyncio.to_thread(blocking.fetch_state, asking(0, 5)),
+            )
+        assert states[0] == states[1] == states[2]
+        places = [(r.box, r.local_worker_id, r.worker_step) for r, _ in states[0].records]
+        assert places == [(0, 0, 3), (0, 1, 2), (1, 0, 3), (1, 1, 2)]
+        assert states[0].records[2][1] == b"1.0:0.3" * 1_000_000
+        assert {box: position.step for box, position in states[0].positions.items()} == {0: 5, 1: 5}
+        assert len(one.asked) + len(two.asked) == 4
+        assert await client.fetch_state(pb.FetchStateRequest(run="job/0", newest=True, deadline_s=1)) == states[0]
 
 
 def test_small_parts_are_packed() -> None:
@@ -434,194 +363,47 @@ def test_small_parts_are_packed() -> None:
     assert [part for one in together for part in (one.parts or [one])] == apart
 
 
-def test_event_loop_turns_go_one_at_a_time() -> None:
+@in_loop
+async def test_event_loop_turns_go_one_at_a_time() -> None:
     """Take turns in order, past a cancelled one: heartbeats are received between large messages."""
     got: list[int] = []
 
     def note(number: int, _: asyncio.Task[None]) -> None:
         got.append(number)
 
-    async def body() -> None:
-        turns, loop = LoopTurns(), asyncio.get_running_loop()
-        asks = [loop.create_task(turns.next()) for _ in range(5)]
-        for number, ask in enumerate(asks):
-            ask.add_done_callback(partial(note, number))
+    turns, loop = LoopTurns(), asyncio.get_running_loop()
+    asks = [loop.create_task(turns.next()) for _ in range(5)]
+    for number, ask in enumerate(asks):
+        ask.add_done_callback(partial(note, number))
+    await asyncio.sleep(0)
+    asks[2].cancel()
+    at_once = []
+    while len(got) < len(asks):
+        before = len(got)
         await asyncio.sleep(0)
-        asks[2].cancel()
-        at_once = []
-        while len(got) < len(asks):
-            before = len(got)
-            await asyncio.sleep(0)
-            at_once.append(len(set(got[before:]) - {2}))
-        assert max(at_once) == 1
-        await turns.next()
-
-    asyncio.run(body())
+        at_once.append(len(set(got[before:]) - {2}))
+    assert max(at_once) == 1
+    await turns.next()
     assert [number for number in got if number != 2] == [0, 1, 3, 4]
 
 
-def test_worker_with_earlier_end_is_asked_again() -> None:
-    def short(request: pb.StateRequest) -> tuple[pb.StateAnswer, bytes]:
-        """Slot 1 of box 1 has two batches an epoch, slot 0 four; box 0 has not ended."""
-        length = (4, 2)[request.slot]
-        if request.box == 1 and request.epoch == 0 and request.position.total > length:
-            return pb.StateAnswer(ended=True, ended_epoch=0, ended_total=length), b""
-        return plain_state(request)
-
-    async def body(client: AsyncCoordinatorClient, address: str) -> None:
-        async with daemon(address, say=short):
-            for box in (0, 1):
-                await client.open_run(opening(box, num_boxes=2))
-            state = await client.fetch_state(asking(0, 8))
-            assert [data for _, data in state.records] == [b"0.0:0.4", b"0.1:0.4", b"1.0:1.5", b"1.1:1.3"]
-            assert (state.positions[1].epoch, state.positions[1].step) == (1, 8)
-
-    trial(body)
-
-
-def test_state_waits_for_a_recovering_slot() -> None:
-    async def body(client: AsyncCoordinatorClient, address: str) -> None:
-        await client.open_run(opening())
-        asked = asyncio.Event()
-
-        def silent(request: pb.StateRequest) -> tuple[pb.StateAnswer, bytes]:
-            asked.set()
-            raise asyncio.CancelledError  # it dies of it
-
-        async with daemon(address, "old", silent):
-            await until_ready(client)
-            state = asyncio.create_task(client.fetch_state(asking(0, 4)))
-            async with asyncio.timeout(DEADLINE_S):
-                await asked.wait()
-            await client.deregister(pb.DeregisterWorkerRequest(worker="old", session="s"))
-            async with daemon(address, "new") as new:
-                found = await state
-                assert {request.generation for request in new.asked} == {2}
-        assert [data for _, data in found.records] == [b"0.0:0.2", b"0.1:0.2"]
-
-    trial(body)
-
-
-def test_a_deadline_names_who_is_waited_for() -> None:
+@on_coordinator()
+async def test_a_deadline_names_who_is_waited_for(client: AsyncCoordinatorClient, address: str) -> None:
     def silent(request: pb.StateRequest) -> tuple[pb.StateAnswer, bytes]:
         raise asyncio.CancelledError
 
-    async def body(client: AsyncCoordinatorClient, address: str) -> None:
-        await client.open_run(opening(0, num_boxes=2))
-        async with daemon(address, say=silent, slots=1):
-            await client.watch_run(watching())
-            async with asyncio.timeout(DEADLINE_S):
-                while (await client.watch_run(watching())).slots[0].phase != pb.READY:
-                    await asyncio.sleep(0)
-            with pytest.raises(DeadlineError) as caught:
-                await client.fetch_state(asking(0, 2, deadline_s=0.3))
-            assert caught.value.message == (
-                "the state of run job/0 at step 2 was not complete after 0.3 s; waited for box 0 slot 1 (no worker has "
-                "it), box 1 (it has not opened the run), box 0 slot 0 on worker w"
-            )
-
-    trial(body)
-
-
-def test_errors_of_a_state_reach_every_asker() -> None:
-    def broken(request: pb.StateRequest) -> tuple[pb.StateAnswer, bytes]:
-        detail = records_pb2.ErrorDetail(name="InputFnError", message="boom", remote_traceback="over there")
-        return pb.StateAnswer(error=detail), b""
-
-    async def body(client: AsyncCoordinatorClient, address: str) -> None:
-        await client.open_run(opening())
-        async with daemon(address, say=broken):
-            await until_ready(client)
-            answers = await asyncio.gather(
-                *(client.fetch_state(asking(0, 2)) for _ in range(3)), return_exceptions=True
-            )
-            for error in answers:
-                assert isinstance(error, InputFnError)
-                assert error.message.startswith("state of run job/0 at step 2: box 0 slot ")
-                assert error.message.endswith(" on worker w: boom")
-                assert error.remote_traceback == "over there"
-            request = asking(0, 2)
-            request.step = 3
-            with pytest.raises(
-                StateUnavailableError, match="run job/0 has states of steps 0 to 2, got a request for step 3"
-            ):
-                await client.fetch_state(request)
-
-    trial(body)
-
-
-def test_leaving_caller_leaves_nothing_behind() -> None:
-    def silent(request: pb.StateRequest) -> tuple[pb.StateAnswer, bytes]:
-        raise AssertionError("nobody runs this")
-
-    async def body(client: AsyncCoordinatorClient, address: str) -> None:
-        await client.open_run(opening())
-        heartbeat = await all_ready(client)
-        asker = asyncio.create_task(client.fetch_state(asking(0, 2)))
+    await client.open_run(opening(0, num_boxes=2))
+    async with daemon(address, say=silent, slots=1):
+        await client.watch_run(watching())
         async with asyncio.timeout(DEADLINE_S):
-            while not (await client.heartbeat(heartbeat)).state_requests:
+            while (await client.watch_run(watching())).slots[0].phase != pb.READY:
                 await asyncio.sleep(0)
-        asker.cancel()
-        async with asyncio.timeout(DEADLINE_S):
-            while (await client.heartbeat(heartbeat)).state_requests:
-                await asyncio.sleep(0)
-
-    trial(body)
+        with pytest.raises(DeadlineError) as caught:
+            await client.fetch_state(asking(0, 2, deadline_s=0.3))
+        assert caught.value.message == (
+            "the state of run job/0 at step 2 was not complete after 0.3 s; waited for box 0 slot 1 (no worker has "
+            "it), box 1 (it has not opened the run), box 0 slot 0 on worker w"
+        )
 
 
 # ----------------------------------------------------------------------------------------------------------- restarts
-
-
-def test_stop_answers_polls_and_start_resumes(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with coordinator(tmp_path) as address, AsyncCoordinatorClient(address, TOKEN) as client:
-            await client.open_run(opening(has_seed=True, seed=5))
-            async with daemon(address):
-                await until_ready(client)
-                await client.put_snapshot(header(3), b"three")
-            seen = (await client.watch_run(watching())).version
-            held = asyncio.create_task(client.watch_run(watching(seen_version=seen, hold_s=30)))
-            await client.status()
-            stopped = asyncio.get_running_loop().time()
-        assert asyncio.get_running_loop().time() - stopped < 15
-        with pytest.raises(PenstockError):
-            await held
-        async with coordinator(tmp_path) as address, AsyncCoordinatorClient(address, TOKEN) as client:
-            assert (await client.open_run(opening(has_seed=True, seed=5))).attempt == 1
-            async with daemon(address) as worker:
-                assert {slot.generation for slot in (await until_ready(client)).slots} == {1}
-                assert [data for _, data in await client.get_snapshots(query())] == [b"three"]
-                assert worker.heartbeats < 10
-
-    asyncio.run(run())
-
-
-def test_nothing_but_our_numbers_is_believed() -> None:
-    """Empty and absurd messages leave a coordinator that answers."""
-
-    async def body(client: AsyncCoordinatorClient, address: str) -> None:
-        huge = 2**32 - 1
-        calls: list[Callable[[], Awaitable[object]]] = [
-            lambda: client.open_run(opening(num_boxes=huge, num_workers_per_box=huge)),
-            lambda: client.open_run(opening(start=records_pb2.BoxPosition(step=1, live=[huge], slots=[{}, {}]))),  # type: ignore[list-item]
-            lambda: client.watch_run(pb.WatchRunRequest()),
-            lambda: client.register(pb.RegisterWorkerRequest()),
-            lambda: client.put_snapshot(pb.SnapshotHeader(), b""),
-            lambda: client.get_snapshots(pb.GetSnapshotsRequest()),
-            lambda: client.fetch_state(pb.FetchStateRequest()),
-        ]
-        for call in calls:
-            with pytest.raises(PenstockError) as caught:
-                await call()
-            assert "Traceback" not in caught.value.remote_traceback, caught.value
-        await client.close_run(pb.CloseRunRequest())
-        await client.deregister(pb.DeregisterWorkerRequest())
-        await client.put_state(pb.StateAnswer())
-        await client.open_run(opening())
-        bad = watching(steps=1)
-        bad.delivered.live[:] = [5]
-        with pytest.raises(InvalidArgumentError, match="must be rising numbers"):
-            await client.watch_run(bad)
-        assert (await client.status()).runs[0].run == "job/0"
-
-    trial(body)

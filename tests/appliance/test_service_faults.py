@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from bearer import metadata
 from grpc.aio import EOF
-from served import DEADLINE_S, LIMITS, TOKEN, all_ready, asking, daemon, opening, trial, until_ready
+from served import DEADLINE_S, LIMITS, TOKEN, all_ready, asking, daemon, on_coordinator, opening, trial, until_ready
 
 from penstock.appliance.core.state_machine import Registry
 from penstock.appliance.edge.service import Service
@@ -46,96 +46,95 @@ async def until(what: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-def test_failed_commit_removes_the_caller(registries: list[Registry], monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(client: AsyncCoordinatorClient, address: str) -> None:
-        await client.open_run(opening())
-        (registry,) = registries
-        write, full = Journal.write, True
+@on_coordinator()
+async def test_failed_commit_removes_the_caller(
+    client: AsyncCoordinatorClient, registries: list[Registry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await client.open_run(opening())
+    (registry,) = registries
+    write, full = Journal.write, True
 
-        def limited(self: Journal, rows: Rows) -> None:
-            if full:
-                raise JournalError("no room")
-            write(self, rows)
+    def limited(self: Journal, rows: Rows) -> None:
+        if full:
+            raise JournalError("no room")
+        write(self, rows)
 
-        monkeypatch.setattr(Journal, "write", limited)
-        registry.cluster.journal.note("anything", "1")
-        with pytest.raises(JournalError, match="no room"):
-            await client.fetch_state(asking(0, 2))
-        full = False
-        assert registry.state_queries._open == {}
-
-    trial(body)
+    monkeypatch.setattr(Journal, "write", limited)
+    registry.cluster.journal.note("anything", "1")
+    with pytest.raises(JournalError, match="no room"):
+        await client.fetch_state(asking(0, 2))
+    full = False
+    assert registry.state_queries._open == {}
 
 
 @pytest.mark.parametrize("where", ["at the door", "on the way"])
-def test_answer_without_callers_is_not_taken(registries: list[Registry], where: str) -> None:
+@on_coordinator(replace(LIMITS, answers_max=10))
+async def test_answer_without_callers_is_not_taken(
+    client: AsyncCoordinatorClient, registries: list[Registry], where: str
+) -> None:
     """Refuse the answer: it would be in memory and in no budget, a thousand at once for a large fleet."""
+    for box in (0, 1):
+        await client.open_run(opening(box, num_boxes=2))
+    heartbeat = await all_ready(client)
+    (registry,) = registries
+    at_the_door: list[str] = []
+    admit = registry.admit_state
 
-    async def body(client: AsyncCoordinatorClient, address: str) -> None:
-        for box in (0, 1):
-            await client.open_run(opening(box, num_boxes=2))
-        heartbeat = await all_ready(client)
-        (registry,) = registries
-        at_the_door: list[str] = []
-        admit = registry.admit_state
+    def admitted(answer: pb.StateAnswer) -> float | None:
+        left_s = admit(answer)
+        if left_s is not None:
+            at_the_door.append(answer.request)
+        return left_s
 
-        def admitted(answer: pb.StateAnswer) -> float | None:
-            left_s = admit(answer)
-            if left_s is not None:
-                at_the_door.append(answer.request)
-            return left_s
+    registry.admit_state = admitted  # type: ignore[method-assign]
+    asker = asyncio.create_task(client.fetch_state(asking(0, 2)))
+    await until(lambda: len(registry.state_queries._asked) == 4)
+    requests = (await client.heartbeat(heartbeat)).state_requests
+    of_box = 1 if where == "at the door" else 0  # those of the next box are let in
+    request = next(one for one in requests if one.box == of_box)
+    left = asyncio.Event()
 
-        registry.admit_state = admitted  # type: ignore[method-assign]
-        asker = asyncio.create_task(client.fetch_state(asking(0, 2)))
-        await until(lambda: len(registry.state_queries._asked) == 4)
-        requests = (await client.heartbeat(heartbeat)).state_requests
-        of_box = 1 if where == "at the door" else 0  # those of the next box are let in
-        request = next(one for one in requests if one.box == of_box)
-        left = asyncio.Event()
+    async def parts() -> AsyncIterator[pb.AnswerPart]:
+        answer = pb.StateAnswer(request=request.request, worker="w", session="s", state_bytes=1000)
+        yield pb.AnswerPart(answer=answer, data=b"x")
+        await left.wait()
+        yield pb.AnswerPart(data=b"x")
+        await asyncio.Event().wait()  # the rest is only sent if somebody takes it
 
-        async def parts() -> AsyncIterator[pb.AnswerPart]:
-            answer = pb.StateAnswer(request=request.request, worker="w", session="s", state_bytes=1000)
-            yield pb.AnswerPart(answer=answer, data=b"x")
-            await left.wait()
-            yield pb.AnswerPart(data=b"x")
-            await asyncio.Event().wait()  # the rest is only sent if somebody takes it
-
-        call = client._stub.PutState(parts(), timeout=DEADLINE_S, metadata=metadata(TOKEN))
-        query = next(iter(registry.state_queries._open.values()))
-        if where == "on the way":
-            await until(lambda: query.held == 1000)
-        else:
-            await until(lambda: request.request in at_the_door)
-        asker.cancel()
-        await until(lambda: not registry.state_queries._open)
-        left.set()
-        assert await call == b""  # PutStateReply()
-        assert query.held == 0
-
-    trial(body, replace(LIMITS, answers_max=10))
+    call = client._stub.PutState(parts(), timeout=DEADLINE_S, metadata=metadata(TOKEN))
+    query = next(iter(registry.state_queries._open.values()))
+    if where == "on the way":
+        await until(lambda: query.held == 1000)
+    else:
+        await until(lambda: request.request in at_the_door)
+    asker.cancel()
+    await until(lambda: not registry.state_queries._open)
+    left.set()
+    assert await call == b""  # PutStateReply()
+    assert query.held == 0
 
 
-def test_readers_time_extends_the_deadline(registries: list[Registry]) -> None:
+@on_coordinator()
+async def test_readers_time_extends_the_deadline(
+    client: AsyncCoordinatorClient, address: str, registries: list[Registry]
+) -> None:
     """Extend the deadline with each part, not only after the box: else the workers' requests would end."""
 
     def large(request: pb.StateRequest) -> tuple[pb.StateAnswer, bytes]:
         return pb.StateAnswer(), bytes(8 << 20)
 
-    async def body(client: AsyncCoordinatorClient, address: str) -> None:
-        await client.open_run(opening())
-        async with daemon(address, "w", large):
-            await until_ready(client)
-            (registry,) = registries
-            call = client._stub.FetchState(asking(0, 2), timeout=DEADLINE_S, metadata=metadata(TOKEN))
-            await call.read()
-            (query,) = registry.state_queries._open.values()
-            before = query.deadline
-            while query.deadline == before:
-                assert await call.read() is not EOF
-            assert query.callers == 1
-            call.cancel()
-
-    trial(body)
+    await client.open_run(opening())
+    async with daemon(address, "w", large):
+        await until_ready(client)
+        (registry,) = registries
+        call = client._stub.FetchState(asking(0, 2), timeout=DEADLINE_S, metadata=metadata(TOKEN))
+        await call.read()
+        (query,) = registry.state_queries._open.values()
+        before = query.deadline
+        while query.deadline == before:
+            assert await call.read() is not EOF
+        assert query.callers == 1
+        call.cancel()
 
 
 def test_late_connection_loss_costs_nothing(registries: list[Registry], monkeypatch: pytest.MonkeyPatch) -> None:

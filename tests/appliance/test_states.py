@@ -70,24 +70,6 @@ def test_earlier_end_replans_and_keeps_answers(world: FakeCluster) -> None:
     assert list(query.result.positions[1].live) == [0, 2]
 
 
-def test_ranks_share_a_query_and_its_result(world: FakeCluster) -> None:
-    boxes = [world.open(number, num_boxes=2) for number in range(2)]
-    worker = world.worker("w")
-    worker.ready()
-    for box in boxes:
-        box.deliver(4)
-    first, second = ask(boxes[0], 4), ask(boxes[1], 4)
-    assert first is second
-    assert len(worker.heartbeat().state_requests) == 4
-    respond(worker)
-    world.registry.end_state(first)
-    world.registry.end_state(second)
-    late = ask(boxes[1], 4)
-    assert late.done
-    assert values(late) == values(first)
-    assert list(worker.heartbeat().state_requests) == []
-
-
 def test_requests_end_with_the_last_caller(world: FakeCluster) -> None:
     box, worker = world.open(), world.worker("w")
     worker.ready()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from coroutines import in_loop
 
 from penstock.appliance.edge.transfers import MinimumRate
 from penstock.appliance.model.limits import Limits
@@ -48,97 +49,90 @@ async def turn() -> None:
 # ---- inflow
 
 
-def test_values_are_admitted_in_order() -> None:
-    async def body() -> None:
-        inflow, came = MemoryBudget(100), list[str]()
-        gates = {name: asyncio.Event() for name in "abcd"}
+@in_loop
+async def test_values_are_admitted_in_order() -> None:
+    inflow, came = MemoryBudget(100), list[str]()
+    gates = {name: asyncio.Event() for name in "abcd"}
 
-        async def one(name: str, size: int) -> None:
-            async with inflow.taken(size):
-                came.append(name)
-                await gates[name].wait()
+    async def one(name: str, size: int) -> None:
+        async with inflow.taken(size):
+            came.append(name)
+            await gates[name].wait()
 
-        tasks = [asyncio.create_task(one(*each)) for each in (("a", 60), ("b", 500), ("c", 10), ("d", 10))]
+    tasks = [asyncio.create_task(one(*each)) for each in (("a", 60), ("b", 500), ("c", 10), ("d", 10))]
+    await turn()
+    assert came == ["a"]  # b is too large to come beside a, and c does not overtake it
+    gates["a"].set()
+    await turn()
+    assert came == ["a", "b"]
+    gates["b"].set()
+    await turn()
+    assert came == ["a", "b", "c", "d"]
+    gates["c"].set()
+    gates["d"].set()
+    await asyncio.gather(*tasks)
+    assert inflow._used == 0
+
+
+@in_loop
+async def test_small_values_pass_large_ones() -> None:
+    inflow, go, came = InflowBudget(1000), asyncio.Event(), list[int]()
+
+    async def one(size: int) -> None:
+        async with inflow.taken(size):
+            came.append(size)
+            await go.wait()
+
+    tasks = [asyncio.create_task(one(size)) for size in (70_000, 600, 125, 125, 125, 125, 1)]
+    await turn()
+    assert came == [70_000, 125, 125, 125, 125]
+    go.set()
+    await asyncio.gather(*tasks)
+    assert sorted(came[5:]) == [1, 600]
+
+
+@in_loop
+async def test_one_that_gives_up_takes_no_room() -> None:
+    inflow = MemoryBudget(100)
+    async with inflow.taken(100):
+
+        async def one() -> None:
+            async with inflow.taken(50):
+                raise AssertionError("it was let in")
+
+        waiting = asyncio.create_task(one())
         await turn()
-        assert came == ["a"]  # b is too large to come beside a, and c does not overtake it
-        gates["a"].set()
-        await turn()
-        assert came == ["a", "b"]
-        gates["b"].set()
-        await turn()
-        assert came == ["a", "b", "c", "d"]
-        gates["c"].set()
-        gates["d"].set()
-        await asyncio.gather(*tasks)
-        assert inflow._used == 0
-
-    run(body())
+        waiting.cancel()
+        with suppress(asyncio.CancelledError):
+            await waiting
+    async with inflow.taken(100):
+        pass
+    assert inflow._used == 0
 
 
-def test_small_values_pass_large_ones() -> None:
-    async def body() -> None:
-        inflow, go, came = InflowBudget(1000), asyncio.Event(), list[int]()
+@in_loop
+async def test_cancelled_turn_gives_nothing_back() -> None:
+    inflow, go = MemoryBudget(100), asyncio.Event()
 
-        async def one(size: int) -> None:
-            async with inflow.taken(size):
-                came.append(size)
-                await go.wait()
+    async def one(size: int) -> None:
+        async with inflow.taken(size):
+            await go.wait()
 
-        tasks = [asyncio.create_task(one(size)) for size in (70_000, 600, 125, 125, 125, 125, 1)]
-        await turn()
-        assert came == [70_000, 125, 125, 125, 125]
-        go.set()
-        await asyncio.gather(*tasks)
-        assert sorted(came[5:]) == [1, 600]
-
-    run(body())
-
-
-def test_one_that_gives_up_takes_no_room() -> None:
-    async def body() -> None:
-        inflow = MemoryBudget(100)
-        async with inflow.taken(100):
-
-            async def one() -> None:
-                async with inflow.taken(50):
-                    raise AssertionError("it was let in")
-
-            waiting = asyncio.create_task(one())
-            await turn()
-            waiting.cancel()
-            with suppress(asyncio.CancelledError):
-                await waiting
-        async with inflow.taken(100):
-            pass
-        assert inflow._used == 0
-
-    run(body())
-
-
-def test_cancelled_turn_gives_nothing_back() -> None:
-    async def body() -> None:
-        inflow, go = MemoryBudget(100), asyncio.Event()
-
-        async def one(size: int) -> None:
-            async with inflow.taken(size):
-                await go.wait()
-
-        first = asyncio.create_task(one(100))
-        await turn()
-        second = asyncio.create_task(one(50))
-        await turn()
-        go.set()  # the first one's turn is before the second one hears that it was cancelled
-        second.cancel()
-        await asyncio.gather(first, second, return_exceptions=True)
-        assert inflow._used == 0
-
-    run(body())
+    first = asyncio.create_task(one(100))
+    await turn()
+    second = asyncio.create_task(one(50))
+    await turn()
+    go.set()  # the first one's turn is before the second one hears that it was cancelled
+    second.cancel()
+    await asyncio.gather(first, second, return_exceptions=True)
+    assert inflow._used == 0
 
 
 # ---- pace
 
 
-def test_sender_keeps_waiting_at_its_rate() -> None:
+@in_loop
+async def test_sender_keeps_waiting_at_its_rate() -> None:
     """However often something comes."""
 
     async def bytes_in(pause_s: float, count: int) -> AsyncIterator[pb.BlobPart]:
@@ -146,16 +140,13 @@ def test_sender_keeps_waiting_at_its_rate() -> None:
             await asyncio.sleep(pause_s)
             yield pb.BlobPart(data=b"x")
 
-    async def body() -> None:
-        limits = replace(Limits(), part_s=0.2, least_bytes_per_s=1_000_000)
-        with pytest.raises(DeadlineError, match=r"^blob: (no data arrived|the sender must send at least)"):
-            async for _ in MinimumRate("blob", bytes_in(0.01, 10_000), limits):
-                pass
-        with pytest.raises(DeadlineError, match=r"blob: no data arrived for 0\.2 s"):
-            async for _ in MinimumRate("blob", bytes_in(100.0, 1), limits):
-                pass
-
-    run(body())
+    limits = replace(Limits(), part_s=0.2, least_bytes_per_s=1_000_000)
+    with pytest.raises(DeadlineError, match=r"^blob: (no data arrived|the sender must send at least)"):
+        async for _ in MinimumRate("blob", bytes_in(0.01, 10_000), limits):
+            pass
+    with pytest.raises(DeadlineError, match=r"blob: no data arrived for 0\.2 s"):
+        async for _ in MinimumRate("blob", bytes_in(100.0, 1), limits):
+            pass
 
 
 # ---- snapshots
@@ -174,40 +165,36 @@ class Gated:
         self.store.put_snapshots(snapshots)
 
 
-def test_waiting_snapshots_share_a_commit(state: StateDir) -> None:
-    async def body() -> None:
-        gated = Gated(Store(state))
-        writer = SnapshotWriter(gated)  # type: ignore[arg-type]
-        data = bytes(COMMIT_BYTES // 8)
-        puts = [asyncio.create_task(writer.put_snapshot(header(total), data)) for total in range(20)]
-        await turn()
-        gated.go.set()
-        await asyncio.gather(*puts)
-        assert gated.commits == [8, 8, 4]
-        kept, _ = gated.store.index()
-        assert sorted(one.total for _, one in kept) == list(range(20))
-        writer.close()
-        gated.store.close()
-
-    run(body())
+@in_loop
+async def test_waiting_snapshots_share_a_commit(state: StateDir) -> None:
+    gated = Gated(Store(state))
+    writer = SnapshotWriter(gated)  # type: ignore[arg-type]
+    data = bytes(COMMIT_BYTES // 8)
+    puts = [asyncio.create_task(writer.put_snapshot(header(total), data)) for total in range(20)]
+    await turn()
+    gated.go.set()
+    await asyncio.gather(*puts)
+    assert gated.commits == [8, 8, 4]
+    kept, _ = gated.store.index()
+    assert sorted(one.total for _, one in kept) == list(range(20))
+    writer.close()
+    gated.store.close()
 
 
-def test_failed_commit_reaches_all_and_next_works(state: StateDir) -> None:
-    async def body() -> None:
-        store = Store(state)
-        writer = SnapshotWriter(store)
-        store._db.execute("PRAGMA max_page_count=10")
-        results = await asyncio.gather(
-            *(writer.put_snapshot(header(n), bytes(100_000)) for n in range(3)), return_exceptions=True
-        )
-        assert [type(result) for result in results] == [JournalError] * 3
-        assert store.index() == ([], [])
-        store._db.execute("PRAGMA max_page_count=100000")
-        await writer.put_snapshot(header(7), b"x")
-        writer.close()
-        store.close()
-
-    run(body())
+@in_loop
+async def test_failed_commit_reaches_all_and_next_works(state: StateDir) -> None:
+    store = Store(state)
+    writer = SnapshotWriter(store)
+    store._db.execute("PRAGMA max_page_count=10")
+    results = await asyncio.gather(
+        *(writer.put_snapshot(header(n), bytes(100_000)) for n in range(3)), return_exceptions=True
+    )
+    assert [type(result) for result in results] == [JournalError] * 3
+    assert store.index() == ([], [])
+    store._db.execute("PRAGMA max_page_count=100000")
+    await writer.put_snapshot(header(7), b"x")
+    writer.close()
+    store.close()
 
 
 def test_an_attempt_is_dropped_in_pieces(state: StateDir) -> None:
@@ -223,22 +210,20 @@ def test_an_attempt_is_dropped_in_pieces(state: StateDir) -> None:
     store.close()
 
 
-def test_writes_during_a_drop_do_not_wait(state: StateDir) -> None:
-    async def body() -> None:
-        store = Store(state)
-        store.put_snapshots([(header(total), b"x") for total in range(10 * PIECE)])
-        writer = SnapshotWriter(store)
-        writer.drop([DropAttempt("job/0", 1)], lambda *_: None)
-        await turn()
-        await writer.put_snapshot(header(1, attempt=2), b"y")
-        assert writer.is_dropping
-        while writer.is_dropping:
-            await asyncio.sleep(0.001)
-        assert len(store.index()[0]) == 1
-        writer.close()
-        store.close()
-
-    run(body())
+@in_loop
+async def test_writes_during_a_drop_do_not_wait(state: StateDir) -> None:
+    store = Store(state)
+    store.put_snapshots([(header(total), b"x") for total in range(10 * PIECE)])
+    writer = SnapshotWriter(store)
+    writer.drop([DropAttempt("job/0", 1)], lambda *_: None)
+    await turn()
+    await writer.put_snapshot(header(1, attempt=2), b"y")
+    assert writer.is_dropping
+    while writer.is_dropping:
+        await asyncio.sleep(0.001)
+    assert len(store.index()[0]) == 1
+    writer.close()
+    store.close()
 
 
 # ---- the journal
@@ -248,60 +233,32 @@ def attempt(number: int) -> dict[str, object]:
     return {"run": "job/0", "attempt": number, "key": "", "opened_by": "", "state": "open", "why": ""}
 
 
-def test_calls_share_a_commit_and_return_after_it(state: StateDir) -> None:
-    async def body() -> None:
-        journal = Journal(state)
-        syncing = GroupCommit(journal)
-        written: list[int] = []
-        write = journal.write
+@in_loop
+async def test_calls_share_a_commit_and_return_after_it(state: StateDir) -> None:
+    journal = Journal(state)
+    syncing = GroupCommit(journal)
+    written: list[int] = []
+    write = journal.write
 
-        def counted(rows: Rows) -> None:
-            written.append(len(rows))
-            write(rows)
+    def counted(rows: Rows) -> None:
+        written.append(len(rows))
+        write(rows)
 
-        journal.write = counted  # type: ignore[method-assign]
+    journal.write = counted  # type: ignore[method-assign]
 
-        async def call(number: int) -> None:
-            async with syncing.synced():
-                journal.put("attempts", attempt(number))
-                journal.commit()
-            assert number in {row["attempt"] for row in journal.rows("attempts")}
+    async def call(number: int) -> None:
+        async with syncing.synced():
+            journal.put("attempts", attempt(number))
+            journal.commit()
+        assert number in {row["attempt"] for row in journal.rows("attempts")}
 
-        await asyncio.gather(*(call(number) for number in range(50)))
-        assert sum(written) == 50
-        assert len(written) <= 2
-        await syncing.sync()  # nothing to write
-        assert len(written) <= 2
-        syncing.close()
-        journal.close()
-
-    run(body())
-
-
-def test_reply_waits_for_rows_of_other_calls(state: StateDir) -> None:
-    async def body() -> None:
-        journal = Journal(state)
-        syncing = GroupCommit(journal)
-        go, write = threading.Event(), journal.write
-
-        def gated(rows: Rows) -> None:
-            assert go.wait(DEADLINE_S)
-            write(rows)
-
-        journal.write = gated  # type: ignore[method-assign]
-        journal.put("attempts", attempt(1))
-        first = asyncio.create_task(syncing.sync())
-        await turn()
-        second = asyncio.create_task(syncing.sync())  # has put nothing, but may speak of the attempt
-        await turn()
-        assert not first.done()
-        assert not second.done()
-        go.set()
-        await asyncio.gather(first, second)
-        syncing.close()
-        journal.close()
-
-    run(body())
+    await asyncio.gather(*(call(number) for number in range(50)))
+    assert sum(written) == 50
+    assert len(written) <= 2
+    await syncing.sync()  # nothing to write
+    assert len(written) <= 2
+    syncing.close()
+    journal.close()
 
 
 def test_bad_row_leaves_no_open_transaction(state: StateDir) -> None:
@@ -315,49 +272,34 @@ def test_bad_row_leaves_no_open_transaction(state: StateDir) -> None:
     journal.close()
 
 
-def test_unwritten_rows_are_retried_in_order(state: StateDir) -> None:
-    async def body() -> None:
-        journal = Journal(state)
-        syncing = GroupCommit(journal)
-        journal._db.execute("PRAGMA max_page_count=1")
-        journal.put("attempts", attempt(1) | {"why": "x" * 100_000})
-        with pytest.raises(JournalError, match="1 rows of 100017 bytes wait"):
-            await syncing.sync()
-        journal._db.execute("PRAGMA max_page_count=100000")
-        journal.put("attempts", attempt(1) | {"why": "newer"})
-        await syncing.sync()
-        assert [row["why"] for row in journal.rows("attempts")] == ["newer"]
-        syncing.close()
-        journal.close()
-
-    run(body())
-
-
-def test_rows_put_after_failed_write_win(state: StateDir) -> None:
+@in_loop
+async def test_unwritten_rows_are_retried_in_order(state: StateDir) -> None:
     journal = Journal(state)
-    journal.put("attempts", attempt(1) | {"why": "older"})
-    rows = journal.take()
+    syncing = GroupCommit(journal)
+    journal._db.execute("PRAGMA max_page_count=1")
+    journal.put("attempts", attempt(1) | {"why": "x" * 100_000})
+    with pytest.raises(JournalError, match="1 rows of 100017 bytes wait"):
+        await syncing.sync()
+    journal._db.execute("PRAGMA max_page_count=100000")
     journal.put("attempts", attempt(1) | {"why": "newer"})
-    journal.put_back(rows)
-    journal.commit()
+    await syncing.sync()
     assert [row["why"] for row in journal.rows("attempts")] == ["newer"]
+    syncing.close()
     journal.close()
 
 
-def test_an_error_leaves_after_what_it_speaks_of(state: StateDir) -> None:
-    async def body() -> None:
-        journal = Journal(state)
-        syncing = GroupCommit(journal)
+@in_loop
+async def test_an_error_leaves_after_what_it_speaks_of(state: StateDir) -> None:
+    journal = Journal(state)
+    syncing = GroupCommit(journal)
 
-        async def refused() -> None:
-            async with syncing.synced():
-                journal.put("attempts", attempt(2))
-                raise KeyError
+    async def refused() -> None:
+        async with syncing.synced():
+            journal.put("attempts", attempt(2))
+            raise KeyError
 
-        with pytest.raises(KeyError):
-            await refused()
-        assert [row["attempt"] for row in journal.rows("attempts")] == [2]
-        syncing.close()
-        journal.close()
-
-    run(body())
+    with pytest.raises(KeyError):
+        await refused()
+    assert [row["attempt"] for row in journal.rows("attempts")] == [2]
+    syncing.close()
+    journal.close()

@@ -208,11 +208,3 @@ def test_ranks_meet_and_rank_0_leaves_last(ranks: Any) -> None:
 def test_a_rank_that_nobody_answers_says_so(ranks: Any) -> None:
     with pytest.raises(DeadlineError, match=r"waited 0\.05 s for local rank 0.*Every rank must create it"):
         ranks(1).join(time.monotonic() + 0.05, 0.05)
-
-
-def test_two_local_ranks_0_are_an_error(ranks: Any) -> None:
-    first, second = ranks(0), ranks(0)
-    first.publish(DaemonAddresses("a", "t", "j"))
-    with pytest.raises(PenstockError, match="another process of this torchrun launch already runs as local rank 0"):
-        second.publish(DaemonAddresses("b", "t", "j"))
-    first.leave(lambda: None)

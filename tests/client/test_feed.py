@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from lane_frames import a_frame
 
 from penstock.client.stream.checkpoint_schedule import CheckpointSchedule
 from penstock.client.stream.lane_reader import SlotLane
@@ -25,6 +26,7 @@ from penstock.proto.errors import (
     WorkerLostError,
 )
 from penstock.proto.lane import ring
+from penstock.proto.lane.frames import CLOSE
 from penstock.proto.lane.ring import MAX_ENTRIES
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -63,18 +65,15 @@ def test_leaves_are_views_that_release_entries(rigs: Any) -> None:
     ring = rig.runners[0].producer
     batch[0] = 9  # the loop may write in place
     free = ring.free_entries
-    rig.reader.flush()
-    ring.take_acks()
+    rig.acked()
     assert ring.free_entries == free, "the batch is still seen"
     view = batch[:1]
     del batch
-    rig.reader.flush()
-    ring.take_acks()
+    rig.acked()
     assert ring.free_entries == free, "a view of it is still seen"
     assert view.tolist() == [9]
     del view
-    rig.reader.flush()
-    ring.take_acks()
+    rig.acked()
     assert ring.free_entries == free + 1
 
 
@@ -100,34 +99,6 @@ def test_loop_that_drops_batches_gets_only_views(rigs: Any) -> None:
         rig.numbers(0, number)
         assert int(rig.reader.next()) == number
     assert rig.reader.copies == 0
-
-
-def test_large_batches_flow_through_four_entries(rigs: Any) -> None:
-    rig = rigs()
-    size = (3 << 20) // 4
-    batch = None
-    for number in range(12):
-        assert rig.runners[0].send(torch.full((size,), number, dtype=torch.int32))
-        batch = rig.reader.next()
-        assert int(batch[-1]) == number
-    assert rig.reader.copies == 0
-    del batch
-
-
-def test_growing_batch_moves_to_a_larger_ring(rigs: Any) -> None:
-    rig = rigs()
-    kept = []
-    for power in (4, 12, 18, 20):
-        assert rig.runners[0].send(torch.full((1 << power,), power, dtype=torch.uint8))
-        kept.append(rig.reader.next())
-    for power, batch in zip((4, 12, 18, 20), kept, strict=True):
-        assert batch.numel() == 1 << power
-        assert batch.unique().tolist() == [power]
-    lane = rig.reader._lanes[0]
-    kept.clear()
-    batch = None
-    rig.reader.flush()
-    assert list(lane.rings) == [lane.current_ring], "outgrown rings go with their last view"
 
 
 @pytest.mark.parametrize("timeout_s", [0.05, 1e-9])
@@ -194,8 +165,7 @@ def test_passes_are_opened_as_far_as_allowed(rigs: Any) -> None:
     producer.take_acks()
     assert producer.open_epochs == 0
     rig.reader.open_epochs(5)
-    rig.reader.flush()
-    producer.take_acks()
+    rig.acked()
     assert producer.open_epochs == 5
 
 
@@ -315,34 +285,6 @@ def view(place: int) -> pb.SlotView:
     return pb.SlotView(slot=0, phase=pb.STARTING, worker="w", start_queue_position=place, start_queue_length=10)
 
 
-def test_waiting_ends_when_a_slot_becomes_ready(rigs: Any) -> None:
-    rig = rigs(1, timeout_s=20)
-    runner = rig.runners[0]
-    rig.run.views = [pb.SlotView(slot=0, phase=pb.STARTING)]
-    rig.numbers(0, 5)
-    thread = threading.Thread(target=rig.run.show, args=(runner,))
-    poll = rig.run.dial
-
-    def dial(*args: Any) -> Any:
-        assert rig.reader.stats.waited_s > 0, "it had to wait for this"
-        return poll(*args)
-
-    rig.run.dial = dial
-    progress = rig.run.progress
-
-    class Waiting(type(progress)):  # type: ignore[misc]
-        """Starts the news once the feed says that it waits."""
-
-        def __setattr__(self, name: str, value: Any) -> None:
-            super().__setattr__(name, value)
-            if name == "waiting_for" and value and not thread.is_alive() and thread.ident is None:
-                thread.start()
-
-    rig.run.progress = Waiting(waited_by_slot=[0.0])
-    assert rig.take(1) == [5]
-    thread.join()
-
-
 def test_unsharded_input_warns_once(rigs: Any) -> None:
     rig = rigs(2)
     rig.numbers(0, 0, 1)
@@ -395,8 +337,7 @@ def test_broken_lane_reopens_without_loss(rigs: Any) -> None:
     assert len(hello.held) == 2, "views that live over the break keep their slots"
     free = runner.producer.free_entries
     del first, second
-    rig.reader.flush()
-    runner.producer.take_acks()
+    rig.acked()
     assert runner.producer.free_entries >= free + 2
 
 
@@ -429,8 +370,7 @@ def test_moved_slot_drops_late_frames(rigs: Any) -> None:
     assert rig.take(1) == [11]
     free = new.producer.free_entries
     del held
-    rig.reader.flush()
-    new.producer.take_acks()
+    rig.acked()
     assert new.producer.free_entries == free + 1, "only its own batch came back"
     assert rig.reader.stats.recoveries == 1
     with warnings.catch_warnings():
@@ -500,31 +440,6 @@ def test_dense_checkpoint_steps_are_announced(rigs: Any) -> None:
         assert max(wanted) - again // 2 > MAX_ENTRIES + 1
 
 
-def test_position_can_be_read_from_any_thread(rigs: Any) -> None:
-    rig = rigs(2)
-    seen: list[Any] = []
-    stop = threading.Event()
-
-    def watch() -> None:
-        while not stop.is_set():
-            seen.append(rig.reader.snapshot())
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    for number in range(300):
-        for slot in (0, 1):
-            rig.numbers(slot, number)
-        rig.take(2)
-    stop.set()
-    thread.join()
-    assert seen
-    for snapshot in seen:
-        assert snapshot is not None
-        position = Position.from_proto(snapshot)
-        assert position.step == sum(position.total)
-        assert position.cursor == position.step % 2
-
-
 def test_half_moved_position_is_not_seen(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = rigs()
     rig.numbers(0, 1)
@@ -545,17 +460,114 @@ def test_half_moved_position_is_not_seen(rigs: Any, monkeypatch: pytest.MonkeyPa
     assert seen[0] is None or seen[0].step == sum(slot.total for slot in seen[0].slots)
 
 
-def test_fork_of_the_trainer_releases_nothing(rigs: Any) -> None:
-    rig = rigs()
-    rig.numbers(0, 1)
-    batch = rig.reader.next()
-    child = os.fork()
-    if child == 0:
-        del batch
-        rig.reader.flush()
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
+# ---- where a loop leaves an epoch before its end
+
+
+def test_abandoned_epoch_releases_its_entries(rigs: Any) -> None:
+    rig = rigs(2)
+    rig.numbers(0, 0, 1, 2)
+    rig.numbers(1, 10, 11, 12)
+    assert rig.take(3) == [0, 10, 1]
+    rig.reader.abandon_epoch()
+    assert rig.run.progress.abandoned == ((0, 3),)
+    assert rig.run.reports == 1
+    assert [runner.leave_epoch() for runner in rig.runners] == [0, 0]
+    rig.numbers(0, 100)
+    rig.numbers(1, 110)
+    assert rig.take(2) == [100, 110], "batches of the epoch that was left are never seen"
+    assert rig.reader.position.total == [3, 2]
     producer = rig.runners[0].producer
-    producer.take_acks()
-    assert producer.free_entries == producer.ring_entries - 1
-    assert int(batch) == 1
+    rig.acked()
+    assert producer.free_entries >= producer.ring_entries - 1
+
+
+def test_closed_loader_reports_its_last_position(rigs: Any) -> None:
+    rig = rigs()
+    rig.numbers(0, 1, 2, 3)
+    rig.take(3)
+    rig.reader.close()
+    last = rig.run.progress.position()
+    assert (last.step, last.slots[0].total) == (3, 3)
+
+
+def test_abandoned_epoch_is_in_the_next_hello(rigs: Any) -> None:
+    rig = rigs(2)
+    rig.numbers(0, 0, 1, 2)
+    rig.numbers(1, 10, 11)
+    assert rig.take(3) == [0, 10, 1]
+    rig.runners[1].break_lane()
+    rig.reader.abandon_epoch()
+    assert rig.runners[0].leave_epoch() == 0
+    rig.numbers(0, 100)
+    assert rig.take(1) == [100]
+    # The next turn is slot 1's: it connects, hears of the cut, and counts on from what was delivered.
+    rig.reader._timeout_s = 0.05
+    with pytest.raises(DeadlineError):
+        rig.reader.next()
+    assert rig.runners[1].producer.abandons == 1
+    assert rig.runners[1].leave_epoch() == 0
+    rig.numbers(1, 110)
+    assert rig.take(1) == [110]
+
+
+def test_closing_lane_may_lack_abandoned_epochs(rigs: Any) -> None:
+    rig = rigs(timeout_s=0.05)
+    runner = rig.runners[0]
+    rig.numbers(0, 0)
+    assert rig.take(1) == [0]
+    rig.reader.abandon_epoch()
+    runner.producer.forward_end(a_frame(kind=CLOSE))
+    runner.break_lane()
+    with pytest.raises(DeadlineError):
+        rig.reader.next()
+    assert runner.hellos[1].abandon_epoch == 1
+    assert runner.leave_epoch() == 0
+    rig.numbers(0, 100)
+    assert rig.take(1) == [100]
+
+
+def test_abandoned_epoch_is_in_the_first_hello(rigs: Any) -> None:
+    rig = rigs(2, timeout_s=0.05)
+    late = rig.runners[1]
+    rig.run.views = [rig.run.views[0], pb.SlotView(slot=1, phase=pb.STARTING)]
+    rig.numbers(0, 0)
+    rig.numbers(1, 10)
+    assert rig.take(1) == [0]
+    rig.reader.abandon_epoch()
+    assert rig.runners[0].leave_epoch() == 0
+    rig.numbers(0, 100)
+    assert rig.take(1) == [100]
+    rig.run.show(late)
+    with pytest.raises(DeadlineError):
+        rig.reader.next()
+    assert late.hellos[0].abandons == 1
+    assert late.leave_epoch() == 0
+    rig.numbers(1, 110)
+    assert rig.take(1) == [110]
+
+
+def test_abandonments_around_a_break_differ(rigs: Any) -> None:
+    rig = rigs(timeout_s=0.05)
+    runner = rig.runners[0]
+    rig.numbers(0, 0, 1)
+    assert rig.take(1) == [0]
+    rig.reader.abandon_epoch()
+    assert runner.leave_epoch() == 0
+    runner.break_lane()
+    with pytest.raises(DeadlineError):
+        rig.reader.next()
+    rig.numbers(0, 100, 101)
+    assert rig.take(1) == [100]
+    rig.reader.abandon_epoch()
+    with pytest.raises(DeadlineError):
+        rig.reader.next()  # 101 lies in the socket, of an epoch that was left
+    assert runner.leave_epoch() == 1
+    rig.numbers(0, 200)
+    assert rig.take(1) == [200]
+
+
+def test_nothing_is_cut_where_nothing_was_taken(rigs: Any) -> None:
+    rig = rigs()
+    rig.reader.abandon_epoch()
+    assert rig.reader.position.epoch == 0
+    assert rig.run.progress.abandoned == ()

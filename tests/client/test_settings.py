@@ -43,6 +43,8 @@ def test_defaults() -> None:
     settings = resolve()
     assert (settings.address, settings.box, settings.num_boxes, settings.num_workers_per_box) == ("", 0, 1, 1)
     assert (settings.seed, settings.lane, settings.timeout_s, settings.retention_steps) == (None, "auto", 120.0, 256)
+    assert (settings.poison, settings.compression) == ("fail", None)
+    assert resolve(poison="skip").poison == "skip"
 
 
 def test_arguments_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,6 +86,7 @@ def test_torchrun_restarts_separate_attempts(torchrun: pytest.MonkeyPatch) -> No
         ({"max_batch_bytes": "big"}, "max_batch_bytes='big'"),
         ({"job": "a/b"}, "job='a/b'.*slash"),
         ({"retention_steps": 0}, "retention_steps=0"),
+        ({"poison": "drop"}, "poison='drop': .*'fail' or 'skip'"),
         ({"device": "meta"}, "device='meta': .*, got 'meta'"),
         ({"device": torch.device("xpu", 1)}, "device='xpu:1': .*, got 'xpu:1'"),
     ],
@@ -115,18 +118,9 @@ def test_unusable_device_is_named_with_its_source(monkeypatch: pytest.MonkeyPatc
         Appliance()
 
 
-def test_poison_fails_unless_it_is_to_be_skipped() -> None:
-    assert resolve().poison == "fail"
-    assert resolve(poison="skip").poison == "skip"
-    with pytest.raises(InvalidArgumentError, match=r"poison='drop': .*'fail' or 'skip'"):
-        resolve(poison="drop")
-
-
-def test_compression_is_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert resolve().compression is None
-    assert resolve(compression="lz4").compression == "lz4"
+def test_compression_is_taken_from_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_COMPRESSION", "zstd")
-    assert resolve().compression == "zstd"
+    assert (resolve().compression, resolve(compression="lz4").compression) == ("zstd", "lz4")
     monkeypatch.setenv("PENSTOCK_COMPRESSION", "brotli")
     with pytest.raises(InvalidArgumentError, match=r"compression='brotli' \(from PENSTOCK_COMPRESSION\): .*'lz4'"):
         resolve()

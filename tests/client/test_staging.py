@@ -67,18 +67,6 @@ def test_no_frame_is_waited_for(rig: Any, device: FakeBackend) -> None:
     assert rig.reader.stats.ahead == 0
 
 
-def test_slots_take_turns(rigs: Any) -> None:
-    rig = rigs(3, backend=FakeBackend(patience=3))
-    rig.numbers(2, 200, 201)
-    rig.numbers(1, 100, 101)
-    rig.numbers(0, 0, 1)
-    batches = [rig.reader.next() for _ in range(6)]
-    rig.reader._backend.finish()
-    assert [int(batch) for batch in batches] == [0, 100, 200, 1, 101, 201]
-    assert rig.reader.position.total == [2, 2, 2]
-    assert rig.reader.stats.ahead == 5
-
-
 # ---- what arrives
 
 
@@ -135,13 +123,6 @@ def test_nothing_is_a_view_of_the_ring(rigs: Any) -> None:
         assert [in_a_ring(address) for pair in addresses for address in pair] == 4 * [each is plain]
 
 
-def test_leaves_can_be_kept_alone(rigs: Any) -> None:
-    rig = rigs(backend=CpuBackend())
-    assert rig.runners[0].send({"image": torch.zeros(1 << 20), "label": torch.tensor([3])})
-    label = rig.reader.next()["label"]
-    assert label.untyped_storage().nbytes() == 8
-
-
 @pytest.mark.parametrize("copied", ["when it is due", "ahead"])
 def test_staged_in_inference_mode_is_ordinary(rigs: Any, copied: str) -> None:
     rig = rigs(backend=CpuBackend())
@@ -191,15 +172,6 @@ def test_a_staged_batch_was_not_waited_for(rig: Any) -> None:
     rig.reader.wait_s = 3.0  # as if the first had been
     rig.reader.next()
     assert rig.reader.wait_s == 0
-
-
-def test_a_batch_that_is_kept_holds_no_slot(rig: Any, device: FakeBackend) -> None:
-    rig.numbers(0, 1)
-    batch = rig.reader.next()
-    device.finish()
-    assert rig.taken() == 0
-    rig.numbers(0, 2)
-    assert int(batch) == 1
 
 
 def test_staged_entry_is_held_until_delivery(rig: Any, device: FakeBackend) -> None:

@@ -6,7 +6,6 @@ The device is that of test_staging.py: its copies happen when the test says so.
 from __future__ import annotations
 
 import gc
-import os
 from typing import Any
 
 import pytest
@@ -404,18 +403,3 @@ def test_failed_device_stops_only_the_loop(rigs: Any, device: FakeBackend, monke
     assert rig.reader.position.step == 1
     rig.reader.close()
     assert len(device_reader._stranded) == 2
-
-
-def test_fork_of_the_trainer_unlocks_nothing(rig: Any, device: FakeBackend) -> None:
-    rig.numbers(0, 0)
-    batch = rig.reader.next()
-    device.finish()
-    child = os.fork()
-    if child == 0:
-        del rig.reader._lanes[:]
-        rig.reader._lent.clear()
-        gc.collect()
-        os._exit(len(device.runtime.unlocked))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert rig.taken() == 0
-    assert int(batch) == 0

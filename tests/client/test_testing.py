@@ -119,22 +119,6 @@ def test_a_lost_worker_is_replaced(steps: tuple[int, ...], name: str) -> None:
     assert [numbers(batch) for batch in rest] == take(fake(), 14, name)[0][11:]
 
 
-def test_a_worker_is_lost_behind_a_break() -> None:
-    """Its replacement finds the way out of the epoch that the loop left."""
-
-    def left_early(appliance: FakeAppliance) -> list[Any]:
-        loader = DataLoader(streams.shared_noisy)
-        got = []
-        for batch in DataExecutor(loader, appliance=appliance):
-            got.append(numbers(batch))
-            if loader.step == 3:
-                break
-        return got + [numbers(batch) for batch in DataExecutor(loader, num_steps=6, appliance=appliance)]
-
-    with pytest.warns(UserWarning, match="was recovered"):
-        assert left_early(fake(faults=[LostWorker(4), LostWorker(7)])) == left_early(fake())
-
-
 def test_a_worker_is_lost_for_good() -> None:
     with fake(faults=[LostWorker(3, for_good=True)]) as appliance:
         loader = DataLoader(streams.counter)
@@ -204,28 +188,6 @@ def test_undelivered_batch_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
         executor = DataExecutor(loader, num_steps=3, appliance=appliance)
         got.extend(numbers(batch) for batch in executor)
     assert (got, executor.digest) == (whole, digest)
-
-
-def test_a_resumed_loop_may_break_at_once() -> None:
-    """A resume has looked at each slot's next batch; the epoch is left before it all the same."""
-    loader = DataLoader(streams.shared_noisy)
-    got = []
-    with fake() as appliance:
-        for batch in DataExecutor(loader, appliance=appliance):
-            got.append(numbers(batch))
-            if loader.step == 6:
-                state = loader.state_dict()
-            if loader.step == 7:
-                break
-        got += [numbers(batch) for batch in DataExecutor(loader, num_steps=6, appliance=appliance)]
-    again = DataLoader(streams.shared_noisy)
-    again.load_state_dict(state)
-    with fake() as appliance:
-        for batch in DataExecutor(again, appliance=appliance):
-            assert numbers(batch) == got[6]
-            break
-        rest = [numbers(batch) for batch in DataExecutor(again, num_steps=6, appliance=appliance)]
-    assert rest == got[7:]
 
 
 class InterruptedOnce(torch.utils.data.Dataset[torch.Tensor]):

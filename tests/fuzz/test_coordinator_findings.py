@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 from bearer import metadata
+from coroutines import in_loop
 from served import TOKEN, coordinator
 
 from penstock.appliance.model.limits import Limits
@@ -25,48 +25,43 @@ BAD_SECONDS = [math.nan, math.inf, -math.inf, -1.0, 1e300]
 HUGE = (1 << 64) - 1
 
 
-def test_invalid_seconds_are_refused_at_no_cost() -> None:
+@in_loop
+async def test_invalid_seconds_are_refused_at_no_cost() -> None:
     """A hold of NaN seconds was a loop without a pause."""
-
-    async def run() -> None:
-        async with coordinator() as address, AsyncCoordinatorClient(address, TOKEN) as client:
-            opening = pb.OpenRunRequest(job="job", client_id="c", num_boxes=1, num_workers_per_box=1)
-            opening.loader.input_fn = "m:f"
-            await client.open_run(opening)
-            await client.register(pb.RegisterWorkerRequest(worker="w", session="s", slots=1))
-            for bad in BAD_SECONDS:
-                watch = pb.WatchRunRequest(run="job/0", attempt=1, client_id="c", hold_s=bad)
-                beat = pb.HeartbeatRequest(worker="w", session="s", hold_s=bad)
-                report = pb.SlotReport(run="job/0", attempt=1, generation=1, batches_per_s=bad)
-                calls: list[Any] = [
-                    client._stub.WatchRun(watch, timeout=5, metadata=metadata(TOKEN)),
-                    client._stub.Heartbeat(beat, timeout=5, metadata=metadata(TOKEN)),
-                ]
-                began = time.process_time()
-                for call in calls:
-                    with pytest.raises(Exception, match=r"hold_s must be between"):
-                        await call
-                assert time.process_time() - began < 2.0
-                with pytest.raises(InvalidArgumentError, match="batches_per_s"):
-                    await client.heartbeat(pb.HeartbeatRequest(worker="w", session="s", slots=[report]))
-                fetch = pb.FetchStateRequest(run="job/0", attempt=1, step=0, deadline_s=bad)
-                with pytest.raises(Exception, match=r"deadline_s must be between"):
-                    async for _ in client._stub.FetchState(fetch, timeout=5, metadata=metadata(TOKEN)):
-                        pass
-
-    asyncio.run(run())
+    async with coordinator() as address, AsyncCoordinatorClient(address, TOKEN) as client:
+        opening = pb.OpenRunRequest(job="job", client_id="c", num_boxes=1, num_workers_per_box=1)
+        opening.loader.input_fn = "m:f"
+        await client.open_run(opening)
+        await client.register(pb.RegisterWorkerRequest(worker="w", session="s", slots=1))
+        for bad in BAD_SECONDS:
+            watch = pb.WatchRunRequest(run="job/0", attempt=1, client_id="c", hold_s=bad)
+            beat = pb.HeartbeatRequest(worker="w", session="s", hold_s=bad)
+            report = pb.SlotReport(run="job/0", attempt=1, generation=1, batches_per_s=bad)
+            calls: list[Any] = [
+                client._stub.WatchRun(watch, timeout=5, metadata=metadata(TOKEN)),
+                client._stub.Heartbeat(beat, timeout=5, metadata=metadata(TOKEN)),
+            ]
+            began = time.process_time()
+            for call in calls:
+                with pytest.raises(Exception, match=r"hold_s must be between"):
+                    await call
+            assert time.process_time() - began < 2.0
+            with pytest.raises(InvalidArgumentError, match="batches_per_s"):
+                await client.heartbeat(pb.HeartbeatRequest(worker="w", session="s", slots=[report]))
+            fetch = pb.FetchStateRequest(run="job/0", attempt=1, step=0, deadline_s=bad)
+            with pytest.raises(Exception, match=r"deadline_s must be between"):
+                async for _ in client._stub.FetchState(fetch, timeout=5, metadata=metadata(TOKEN)):
+                    pass
 
 
-def test_snapshot_with_too_large_numbers_refused() -> None:
-    async def run() -> None:
-        async with coordinator() as address, AsyncCoordinatorClient(address, TOKEN) as client:
-            for name in ("total", "epoch", "delivered", "samples", "step"):
-                header = pb.SnapshotHeader(run="job/0", attempt=1, generation=1)
-                setattr(header, name, HUGE)
-                with pytest.raises(InvalidArgumentError, match=name):
-                    await client.put_snapshot(header, b"state")
-
-    asyncio.run(run())
+@in_loop
+async def test_snapshot_with_too_large_numbers_refused() -> None:
+    async with coordinator() as address, AsyncCoordinatorClient(address, TOKEN) as client:
+        for name in ("total", "epoch", "delivered", "samples", "step"):
+            header = pb.SnapshotHeader(run="job/0", attempt=1, generation=1)
+            setattr(header, name, HUGE)
+            with pytest.raises(InvalidArgumentError, match=name):
+                await client.put_snapshot(header, b"state")
 
 
 def opening(**base: Any) -> pb.OpenRunRequest:

@@ -20,7 +20,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +216,7 @@ def take(consumer: Consumer, total: int, size: int, *, epoch: int = 0) -> tuple[
     """Receive batch `total`, check all of it, and return its place in the ring."""
     frame = next_frame(consumer)
     assert (frame.kind, frame.total, frame.epoch, frame.nbytes) == (BATCH, total, epoch, size)
+    assert (frame.codec, frame.wire) == (0, 0), "a consumer gets nothing that is compressed"
     assert frame.digest == digest(total)
     assert bytes(payload(consumer, frame)) == content(total, size)
     return frame.ring, frame.entry
@@ -226,6 +227,18 @@ def finish(consumer: Consumer, total: int, place: tuple[int, int]) -> None:
     consumer.delivered(total)
     consumer.release(place)
     consumer.flush()
+
+
+def consume(consumer: Consumer, totals: Iterable[int], size: int, *, epoch: int = 0) -> None:
+    """Receive these batches; the loop drops each."""
+    for total in totals:
+        finish(consumer, total, take(consumer, total, size, epoch=epoch))
+
+
+def cut(consumer: Consumer, runner: Runner) -> None:
+    """Break the connection."""
+    consumer.close(say_so=False)
+    runner.until(attached=False)
 
 
 def unpacked(codec: int, data: bytes, size: int) -> bytes:
@@ -313,16 +326,6 @@ def link(request: pytest.FixtureRequest, runner: Runner, receiver: Receiver) -> 
         link = Link("tcp", runner, found("tls_receiver"), found("lane_tls"))
     else:
         link = Link(request.param, runner, receiver)
-    yield link
-    link.close()
-    if runner.alive:
-        runner.ask("reset", max_batch_bytes=64 << 20)
-
-
-@pytest.fixture
-def local_link(runner: Runner, receiver: Receiver) -> Iterator[Link]:
-    """The local lane, for what concerns only it."""
-    link = Link("local", runner, receiver)
     yield link
     link.close()
     if runner.alive:

@@ -10,12 +10,10 @@ from collections.abc import Iterator
 
 import pytest
 from census import open_as
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from lane_frames import a_frame, ack_of, frame_of
 from tests.lanes.conftest import count_rings
 
-from penstock.proto.errors import LaneClosedError, LaneLostError, ProtocolError
+from penstock.proto.errors import LaneLostError, ProtocolError
 from penstock.proto.lane.endpoints import MAX_FRAME, Consumer, check_peer
 from penstock.proto.lane.frames import (
     BATCH,
@@ -28,7 +26,6 @@ from penstock.proto.lane.frames import (
     RING,
     STRUCTURE,
     Ack,
-    Frame,
     framed,
 )
 from penstock.proto.lane.ring import GIANT_BYTES, PAGE, Ring, entries_for, grown, ring_bytes
@@ -362,27 +359,6 @@ def test_frame_too_large_is_an_error_not_cut(pair: Pair) -> None:
     assert len(consumer.framed) == MAX_PACKET
 
 
-def test_frames_of_one_packet_come_one_by_one(pair: Pair) -> None:
-    peer, consumer = pair
-    announce(peer)
-    sent = [a_frame(kind=BATCH, total=n, ring=1, structure=1, nbytes=8) for n in (1, 2, 3)]
-    sent.append(a_frame(kind=END, total=3))
-    peer.send(b"".join(framed(frame.encode()) for frame in sent))
-    assert [(frame.kind, frame.total) for frame in read_now(consumer)] == [(frame.kind, frame.total) for frame in sent]
-    assert consumer.receive() is None
-
-
-def test_abandoned_epochs_frames_are_ignored(pair: Pair) -> None:
-    peer, consumer = pair
-    announce(peer)
-    abandons = {1: 0, 2: 0, 3: 0, 4: 1}
-    sent = [a_frame(kind=BATCH, total=n, ring=1, structure=1, nbytes=8, abandons=abandons[n]) for n in abandons]
-    peer.send(b"".join(framed(frame.encode()) for frame in sent))
-    assert consumer.receive() is not None
-    consumer.abandon(0)
-    assert [frame.total for frame in read_now(consumer)] == [4]
-
-
 @pytest.mark.parametrize("rest", [b"\0", b"\0\0\0", b"\5\0\0\0x", b"\xff\xff\xff\xff"])
 def test_a_packet_that_ends_within_a_frame(pair: Pair, rest: bytes) -> None:
     peer, consumer = pair
@@ -400,11 +376,6 @@ def test_a_packet_that_ends_within_a_frame(pair: Pair, rest: bytes) -> None:
         peer, consumer = make_pair()
     consumer.close()
     peer.close()
-
-
-def read_now(consumer: Consumer) -> Iterator[Frame]:
-    while (frame := consumer.receive()) is not None:
-        yield frame
 
 
 def test_stale_frames_are_ignored_not_errors(pair: Pair) -> None:
@@ -429,63 +400,6 @@ def test_a_stale_batch_is_not_looked_at_at_all(pair: Pair) -> None:
     consumer.abandons = 3
     batch(peer, abandons=2, ring=77, entry=9, structure=5)  # of a ring that this connection never heard of
     assert consumer.receive() is None
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.lists(st.binary(min_size=1, max_size=200), max_size=6))
-def test_random_bytes(packets: list[bytes]) -> None:
-    check_survival(packets)
-
-
-numbers = st.integers(0, 3) | st.integers(0, (1 << 32) - 1)
-large = st.integers(0, 3) | st.integers(0, (1 << 64) - 1)
-frames = st.builds(
-    a_frame,
-    kind=st.integers(0, 6),
-    total=large,
-    epoch=large,
-    ring=numbers,
-    entry=numbers,
-    structure=numbers,
-    nbytes=large | st.integers(0, 5000),
-    shapes=st.lists(large, max_size=3),
-    entry_bytes=large | st.just(PAGE),
-    entries=numbers,
-    inline=st.binary(max_size=4),
-    size=numbers,
-    abandons=numbers,
-)
-
-
-@settings(max_examples=250, deadline=None)
-@given(st.lists(frames, max_size=8), st.binary(max_size=3))
-def test_random_frames(sent: list[Frame], tail: bytes) -> None:
-    check_survival([framed(frame.encode() + tail) for frame in sent])
-    check_survival([b"".join([framed(frame.encode()) for frame in sent]) + tail or b"x"])
-
-
-def check_survival(packets: list[bytes]) -> None:
-    """Whatever a peer with one good ring sends: frames that stay within that ring, or one of the two errors."""
-    peer, consumer = make_pair()
-    try:
-        announce(peer)
-        for packet in packets:
-            peer.send(packet)
-        peer.close()
-        with pytest.raises((ProtocolError, LaneLostError)):
-            read_all(consumer)
-    finally:
-        consumer.close()
-        peer.close()
-
-
-def read_all(consumer: Consumer) -> None:
-    while True:
-        frame = consumer.receive()
-        if frame is not None and frame.kind == BATCH:
-            ring = consumer.rings[frame.ring]
-            assert (frame.entry + 1) * ring.entry_bytes <= len(ring.map)
-            assert frame.nbytes + 8 * frame.size <= ring.entry_bytes
 
 
 # ---- acks and the end
@@ -528,19 +442,6 @@ def test_acks_gather_until_the_flush(pair: Pair) -> None:
     assert (ack.delivered, list(ack.released)) == (4, [1, 1, 1, 2, 1, 3, 1, 4])
 
 
-def test_abandon_keeps_its_order_among_acks(pair: Pair) -> None:
-    peer, consumer = pair
-    consumer.delivered(4)
-    consumer.release([1, 4])
-    consumer.abandon(0)
-    consumer.delivered(5)
-    consumer.abandon(1)
-    consumer.flush()
-    first, second = acks(peer)
-    assert (first.delivered, list(first.released), first.abandon_epoch) == (4, [1, 4], 1)
-    assert (second.delivered, second.abandon_epoch) == (5, 2)
-
-
 def test_what_waits_for_room_keeps_its_order(pair: Pair) -> None:
     peer, consumer = pair
     consumer.release([1, 1] * 2000)
@@ -562,49 +463,6 @@ def test_what_waits_for_room_keeps_its_order(pair: Pair) -> None:
     assert [ack.delivered for ack in heard if ack.delivered][-1] == 9
     assert sum(list(ack.released).count(2) for ack in heard) == 10_000
     assert all(len(ack.encode()) < MAX_FRAME // 2 for ack in heard)
-
-
-def test_vanished_peer_raises_only_in_receive(pair: Pair) -> None:
-    peer, consumer = pair
-    announce(peer)
-    batch(peer)
-    peer.close()
-    for total in range(5):
-        consumer.delivered(total)
-        assert consumer.flush()
-    assert consumer.receive() is not None
-    for _ in range(2):
-        with pytest.raises(LaneLostError):
-            consumer.receive()
-
-
-def test_a_closed_lane_says_that_it_is_closed(pair: Pair) -> None:
-    peer, consumer = pair
-    announce(peer)
-    consumer.close()
-    consumer.close()
-    assert [ack.close for ack in acks(peer)] == [True]
-    assert consumer.fileno() == -1
-    with pytest.raises(LaneClosedError):
-        consumer.receive()
-    consumer.delivered(3)
-    assert consumer.flush()
-
-
-def test_views_outlive_the_lane(pair: Pair) -> None:
-    peer, consumer = pair
-    announce(peer)
-    batch(peer)
-    frame = consumer.receive()
-    assert frame is not None
-    view = consumer.rings[frame.ring].view[:8]
-    before = count_rings("self")
-    consumer.close()
-    view[:3] = b"abc"
-    assert bytes(view) == b"abc\0\0\0\0\0"
-    assert count_rings("self") == before
-    del view
-    assert count_rings("self") == before - 1
 
 
 # ---- who is there

@@ -8,8 +8,10 @@ import pytest
 from tests.lanes.conftest import (
     Link,
     Runner,
+    consume,
     content,
     count_rings,
+    cut,
     digest,
     finish,
     next_frame,
@@ -33,8 +35,7 @@ Place = tuple[int, int]
 def test_batches_come_in_order_with_exact_content(link: Link, runner: Runner) -> None:
     consumer = link.connect()
     runner.batches(1, [4096] * 300)
-    for total in range(1, 301):
-        finish(consumer, total, take(consumer, total, 4096))
+    consume(consumer, range(1, 301), 4096)
     state = runner.until(delivered=300, kept=0, lent=0)
     assert state["free"] == state["slots"] == 32
     assert state["rings"] == 1
@@ -104,8 +105,7 @@ def test_many_dims_do_not_overflow_the_socket(link: Link, runner: Runner) -> Non
     shapes = [(1 << 63) + index for index in range(2048)]  # 20 KiB a frame: a ring of them fills the socket
     consumer = link.connect()
     runner.batches(1, [16] * 80, shapes=shapes)
-    for total in range(1, 81):
-        finish(consumer, total, take(consumer, total, 16))
+    consume(consumer, range(1, 81), 16)
     runner.until(delivered=80, lent=0)
 
 
@@ -135,8 +135,7 @@ def test_end_of_epoch_follows_its_last_batch(link: Link, runner: Runner) -> None
     runner.batches(1, [100] * 2)
     runner.work({"kind": "end", "epoch": 0, "total": 2}, {"kind": "end", "epoch": 1, "total": 2})
     runner.batches(3, [100], epoch=2)
-    for total in (1, 2):
-        finish(consumer, total, take(consumer, total, 100))
+    consume(consumer, (1, 2), 100)
     for epoch in (0, 1):
         frame = next_frame(consumer)
         assert (frame.kind, frame.epoch, frame.total) == (END, epoch, 2)
@@ -158,8 +157,7 @@ def test_error_follows_last_batch_truncated(link: Link, runner: Runner, letter: 
     assert len(frame.error.message.encode()) > 8000
     assert frame.error.remote_traceback.endswith(letter * 5000 + " last")
     # Whoever comes back for the next batch hears it again: nothing else will ever come.
-    consumer.close(say_so=False)
-    runner.until(attached=False)
+    cut(consumer, runner)
     again = next_frame(link.connect(next_total=2))
     assert (again.kind, again.error.name) == (ERROR, "InputFnError")
 
@@ -218,8 +216,7 @@ def test_unreleased_entry_is_never_refilled(link: Link, runner: Runner) -> None:
     assert take(consumer, 5, size) == first[2], "the one slot that came back"
     consumer.release([*first[0], *first[1], *first[3]])
     finish(consumer, 5, first[2])
-    for total in range(6, 13):
-        finish(consumer, total, take(consumer, total, size))
+    consume(consumer, range(6, 13), size)
     runner.until(delivered=12, lent=0, free=4)
 
 
@@ -279,12 +276,10 @@ def test_reconnect_resends_undelivered_batches(link: Link, runner: Runner) -> No
     places = [take(consumer, total, 3000) for total in range(1, 5)]
     finish(consumer, 1, places[0])
     runner.until(delivered=1, made=6)
-    consumer.close(say_so=False)
-    runner.until(attached=False)
+    cut(consumer, runner)
     # 2 was handed out too; that ack was lost with the connection.
     consumer = link.connect(next_total=3)
-    for total in range(3, 7):
-        finish(consumer, total, take(consumer, total, 3000))
+    consume(consumer, range(3, 7), 3000)
     assert next_frame(consumer).kind == END
     state = runner.until(delivered=6, lent=0)
     assert state["made"] == 6
@@ -298,8 +293,7 @@ def test_it_may_break_at_every_step(link: Link, runner: Runner) -> None:
         finish(consumer, total, take(consumer, total, 200 if total % 2 else 90_000))
         if total % 3 == 0:
             runner.until(delivered=total)
-        consumer.close(say_so=False)
-        runner.until(attached=False)
+        cut(consumer, runner)
     link.connect(next_total=13)
     state = runner.until(delivered=12, lent=0)
     assert state["made"] == 12
@@ -319,13 +313,11 @@ def test_lent_entry_is_not_resent_or_refilled(link: Link, runner: Runner) -> Non
         view = consumer.rings[place[0]].view[place[1] * size :][:size]
         view[:5] = b"mine!"  # the loop may write into what it was given
         kept.append(view)
-    consumer.close(say_so=False)
-    runner.until(attached=False)
+    cut(consumer, runner)
     # The first is still looked at, the second has been dropped meanwhile.
     held = [lane_pb2.RingEntry(ring=places[0][0], entry=places[0][1])]
     consumer = link.connect(next_total=3, held=held)
-    for total in range(3, 9):
-        finish(consumer, total, take(consumer, total, size))
+    consume(consumer, range(3, 9), size)
     runner.until(made=8, delivered=8)
     assert bytes(kept[0][:5]) == b"mine!"
     assert bytes(kept[0][5:]) == content(1, size)[5:]
@@ -339,8 +331,7 @@ def test_lent_entry_is_not_resent_or_refilled(link: Link, runner: Runner) -> Non
 def test_request_for_delivered_batch_is_refused(link: Link, runner: Runner) -> None:
     consumer = link.connect()
     runner.batches(1, [100] * 3)
-    for total in (1, 2):
-        finish(consumer, total, take(consumer, total, 100))
+    consume(consumer, (1, 2), 100)
     runner.until(delivered=2)
     refused = link.connect(next_total=2)
     frame = next_frame(refused)
@@ -367,10 +358,9 @@ def test_a_pass_left_in_full_flow(link: Link, runner: Runner) -> None:
     state = runner.until(abandoned=[0], abandons=1, delivered=2, kept=0, todo=0)
     assert state["made"] < 40
     runner.batches(3, [size] * 100, epoch=1)
-    for total in range(3, 103):
-        finish(consumer, total, take(consumer, total, size, epoch=1))
-        if total == 50:
-            consumer.release(places[1])
+    consume(consumer, range(3, 51), size, epoch=1)
+    consumer.release(places[1])
+    consume(consumer, range(51, 103), size, epoch=1)
     state = runner.until(delivered=102, lent=0, kept=0)
     assert state["free"] == state["slots"]
 
@@ -398,8 +388,7 @@ def test_what_follows_a_pass_that_was_left(link: Link, runner: Runner, delivered
     runner.batches(delivered + 1, [size] * 60, epoch=1)
     for place in held:
         consumer.release(place)
-    for total in range(delivered + 1, delivered + 61):
-        finish(consumer, total, take(consumer, total, size, epoch=1))
+    consume(consumer, range(delivered + 1, delivered + 61), size, epoch=1)
     state = runner.until(delivered=delivered + 60, lent=0, kept=0)
     assert state["free"] == state["slots"]
 
@@ -412,8 +401,7 @@ def test_two_passes_left_in_a_row_without_waiting(link: Link, runner: Runner) ->
     consumer.abandon(1)
     runner.until(abandoned=[0, 1], abandons=2, lent=0)
     runner.batches(2, [100] * 40, epoch=2)
-    for total in range(2, 42):
-        finish(consumer, total, take(consumer, total, 100, epoch=2))
+    consume(consumer, range(2, 42), 100, epoch=2)
     state = runner.until(delivered=41, lent=0)
     assert state["free"] == state["slots"]
 
@@ -423,16 +411,14 @@ def test_a_pass_left_while_the_lane_was_broken(link: Link, runner: Runner) -> No
     runner.batches(1, [100] * 5)
     finish(consumer, 1, take(consumer, 1, 100))
     runner.until(delivered=1, made=5)
-    consumer.close(say_so=False)
-    runner.until(attached=False)
+    cut(consumer, runner)
     hello = {"next_total": 2, "abandons": 1, "abandon_epoch": 1}
     consumer = link.connect(**hello)
     state = runner.until(abandoned=[0], abandons=1, kept=0, lent=0)
     assert state["free"] == state["slots"]
     runner.batches(2, [100] * 2, epoch=1)
     finish(consumer, 2, take(consumer, 2, 100, epoch=1))
-    consumer.close(say_so=False)
-    runner.until(attached=False)
+    cut(consumer, runner)
     consumer = link.connect(**{**hello, "next_total": 3})  # it says so again: heard already
     finish(consumer, 3, take(consumer, 3, 100, epoch=1))
     assert runner.until(delivered=3, lent=0)["abandoned"] == [0]
@@ -441,8 +427,7 @@ def test_a_pass_left_while_the_lane_was_broken(link: Link, runner: Runner) -> No
 def test_new_runner_and_abandoned_epochs(link: Link, runner: Runner) -> None:
     runner.batches(8, [100] * 3, epoch=2)  # it knows where it starts, and has worked ahead
     consumer = link.connect(next_total=8, abandons=2, abandon_epoch=2)
-    for total in (8, 9, 10):
-        finish(consumer, total, take(consumer, total, 100, epoch=2))
+    consume(consumer, (8, 9, 10), 100, epoch=2)
     runner.until(delivered=10, abandons=2, lent=0)
 
 
@@ -464,8 +449,7 @@ def test_error_outlives_its_epoch(link: Link, runner: Runner) -> None:
         frame = next_frame(consumer)
         assert (frame.kind, frame.error.message) == (ERROR, "it broke")
         runner.until(abandoned=[0])
-        consumer.close(say_so=False)
-        runner.until(attached=False)
+        cut(consumer, runner)
         consumer = link.connect(next_total=2, abandons=1)
 
 
@@ -482,8 +466,7 @@ def test_killed_runners_frames_are_still_read(link: Link, runner: Runner) -> Non
     runner.ask("deaf", deaf=True)
     finish(consumer, 2, take(consumer, 2, size))  # an ack that it will not have read: the kernel resets the connection
     runner.kill()
-    for total in range(3, 21):
-        finish(consumer, total, take(consumer, total, size))
+    consume(consumer, range(3, 21), size)
     with pytest.raises(LaneLostError, match=r"the (local|tcp) lane"):
         next_frame(consumer)
     with pytest.raises(LaneLostError):

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import operator
-import os
 import select
 import socket
 import threading
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from lane_frames import a_frame, frame_of, read_sealed
-from tests.lanes.conftest import DEADLINE_S, content, count_rings, unpacked, wait_for
+from tests.lanes.conftest import DEADLINE_S, content, unpacked, wait_for
 from xxhash import xxh3_64
 
 from penstock.proto.lane import tcp
 from penstock.proto.lane.endpoints import Producer
-from penstock.proto.lane.frames import BATCH, CLOSE, END, MAX_PACKET, RING, STRUCTURE, Ack, Frame, framed, pack_shapes
+from penstock.proto.lane.frames import BATCH, END, MAX_PACKET, RING, STRUCTURE, Ack, Frame, framed, pack_shapes
 from penstock.proto.lane.tcp import CHECK_BYTES, check_of, is_checked
 from penstock.proto.v1 import lane_pb2
 from penstock.worker.daemon.sender import FRAMES_A_TURN, MAX_OUT, Sender
@@ -136,48 +130,6 @@ def test_acks_are_read_while_the_network_stalls(rig: Rig) -> None:
     rig.batches(4)
 
 
-def test_entry_is_released_only_after_delivery(rig: Rig) -> None:
-    rig.publish(*[100] * 32)
-    assert rig.producer.reserve(100) is None
-    rig.batches(32)
-    rig.say(delivered=7, released=[1, 2, 3, 4])  # of the receiver's ring: nobody's business here
-    rig.acks()
-    assert rig.producer.free_entries == 7
-    rig.say(delivered=32)
-    rig.acks()
-    assert rig.producer.free_entries == 32
-    rig.publish(100)
-    rig.batches(33)
-
-
-def test_a_pass_that_is_left(rig: Rig) -> None:
-    rig.publish(*[100] * 10)
-    rig.batches(10)
-    rig.say(delivered=4, abandon_epoch=1)
-    rig.acks()
-    producer = rig.producer
-    while not producer.abandoned:
-        rig.acks()
-    assert (list(producer.abandoned), producer.delivered, producer.free_entries) == ([0], 4, 32)
-    rig.total = 4
-    rig.publish(*[100] * 32)
-    rig.batches(36)
-    rig.say(delivered=5)
-    rig.acks()
-    assert producer.free_entries == 1, "no slot of the epoch that was left comes back a second time"
-
-
-def test_stale_frames_are_known_by_hello_count() -> None:
-    rig = Rig(abandons=3).start()
-    rig.publish(100)
-    frame, _ = rig.frame()
-    while frame.kind != BATCH:
-        frame, _ = rig.frame()
-    assert frame.abandons == 3
-    assert rig.sender._runner.abandons == 3
-    rig.close()
-
-
 def test_lost_runners_frames_are_sent_then_end(rig: Rig) -> None:
     sizes = [16 << 20] * 4
     rig.publish(*sizes)
@@ -188,13 +140,6 @@ def test_lost_runners_frames_are_sent_then_end(rig: Rig) -> None:
     rig.far.close()
     assert rig.ended.wait(DEADLINE_S)
     assert "the other end closed the connection" in rig.sender.reason
-
-
-def test_the_runners_close_is_passed_on(rig: Rig) -> None:
-    rig.producer.close()
-    frame, _ = rig.frame()
-    assert frame.kind == CLOSE
-    assert rig.far.recv(1) == b""
 
 
 @pytest.mark.parametrize("words", [{}, {"delivered": 2}, {"delivered": 2, "close": True}])
@@ -230,25 +175,6 @@ def test_bad_runner_loses_only_its_lane(rig: Rig, caplog: pytest.LogCaptureFixtu
     assert "must lie in an entry of an announced ring" in rig.sender.reason
     assert "entry of an announced ring" in caplog.text
     assert rig.far.recv(1) == b""
-
-
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.lists(st.binary(max_size=40), max_size=5), st.binary(max_size=20))
-def test_random_bytes_over_tcp(messages: list[bytes], tail: bytes) -> None:
-    logging.disable(logging.WARNING)
-    rig = Rig().start()
-    try:
-        rig.publish(*[100] * 8)
-        with contextlib.suppress(OSError):  # the sender may have hung up already
-            rig.far.sendall(b"".join(map(tcp.sealed, messages)) + tail)
-            rig.far.shutdown(socket.SHUT_WR)
-        assert rig.ended.wait(DEADLINE_S)
-        rig.producer.take_acks()
-        producer = rig.producer
-        assert sum(map(len, producer._lent.values())) + producer.free_entries == 32
-    finally:
-        rig.close()
-        logging.disable(logging.NOTSET)
 
 
 def test_stop_leaves_both_sides_at_once() -> None:
@@ -291,17 +217,3 @@ def test_flood_of_announcements_fills_no_memory(rig: Rig) -> None:
     rig.say(open_epochs=3)
     rig.acks()
     assert rig.producer.open_epochs == 3
-
-
-def test_nothing_is_left_behind() -> None:
-    def used() -> tuple[int, int, int]:
-        return len(os.listdir("/proc/self/fd")), count_rings("self"), threading.active_count()
-
-    before = used()
-    for size in (100, 1 << 20):
-        rig = Rig().start()
-        rig.publish(size)
-        rig.batches(1)
-        rig.close()
-        del rig
-    wait_for(lambda: all(map(operator.le, used(), before)), f"{used()} instead of {before}")

@@ -16,29 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from batch_memory import SIZE, Ring, received
 
-from penstock.proto.batch.flatten import Assembler, FlatBatch, Flattener, wrap_buffer
-from penstock.proto.batch.structure import Structure
+from penstock.proto.batch.flatten import Assembler, Flattener, wrap_buffer
 from penstock.proto.errors import InvalidArgumentError, ProtocolError
-
-SIZE = 1 << 20
-
-
-class Ring:
-    """Anonymous shared memory full of garbage, with its address."""
-
-    def __init__(self, size: int = SIZE, fill: int = 0xA5) -> None:
-        self.mmap = mmap.mmap(-1, size)
-        self.mmap[:] = bytes([fill]) * size
-        self.view = wrap_buffer(self.mmap)
-        self.address = self.view.ctypes.data
-
-    def write(self, flat: FlatBatch, offset: int = 128) -> None:
-        flat.write_to(self.address + offset)
-
-
-def received(flat: FlatBatch) -> Structure:
-    return Structure.from_bytes(flat.structure.to_bytes())
 
 
 class Slot:
@@ -225,24 +206,6 @@ def test_each_leaf_has_a_storage_of_its_own(copy: bool) -> None:
     assert len(_saved(slot.batch["small"]).getvalue()) < 4096
     assert len(_saved(slot.batch["b"]).getvalue()) < 4096
     assert torch.equal(torch.load(_saved(slot.batch["big"])), torch.ones(100_000))
-
-
-def test_one_release_for_each_of_many_batches() -> None:
-    flat = Flattener().flatten({"x": torch.ones(3), "y": np.ones(3)})
-    ring, released = Ring(), deque[int]()
-    assembler = Assembler(received(flat))
-    held = []
-    for token in range(100):
-        offset = token * 128
-        ring.write(flat, offset)
-        held.append(assembler.assemble(flat.shapes, ring.view, offset, flat.nbytes, released, token))
-    assert not released
-    del held[::2]
-    gc.collect()
-    assert sorted(released) == list(range(0, 100, 2))
-    held.clear()
-    gc.collect()
-    assert sorted(released) == list(range(100))
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import struct
-import tracemalloc
-from typing import Any
 
 import numpy as np
 import pytest
@@ -106,18 +104,6 @@ def test_forged_trees_raise_nothing_else(node: object, blobs: bytes) -> None:
             pass
 
 
-@settings(max_examples=300, deadline=None)
-@example(b"1e999")
-@example(b"[" * 500 + b"]" * 500)
-@given(st.binary(max_size=40) | st.text('[]{}",:$truefalsn0123456789.eE+-Ni', max_size=20).map(str.encode))
-def test_forged_text_raises_nothing_else(tree: bytes) -> None:
-    for read in (decode_state, state_as_json):
-        try:
-            read(seal(tree))
-        except StateCorruptError:
-            pass
-
-
 HUGE = 2**62
 TOO_LARGE: list[list[object]] = [
     ["tensor", "float32", HUGE],
@@ -200,15 +186,3 @@ def test_bombs_are_corrupt() -> None:
         decode_state(seal(b"1", bytes(16)))
     with pytest.raises(StateCorruptError, match="header of an encoded state is damaged"):
         decode_state(seal(b"1", flags=1))
-
-
-def test_empty_wide_dtype_allocates_nothing() -> None:
-    node = {"$": ["array", "|S2147483647", 0, 2**20]}
-    tracemalloc.start()  # numpy reports its allocations there
-    try:
-        back: Any = decode_state(seal(json.dumps(node).encode()))
-        assert tracemalloc.get_traced_memory()[1] < 1_000_000
-    finally:
-        tracemalloc.stop()
-    assert back.shape == (0, 2**20)
-    assert back.dtype == np.dtype("S2147483647")

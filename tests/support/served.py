@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from coroutines import Test, as_test
+
 from penstock.appliance.edge.server import IN_MEMORY, serve
 from penstock.appliance.model.limits import Limits
 from penstock.proto.rpc.calls import AsyncCoordinatorClient
@@ -149,6 +151,11 @@ def trial(body: Body, limits: Limits = LIMITS, state_dir: str | Path = IN_MEMORY
             await body(client, address)
 
     asyncio.run(run())
+
+
+def on_coordinator(limits: Limits = LIMITS) -> Callable[[Test], Callable[..., None]]:
+    """Make a test of a coroutine function: it may name `client`, `address` and fixtures."""
+    return as_test(lambda test: trial(test, limits), "client", "address")
 
 
 def asking(box: int, step: int, deadline_s: float = DEADLINE_S, **progress: object) -> pb.FetchStateRequest:

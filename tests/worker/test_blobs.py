@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 
 import pytest
+from coroutines import in_loop
 
 from penstock.proto.errors import CoordinatorUnavailableError
 from penstock.proto.v1 import records_pb2
@@ -34,31 +35,29 @@ class Coordinator:
     def close(self) -> None: ...
 
 
-def test_value_is_fetched_once_by_a_thread() -> None:
-    async def body() -> None:
-        coordinator = Coordinator()
-        blobs = Blobs(lambda: coordinator)
-        with pytest.raises(CoordinatorUnavailableError):
-            await blobs.descriptor("one")
-        fds = await asyncio.gather(*[blobs.descriptor("one") for _ in range(3)])
-        assert [name for name, _ in coordinator.asked] == ["one", "one"]
-        assert threading.get_ident() not in [thread for _, thread in coordinator.asked]
-        with pytest.raises(PermissionError), mmap.mmap(fds[0], 0):
-            pass  # no child can change what the others read
-        assert await blobs.read("one") == VALUE
-        blobs.keep({"one"})
-        os.close(await blobs.descriptor("one"))
-        assert len(coordinator.asked) == 2
-        blobs.keep(())
-        assert [payload_of(ControlMessage("resume", fds=[fd])) for fd in fds] == [VALUE] * 3
-        os.close(await blobs.descriptor("one"))
-        assert len(coordinator.asked) == 3, "nobody had needed it any more"
-        before = len(os.listdir("/proc/self/fd"))
-        blobs.close()
-        await asyncio.sleep(0)
-        assert len(os.listdir("/proc/self/fd")) == before - 1
-
-    asyncio.run(asyncio.wait_for(body(), 30))
+@in_loop
+async def test_value_is_fetched_once_by_a_thread() -> None:
+    coordinator = Coordinator()
+    blobs = Blobs(lambda: coordinator)
+    with pytest.raises(CoordinatorUnavailableError):
+        await blobs.descriptor("one")
+    fds = await asyncio.gather(*[blobs.descriptor("one") for _ in range(3)])
+    assert [name for name, _ in coordinator.asked] == ["one", "one"]
+    assert threading.get_ident() not in [thread for _, thread in coordinator.asked]
+    with pytest.raises(PermissionError), mmap.mmap(fds[0], 0):
+        pass  # no child can change what the others read
+    assert await blobs.read("one") == VALUE
+    blobs.keep({"one"})
+    os.close(await blobs.descriptor("one"))
+    assert len(coordinator.asked) == 2
+    blobs.keep(())
+    assert [payload_of(ControlMessage("resume", fds=[fd])) for fd in fds] == [VALUE] * 3
+    os.close(await blobs.descriptor("one"))
+    assert len(coordinator.asked) == 3, "nobody had needed it any more"
+    before = len(os.listdir("/proc/self/fd"))
+    blobs.close()
+    await asyncio.sleep(0)
+    assert len(os.listdir("/proc/self/fd")) == before - 1
 
 
 def test_child_takes_arguments_from_either() -> None:

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from coroutines import in_loop
 
 from penstock.proto.errors import WorkerLostError
 from penstock.worker.processes import kept_fork_server
@@ -125,30 +126,29 @@ def test_kept_fork_server_is_replaced_and_retired(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("how", ["takes too long", "is not wanted any more"])
-def test_interpreter_that_never_starts_is_killed(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_loop
+async def test_interpreter_that_never_starts_is_killed(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Stand for an interpreter that is imported from a file system that does not answer."""
     stuck = tmp_path / "python"
     stuck.write_text("#!/bin/sh\nexec sleep 1000\n")
     stuck.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(stuck))
-
-    async def body() -> None:
-        fork_server = ForkServer(TemporaryFolders())
-        starting = asyncio.ensure_future(fork_server.start(deadline_s=5))
-        if how == "takes too long":
-            with pytest.raises(WorkerLostError, match=r"used no processor time for 0\.5 s, and was killed"):
-                await starting
-        else:
-            while not fork_server.pid:
-                await asyncio.sleep(0.01)
-            starting.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await starting
-        assert fork_server.pid
-        assert not fork_server.lives
-        assert fork_server.pid not in own_children()
-
-    asyncio.run(asyncio.wait_for(body(), 60))
+    fork_server = ForkServer(TemporaryFolders())
+    starting = asyncio.ensure_future(fork_server.start(deadline_s=5))
+    if how == "takes too long":
+        with pytest.raises(WorkerLostError, match=r"used no processor time for 0\.5 s, and was killed"):
+            await starting
+    else:
+        while not fork_server.pid:
+            await asyncio.sleep(0.01)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+    assert fork_server.pid
+    assert not fork_server.lives
+    assert fork_server.pid not in own_children()
 
 
 def test_own_children_are_listed() -> None:

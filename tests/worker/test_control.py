@@ -9,15 +9,11 @@ from contextlib import closing
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from penstock.proto.errors import InputFnError, LaneLostError, ProtocolError
+from penstock.proto.errors import InputFnError, LaneLostError
 from penstock.worker.processes.control_channel import (
     ControlChannel,
     ControlMessage,
-    MessageInbox,
-    encode_head,
     plain_detail,
 )
 
@@ -86,23 +82,6 @@ def test_no_wait_gives_none_and_closed_is_lost() -> None:
     with pytest.raises(LaneLostError):
         theirs.receive()
     theirs.sock.close()
-
-
-@given(st.binary(max_size=200))
-def test_nonsense_is_refused_and_nothing_else(data: bytes) -> None:
-    inbox = MessageInbox()
-    inbox.feed(data, [])
-    try:
-        inbox.take()
-    except ProtocolError:
-        pass
-
-
-def test_declared_size_is_checked_before_reading() -> None:
-    inbox = MessageInbox()
-    inbox.feed(encode_head(ControlMessage("x"))[:0] + (1 << 30).to_bytes(4, "little") + bytes(20), [])
-    with pytest.raises(ProtocolError):
-        inbox.take()
 
 
 def test_an_error_keeps_its_name_and_traceback() -> None:

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from coroutines import in_loop
 
 from penstock.worker.processes import control_groups
 from penstock.worker.processes.child_processes import ForkServer
@@ -280,30 +281,28 @@ def test_the_kernel_holds_the_memory_limit(real: Path) -> None:
     assert daemon(real, "memory", TAKES_MEMORY).splitlines() == ["ended -9 OWN True", "left []"]
 
 
-def test_forked_children_are_in_their_group(real: Path) -> None:
-    async def run() -> None:
-        groups = ControlGroups(real, 0, 0, ())
-        (real / control_groups.RUNNERS).mkdir()
-        folders, page = TemporaryFolders(), ProgressPage.create()
-        fork_server = ForkServer(folders, groups)
-        try:
-            await fork_server.start()
-            child = await fork_server.fork("helper", "a child", page, lambda message: None)
-            line = next(line for line in Path(f"/proc/{child.pid}/cgroup").read_text().splitlines() if "0::" in line)
-            until = time.monotonic() + 10
-            while not line.endswith(f"{real.name}/{control_groups.RUNNERS}/1"):
-                assert time.monotonic() < until, line
-                await asyncio.sleep(0.02)
-                text = Path(f"/proc/{child.pid}/cgroup").read_text()
-                line = next(line for line in text.splitlines() if "0::" in line)
-            os.kill(child.pid, signal.SIGKILL)
-            await asyncio.wait_for(child.exited, 30)
-            assert child.out_of_memory is OutOfMemory.NO
-            assert not Path(child.group).exists()
-        finally:
-            fork_server.close()
-            await fork_server.wait()
-            page.close()
-            folders.close()
-
-    asyncio.run(run())
+@in_loop
+async def test_forked_children_are_in_their_group(real: Path) -> None:
+    groups = ControlGroups(real, 0, 0, ())
+    (real / control_groups.RUNNERS).mkdir()
+    folders, page = TemporaryFolders(), ProgressPage.create()
+    fork_server = ForkServer(folders, groups)
+    try:
+        await fork_server.start()
+        child = await fork_server.fork("helper", "a child", page, lambda message: None)
+        line = next(line for line in Path(f"/proc/{child.pid}/cgroup").read_text().splitlines() if "0::" in line)
+        until = time.monotonic() + 10
+        while not line.endswith(f"{real.name}/{control_groups.RUNNERS}/1"):
+            assert time.monotonic() < until, line
+            await asyncio.sleep(0.02)
+            text = Path(f"/proc/{child.pid}/cgroup").read_text()
+            line = next(line for line in text.splitlines() if "0::" in line)
+        os.kill(child.pid, signal.SIGKILL)
+        await asyncio.wait_for(child.exited, 30)
+        assert child.out_of_memory is OutOfMemory.NO
+        assert not Path(child.group).exists()
+    finally:
+        fork_server.close()
+        await fork_server.wait()
+        page.close()
+        folders.close()

@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from coroutines import in_loop
 
 from penstock.proto.errors import SupersededError
 from penstock.proto.v1 import coordinator_pb2, lane_pb2, records_pb2
@@ -26,7 +27,8 @@ def reply(version: int, *generations: int) -> coordinator_pb2.HeartbeatReply:
     return coordinator_pb2.HeartbeatReply(version=version, assignments=assignments)
 
 
-def test_overtaken_reply_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_loop
+async def test_overtaken_reply_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[tuple[str, int]] = []
 
     def start(daemon: Any, key: Any, assignment: Any) -> None:
@@ -41,40 +43,36 @@ def test_overtaken_reply_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(Daemon, "_stop_slot", stop)
     monkeypatch.setattr(Daemon, "_drop_unused", lambda daemon: None)
 
-    async def hear() -> None:
-        daemon = Daemon(DaemonSettings("127.0.0.1:1", "token", 2, ["*"]))
-        nothing_new = coordinator_pb2.HeartbeatReply(version=5, unchanged=True)
-        for message in (reply(3, 1), reply(5, 1, 2), reply(4, 1), nothing_new, reply(5, 1, 2)):
-            daemon._take(message)
-        daemon._not_answered("a request")  # asks for everything again, and a late reply is late all the same
-        for message in (reply(4, 1), reply(6)):
-            daemon._take(message)
-        await daemon.coordinator.close()
-
-    asyncio.run(hear())
+    daemon = Daemon(DaemonSettings("127.0.0.1:1", "token", 2, ["*"]))
+    nothing_new = coordinator_pb2.HeartbeatReply(version=5, unchanged=True)
+    for message in (reply(3, 1), reply(5, 1, 2), reply(4, 1), nothing_new, reply(5, 1, 2)):
+        daemon._take(message)
+    daemon._not_answered("a request")  # asks for everything again, and a late reply is late all the same
+    for message in (reply(4, 1), reply(6)):
+        daemon._take(message)
+    await daemon.coordinator.close()
     assert done == [("start", 1), ("start", 2), ("stop", 1), ("stop", 2)]
 
 
-def test_cores_are_told_at_registration(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_loop
+async def test_cores_are_told_at_registration(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[int] = []
 
     async def register(request: coordinator_pb2.RegisterWorkerRequest) -> coordinator_pb2.RegisterWorkerReply:
         told.append(request.cores)
         return coordinator_pb2.RegisterWorkerReply(lease_s=10.0, heartbeat_s=1.0)
 
-    async def body() -> None:
-        daemon = Daemon(DaemonSettings("127.0.0.1:1", "token", 2, ["*"]))
-        monkeypatch.setattr(daemon.coordinator, "register", register)
-        monkeypatch.setattr(daemon, "_listeners", Mock(local_address="@w", tcp_address="w:1"))
-        await daemon._register()
-        await daemon.coordinator.close()
-
-    asyncio.run(body())
+    daemon = Daemon(DaemonSettings("127.0.0.1:1", "token", 2, ["*"]))
+    monkeypatch.setattr(daemon.coordinator, "register", register)
+    monkeypatch.setattr(daemon, "_listeners", Mock(local_address="@w", tcp_address="w:1"))
+    await daemon._register()
+    await daemon.coordinator.close()
     assert told == [cores()]
     assert told[0] >= 1
 
 
-def test_slot_that_cannot_start_is_reported_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_loop
+async def test_slot_that_cannot_start_is_reported_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Report no memory for one slot's progress page as that slot's loss: it used to end the daemon."""
 
     class Begun:
@@ -92,24 +90,22 @@ def test_slot_that_cannot_start_is_reported_lost(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("penstock.worker.daemon.daemon.Slot", Begun)
     monkeypatch.setattr(Daemon, "_stop_slot", lambda daemon, key: daemon._slots.pop(key))
 
-    async def hear() -> None:
-        daemon = Daemon(DaemonSettings("127.0.0.1:1", "token", 2, ["*"]))
-        daemon._take(reply(1, 1, 2, 3, 4))
-        told = {slot.generation: slot for slot in daemon._heartbeat(0.0).slots}
-        assert not told[2].lost
-        assert not told[3].lost
-        assert (told[1].phase, told[1].lost) == (coordinator_pb2.FAILED, True)
-        assert "Too many open files" in told[1].error.message
-        assert (told[4].error.name, told[4].lost) == ("OverloadedError", True)
-        assert "all its 2 slots" in told[4].error.message
-        daemon._take(reply(2, 2, 5))  # its places are free again
-        assert sorted(slot.generation for slot in daemon._heartbeat(0.0).slots) == [2, 5]
-        await daemon.coordinator.close()
-
-    asyncio.run(hear())
+    daemon = Daemon(DaemonSettings("127.0.0.1:1", "token", 2, ["*"]))
+    daemon._take(reply(1, 1, 2, 3, 4))
+    told = {slot.generation: slot for slot in daemon._heartbeat(0.0).slots}
+    assert not told[2].lost
+    assert not told[3].lost
+    assert (told[1].phase, told[1].lost) == (coordinator_pb2.FAILED, True)
+    assert "Too many open files" in told[1].error.message
+    assert (told[4].error.name, told[4].lost) == ("OverloadedError", True)
+    assert "all its 2 slots" in told[4].error.message
+    daemon._take(reply(2, 2, 5))  # its places are free again
+    assert sorted(slot.generation for slot in daemon._heartbeat(0.0).slots) == [2, 5]
+    await daemon.coordinator.close()
 
 
-def test_one_lane_at_a_time_waits_for_its_runner() -> None:
+@in_loop
+async def test_one_lane_at_a_time_waits_for_its_runner() -> None:
     """A consumer that opens 500 lanes while user code is busy had 500 descriptors of the daemon's."""
 
     class Busy:
@@ -123,25 +119,22 @@ def test_one_lane_at_a_time_waits_for_its_runner() -> None:
             self.taken.append(lane_pb2.Hello.FromString(payload).run)
             os.close(fds[0])
 
-    async def body() -> None:
-        runner = Busy()
-        host: Any = SimpleNamespace(name="w", tally=DaemonCounters(), findings=lambda _: LoaderFindings())
-        slot = Slot(host, records_pb2.WorkerAssignment(run="job/0"))
-        slot._child = runner  # type: ignore[assignment]
-        slot.ready.set()
-        lanes, ends = [], []
-        for number in range(20):
-            ours, theirs = socket.socketpair()
-            ends += [ours, theirs]
-            lanes.append(asyncio.ensure_future(slot.attach(ours, lane_pb2.Hello(run=str(number)), 30.0)))
-            await asyncio.sleep(0)
-            if number == 0:
-                await lanes[0]
-        runner.reads_late = False
-        outcomes = await asyncio.gather(*lanes, return_exceptions=True)
-        assert runner.taken == ["0", "19"]
-        assert [type(outcome) for outcome in outcomes[1:-1]] == [SupersededError] * 18
-        for end in ends:
-            end.close()
-
-    asyncio.run(body())
+    runner = Busy()
+    host: Any = SimpleNamespace(name="w", tally=DaemonCounters(), findings=lambda _: LoaderFindings())
+    slot = Slot(host, records_pb2.WorkerAssignment(run="job/0"))
+    slot._child = runner  # type: ignore[assignment]
+    slot.ready.set()
+    lanes, ends = [], []
+    for number in range(20):
+        ours, theirs = socket.socketpair()
+        ends += [ours, theirs]
+        lanes.append(asyncio.ensure_future(slot.attach(ours, lane_pb2.Hello(run=str(number)), 30.0)))
+        await asyncio.sleep(0)
+        if number == 0:
+            await lanes[0]
+    runner.reads_late = False
+    outcomes = await asyncio.gather(*lanes, return_exceptions=True)
+    assert runner.taken == ["0", "19"]
+    assert [type(outcome) for outcome in outcomes[1:-1]] == [SupersededError] * 18
+    for end in ends:
+        end.close()

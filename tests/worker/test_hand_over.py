@@ -6,6 +6,8 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+from coroutines import in_loop
+
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 from penstock.worker.slots.loader_findings import LoaderFindings
@@ -30,47 +32,44 @@ class Coordinator:
         return pb.PutSnapshotReply()
 
 
-def test_target_worker_gets_the_newest_when_ready() -> None:
+@in_loop
+async def test_target_worker_gets_the_newest_when_ready() -> None:
     """Give the second target worker new restart points, too: the first one's are old by then."""
+    coordinator, changed = Coordinator(), asyncio.Event()
+    host: Any = SimpleNamespace(
+        name="w",
+        coordinator=coordinator,
+        slot_changed=changed.set,
+        tally=DaemonCounters(),
+        findings=lambda _: LoaderFindings(),
+    )
+    slot = Slot(host, records_pb2.WorkerAssignment(run="job/0", attempt=1, num_workers_per_box=1))
 
-    async def body() -> None:
-        coordinator, changed = Coordinator(), asyncio.Event()
-        host: Any = SimpleNamespace(
-            name="w",
-            coordinator=coordinator,
-            slot_changed=changed.set,
-            tally=DaemonCounters(),
-            findings=lambda _: LoaderFindings(),
-        )
-        slot = Slot(host, records_pb2.WorkerAssignment(run="job/0", attempt=1, num_workers_per_box=1))
+    def told(*, prepare_migration: bool) -> None:
+        changed.clear()
+        slot.assigned(records_pb2.WorkerAssignment(prepare_migration=prepare_migration))
 
-        def told(*, prepare_migration: bool) -> None:
-            changed.clear()
-            slot.assigned(records_pb2.WorkerAssignment(prepare_migration=prepare_migration))
+    slot.store.add(StoredSnapshot(0, 1, 1, 1, False, 1, b"state", verified=True), 0)
+    told(prepare_migration=True)
+    await asyncio.wait_for(coordinator.asked.wait(), DEADLINE_S)
+    assert not slot.report().migrated
+    told(prepare_migration=False)  # it was dismissed, while its snapshot was on its way
+    slot.store.add(StoredSnapshot(0, 2, 2, 2, False, 2, b"state", verified=True), 0)
+    coordinator.may.set()
+    while coordinator.kept != [1]:
+        await asyncio.sleep(0)
+    assert not slot.report().migrated
 
-        slot.store.add(StoredSnapshot(0, 1, 1, 1, False, 1, b"state", verified=True), 0)
-        told(prepare_migration=True)
-        await asyncio.wait_for(coordinator.asked.wait(), DEADLINE_S)
-        assert not slot.report().migrated
-        told(prepare_migration=False)  # it was dismissed, while its snapshot was on its way
-        slot.store.add(StoredSnapshot(0, 2, 2, 2, False, 2, b"state", verified=True), 0)
-        coordinator.may.set()
-        while coordinator.kept != [1]:
-            await asyncio.sleep(0)
-        assert not slot.report().migrated
+    coordinator.may.clear()
+    coordinator.asked.clear()
+    told(prepare_migration=True)
+    await asyncio.wait_for(coordinator.asked.wait(), DEADLINE_S)
+    assert not slot.report().migrated
+    coordinator.may.set()
+    await asyncio.wait_for(changed.wait(), DEADLINE_S)
+    assert slot.report().migrated
+    assert coordinator.kept == [1, 2]
 
-        coordinator.may.clear()
-        coordinator.asked.clear()
-        told(prepare_migration=True)
-        await asyncio.wait_for(coordinator.asked.wait(), DEADLINE_S)
-        assert not slot.report().migrated
-        coordinator.may.set()
-        await asyncio.wait_for(changed.wait(), DEADLINE_S)
-        assert slot.report().migrated
-        assert coordinator.kept == [1, 2]
-
-        told(prepare_migration=False)
-        assert not slot.report().migrated
-        slot.progress_page.close()
-
-    asyncio.run(asyncio.wait_for(body(), 3 * DEADLINE_S))
+    told(prepare_migration=False)
+    assert not slot.report().migrated
+    slot.progress_page.close()

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from coroutines import in_loop
 
 from penstock.proto.errors import InputFnError
 from penstock.proto.state.assignment import assigned, current_assignment
@@ -36,70 +37,67 @@ def assignment(run: str, *arguments: Any) -> records_pb2.WorkerAssignment:
     return made
 
 
-def test_warm_helpers_answer_like_fresh_children(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_loop
+async def test_warm_helpers_answer_like_fresh_children(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, support = (str(Path(__file__).parent.parent / folder) for folder in ("inputs", "support"))
     monkeypatch.setenv("PYTHONPATH", f"{inputs}:{support}")
+    fork_server = ForkServer(TemporaryFolders())
+    await fork_server.start()
 
-    async def body() -> None:
-        fork_server = ForkServer(TemporaryFolders())
-        await fork_server.start()
+    async def get(_: Any) -> ForkServer:
+        return fork_server
 
-        async def get(_: Any) -> ForkServer:
-            return fork_server
+    helpers = HelperPool(get)
+    host: Any = SimpleNamespace(scratches=TurnQueue(2), fork_server=get, helpers=helpers, blobs=None)
+    progress_page = ProgressPage.create()
 
-        helpers = HelperPool(get)
-        host: Any = SimpleNamespace(scratches=TurnQueue(2), fork_server=get, helpers=helpers, blobs=None)
-        progress_page = ProgressPage.create()
+    async def burst(of: records_pb2.WorkerAssignment, point: bytes, tasks: int) -> list[ControlMessage]:
+        fields: dict[str, Any] = {
+            "epoch": 0,
+            "delivered": 3,
+            "total": 3,
+            "step": 3,
+            "from_origin": False,
+            "digests": {},
+        }
+        fields |= {"doubting": False, "left": {}, "abandoned_from": 0}
+        each = [run_task(host, of, "slot 0", progress_page, [point], "state", **fields) for _ in range(tasks)]
+        return await asyncio.gather(*each)
 
-        async def burst(of: records_pb2.WorkerAssignment, point: bytes, tasks: int) -> list[ControlMessage]:
-            fields: dict[str, Any] = {
-                "epoch": 0,
-                "delivered": 3,
-                "total": 3,
-                "step": 3,
-                "from_origin": False,
-                "digests": {},
-            }
-            fields |= {"doubting": False, "left": {}, "abandoned_from": 0}
-            each = [run_task(host, of, "slot 0", progress_page, [point], "state", **fields) for _ in range(tasks)]
-            return await asyncio.gather(*each)
+    with assigned(current_assignment()):
+        source = RestorableLoader(assignment("plain/0", 10))
+        source.build()
+        point = source.open_epoch().encode()
+    plain = assignment("plain/0", 10)
+    (alone,) = await burst(plain, point, 1)
+    assert [message.payload for message in await burst(plain, point, 2 * PAYS)] == [alone.payload] * 2 * PAYS
+    state: Any = decode_state(alone.payload)
+    assert state["user"] == {"done": 3, "built": 1}
+    crew = next(iter(helpers._crews.values()))
+    await burst(plain, point, 2 * PAYS)  # by now nothing is left to learn, whichever helper was first
+    assert crew.unfit == ""
+    assert {"stained", "statistics"} <= set(crew.modules or ())
 
-        with assigned(current_assignment()):
-            source = RestorableLoader(assignment("plain/0", 10))
-            source.build()
-            point = source.open_epoch().encode()
-        plain = assignment("plain/0", 10)
-        (alone,) = await burst(plain, point, 1)
-        assert [message.payload for message in await burst(plain, point, 2 * PAYS)] == [alone.payload] * 2 * PAYS
-        state: Any = decode_state(alone.payload)
-        assert state["user"] == {"done": 3, "built": 1}
-        crew = next(iter(helpers._crews.values()))
-        await burst(plain, point, 2 * PAYS)  # by now nothing is left to learn, whichever helper was first
-        assert crew.unfit == ""
-        assert {"stained", "statistics"} <= set(crew.modules or ())
+    def ready() -> set[int]:
+        known = set(crew.modules or ())
+        return {each.child.pid for each in crew.idle if each.child is not None and each.modules >= known}
 
-        def ready() -> set[int]:
-            known = set(crew.modules or ())
-            return {each.child.pid for each in crew.idle if each.child is not None and each.modules >= known}
-
-        kept = ready()
-        assert kept
-        await burst(plain, point, 2 * PAYS)
-        assert kept <= ready(), "they are used again"
-        for otherwise in ("raises", "dies"):
-            odd = assignment(f"{otherwise}/0", 10, fork_server.pid, otherwise)
-            await burst(odd, point, 1)
-            payloads = {message.payload for message in await burst(odd, point, 2 * PAYS)}
-            assert payloads == {alone.payload}
-        with pytest.raises(InputFnError, match="no child of the fork server"):
-            await burst(assignment("wrong/0", 10, 1, "raises"), point, 1)
-        helpers.forget(set())
-        assert not helpers._crews
-        fork_server.close()
-        await fork_server.wait()
-        progress_page.close()
-
-    asyncio.run(asyncio.wait_for(body(), DEADLINE_S))
+    kept = ready()
+    assert kept
+    await burst(plain, point, 2 * PAYS)
+    assert kept <= ready(), "they are used again"
+    for otherwise in ("raises", "dies"):
+        odd = assignment(f"{otherwise}/0", 10, fork_server.pid, otherwise)
+        await burst(odd, point, 1)
+        payloads = {message.payload for message in await burst(odd, point, 2 * PAYS)}
+        assert payloads == {alone.payload}
+    with pytest.raises(InputFnError, match="no child of the fork server"):
+        await burst(assignment("wrong/0", 10, 1, "raises"), point, 1)
+    helpers.forget(set())
+    assert not helpers._crews
+    fork_server.close()
+    await fork_server.wait()
+    progress_page.close()
 
 
 @pytest.mark.parametrize(

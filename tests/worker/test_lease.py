@@ -96,29 +96,6 @@ def copied(lease: EntryLease, batch: list[Any]) -> list[int]:
     return list(got)
 
 
-def test_batch_built_in_entry_is_published_there(lease: EntryLease, producer: Producer) -> None:
-    assert in_place(lease, lambda: [leaf(lease, [1, 2]), leaf(lease, [3])])[:2] == [1, 2]
-    assert producer.free_entries == SLOTS
-    assert lease.copied == 0
-
-
-def test_other_leaves_are_copied_in_between(lease: EntryLease) -> None:
-    def make() -> list[Any]:
-        first = leaf(lease, range(1, 9))
-        lease.skip(16)
-        return [first, torch.tensor([100, 200]), leaf(lease, range(11, 19))]
-
-    assert in_place(lease, make) == [*range(1, 9), 100, 200, 0, 0, 0, 0, 0, 0, *range(11, 19)]
-
-
-def test_gaps_become_zero(lease: EntryLease, producer: Producer) -> None:
-    for reserved in [producer.reserve(1) for _ in range(SLOTS)]:
-        assert reserved is not None
-        reserved.view[:] = b"\xff" * SLOT
-        producer.return_unused(reserved)
-    assert in_place(lease, lambda: [leaf(lease, [5])]) == [5] + 7 * [0]
-
-
 def test_held_batch_is_copied_and_stays_unchanged(lease: EntryLease, producer: Producer) -> None:
     held = leaf(lease, [1, 2])
     assert copied(lease, [held])[:2] == [1, 2]
@@ -191,15 +168,6 @@ def test_held_pieces_are_not_overwritten(lease: EntryLease) -> None:
     helper = leaf(lease, [1, 2])
     assert copied(lease, [torch.tensor([7, 8]), leaf(lease, [3])])[0] == 7
     assert helper.tolist() == [1, 2]
-
-
-def test_prefetched_batches_come_right(lease: EntryLease, producer: Producer) -> None:
-    ahead = [[leaf(lease, [number])] for number in range(1, 4)]
-    assert [copied(lease, batch)[0] for batch in ahead[:2]] == [1, 2]
-    # The last one has the slot for itself, but not at its start.
-    assert copied(lease, ahead[2])[0] == 3
-    in_place(lease, lambda: [leaf(lease, [4])])
-    assert producer.free_entries == SLOTS
 
 
 def test_dropped_batch_frees_the_whole_entry(lease: EntryLease, producer: Producer) -> None:

@@ -1,13 +1,14 @@
-"""Health of a worker, and the counts of a progress page for its metrics."""
+"""Health of a worker, and what the daemon reads in a progress page: positions, and the counts of its metrics."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 
 from penstock.worker.daemon.worker_metrics import health
-from penstock.worker.processes.progress_page import ProgressPage
+from penstock.worker.processes.progress_page import EARLY, ENDS, ENTRIES, BatchRecord, ProgressPage
 
 
 @pytest.mark.parametrize(
@@ -80,13 +81,46 @@ def test_predecessors_batches_are_not_counted(
     assert counts(daemon) == (1, 1, 3)
 
 
-def test_no_count_falls_while_a_runner_goes_back(
-    progress_pages: tuple[ProgressPage, ProgressPage],
-) -> None:
-    daemon, runner = progress_pages
-    runner.stands_at(0, 0, 0)
-    runner.record(10, 0, 7, 10, delivered=4)
+# ---- what another mapping of the same memory reads
+
+
+def test_the_daemon_reads_what_the_runner_wrote() -> None:
+    daemon = ProgressPage.create()
+    runner = ProgressPage(os.dup(daemon.fd))
+    runner.stands_at(10, 1, 40)
+    runner.record(11, 1, 0xFEED, 44, delivered=9)
+    runner.end(1, 11)
+    runner.doing("next", delivered=11)
+    runner.saw_look()
     daemon.refresh()
-    runner.stands_at(4, 1, 4)
-    produced = daemon.counts()[0]
-    assert counts(daemon)[0] >= produced
+    assert (daemon.total, daemon.epoch, daemon.samples, daemon.delivered, daemon.looked) == (11, 1, 44, 11, 1)
+    assert daemon.entry(11) == BatchRecord(11, 1, 0xFEED, 44)
+    assert daemon.entry(10) is None
+    assert daemon.ends() == {1: 11}
+    assert daemon.activity[0] == "next"
+    runner.close()
+    daemon.close()
+
+
+def test_newest_and_first_batches_are_kept() -> None:
+    progress_page = ProgressPage.create()
+    last = ENTRIES + EARLY + 10
+    for total in range(1, last + 1):
+        progress_page.record(total, 0, total, total, delivered=0)
+    for epoch in range(ENDS + 2):
+        progress_page.end(epoch, epoch)
+    assert progress_page.entry(2) == BatchRecord(2, 0, 2, 2)
+    assert progress_page.entry(EARLY + 1) is None
+    assert progress_page.entry(last) == BatchRecord(last, 0, last, last)
+    assert len(progress_page.ends()) == ENDS
+    assert min(progress_page.ends()) == 2
+    progress_page.close()
+
+
+def test_abandoned_epoch_ends_where_abandoned() -> None:
+    progress_page = ProgressPage.create()
+    for epoch, total in enumerate((5, 10, 15)):
+        progress_page.end(epoch, total)
+    progress_page.cut(1, 7)
+    assert progress_page.ends() == {0: 5, 1: 7}
+    progress_page.close()

@@ -45,22 +45,6 @@ def test_heartbeat_hold_is_that_of_the_last_reply() -> None:
     with_daemon(body)
 
 
-def test_overtaken_reply_changes_nothing() -> None:
-    """The long poll and the report of a change are under way together; the older answer may come last."""
-
-    def body(daemon: Daemon, made: list[pb.HeartbeatReply]) -> None:
-        newer, older = reply(8), reply(7)
-        daemon._take(newer)
-        daemon._take(older)
-        assert made == [newer]
-        daemon._take(reply(8, unchanged=True))
-        assert made == [newer]
-        daemon._take(reply(9))
-        assert len(made) == 2
-
-    with_daemon(body)
-
-
 def test_unanswered_request_is_asked_for_again() -> None:
     async def body(daemon: Daemon, made: list[pb.HeartbeatReply]) -> None:
         daemon._take(reply(8))

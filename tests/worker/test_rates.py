@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import os
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
+
+from coroutines import in_loop
 
 from penstock.proto.v1 import records_pb2
 from penstock.worker.resources.processor_time import ProcessorUse, used_by
@@ -62,19 +63,17 @@ def test_processor_wait_is_at_most_the_batch() -> None:
     assert rates.batch_delay_s == rates.batch_s == 0.05
 
 
-def test_report_of_a_slot_tells_processor_time() -> None:
-    async def body() -> None:
-        host: Any = SimpleNamespace(name="w", findings=lambda _: LoaderFindings())
-        slot = Slot(host, records_pb2.WorkerAssignment(run="job/0", attempt=1, num_workers_per_box=1))
-        slot._child = Mock(pid=os.getpid())  # which has had a tick of a processor at least
-        slot.progress_page.record(1, 0, 0, 1, 0)
-        slot.progress_page.worked_s = 1000.0
-        slot.progress_page._write_head()
-        slot._rates.since -= 2.0
-        report = slot.report()
-        assert report.batch_s == 1000.0
-        assert report.batch_cpu_s > 0.0
-        assert 0.0 <= report.batch_delay_s <= used_by(os.getpid()).delay_s
-        slot.progress_page.close()
-
-    asyncio.run(body())
+@in_loop
+async def test_report_of_a_slot_tells_processor_time() -> None:
+    host: Any = SimpleNamespace(name="w", findings=lambda _: LoaderFindings())
+    slot = Slot(host, records_pb2.WorkerAssignment(run="job/0", attempt=1, num_workers_per_box=1))
+    slot._child = Mock(pid=os.getpid())  # which has had a tick of a processor at least
+    slot.progress_page.record(1, 0, 0, 1, 0)
+    slot.progress_page.worked_s = 1000.0
+    slot.progress_page._write_head()
+    slot._rates.since -= 2.0
+    report = slot.report()
+    assert report.batch_s == 1000.0
+    assert report.batch_cpu_s > 0.0
+    assert 0.0 <= report.batch_delay_s <= used_by(os.getpid()).delay_s
+    slot.progress_page.close()

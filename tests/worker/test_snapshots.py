@@ -52,15 +52,6 @@ def test_exactly_compares_position_and_step() -> None:
     assert store.exactly(0, 4, 4, 7) is not None
 
 
-def test_nearest_is_the_latest_before_a_place() -> None:
-    store = SlotSnapshots()
-    for kept in (point(0, epoch_start=True, verified=True), point(2, verified=True), point(3), point(7, verified=True)):
-        store.add(kept, 0)
-    found = store.nearest(0, 6)
-    assert found is not None
-    assert found.total == 2, "what is not verified is no restart point"
-
-
 def test_points_beyond_abandoned_end_are_dropped() -> None:
     store = SlotSnapshots()
     for total in (1, 2, 3):

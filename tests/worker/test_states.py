@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from coroutines import in_loop
 
 from penstock.proto.batch.replay_digest import ReplayDigest
 from penstock.proto.errors import StateUnavailableError
@@ -50,40 +51,34 @@ def request(epoch: int, delivered: int, total: int) -> pb.StateRequest:
     return pb.StateRequest(epoch=epoch, position=records_pb2.SlotPosition(delivered=delivered, total=total))
 
 
-def test_runner_ahead_may_not_know_the_break_yet(progress_page: ProgressPage) -> None:
+@in_loop
+async def test_runner_ahead_may_not_know_the_break_yet(progress_page: ProgressPage) -> None:
     """Answer with the loop's end of the epoch: the runner ran to batch 8, the loop abandoned it after the slot's batch
     2."""
-
-    async def body() -> None:
-        progress_page.stands_at(8, 0, 8)
-        progress_page.here(0, 0)
-        progress_page.end(0, 8)
-        answer = pb.StateAnswer()
-        asking = asyncio.ensure_future(states_of(progress_page)._produced(request(1, 0, 2), answer))
-        await asyncio.wait([asking], timeout=20 * POLL_S)
-        assert not asking.done(), f"it took the end that it had reached for the epoch's: {answer}"
-        progress_page.cut(0, 2)
-        progress_page.stands_at(2, 0, 2)
-        assert await asyncio.wait_for(asking, DEADLINE_S)
-        assert not answer.ended
-
-    asyncio.run(body())
+    progress_page.stands_at(8, 0, 8)
+    progress_page.here(0, 0)
+    progress_page.end(0, 8)
+    answer = pb.StateAnswer()
+    asking = asyncio.ensure_future(states_of(progress_page)._produced(request(1, 0, 2), answer))
+    await asyncio.wait([asking], timeout=20 * POLL_S)
+    assert not asking.done(), f"it took the end that it had reached for the epoch's: {answer}"
+    progress_page.cut(0, 2)
+    progress_page.stands_at(2, 0, 2)
+    assert await asyncio.wait_for(asking, DEADLINE_S)
+    assert not answer.ended
 
 
 @pytest.mark.parametrize(("began", "end"), [(8, 2), (2, 8)])
-def test_begun_epoch_decides_where_it_began(progress_page: ProgressPage, began: int, end: int) -> None:
+@in_loop
+async def test_begun_epoch_decides_where_it_began(progress_page: ProgressPage, began: int, end: int) -> None:
     """Reject a request that assumes another end, whichever it is."""
-
-    async def body() -> None:
-        progress_page.stands_at(end, 1, end)
-        progress_page.end(0, end)
-        progress_page.here(1, 0)
-        answer = pb.StateAnswer()
-        asking = states_of(progress_page)._produced(request(1, 1, began + 1), answer)
-        assert not await asyncio.wait_for(asking, DEADLINE_S)
-        assert (answer.ended, answer.ended_epoch, answer.ended_total) == (True, 0, end)
-
-    asyncio.run(body())
+    progress_page.stands_at(end, 1, end)
+    progress_page.end(0, end)
+    progress_page.here(1, 0)
+    answer = pb.StateAnswer()
+    asking = states_of(progress_page)._produced(request(1, 1, began + 1), answer)
+    assert not await asyncio.wait_for(asking, DEADLINE_S)
+    assert (answer.ended, answer.ended_epoch, answer.ended_total) == (True, 0, end)
 
 
 # ------------------------------------------------------------------------------ loaders that begin their passes lazily
@@ -197,29 +192,8 @@ def test_replay_follows_the_known_way_of_the_loop(loader: str, place: tuple[int,
         assert unknown.fields == {"elsewhere": True}
 
 
-def test_points_ahead_of_a_break_are_not_used() -> None:
-    store = SlotSnapshots(lambda kept: True)
-    for point in (
-        StoredSnapshot(0, 0, 0, 0, True, 0, b"0"),
-        StoredSnapshot(0, 2, 2, 0, False, 0, b"2"),
-        StoredSnapshot(0, 3, 3, 0, False, 0, b"3"),
-    ):
-        store.add(point, 0)
-    store.add(StoredSnapshot(0, 6, 6, 0, False, 0, b"ahead"), 0)
-    store.add(StoredSnapshot(1, 0, 8, 0, True, 0, b"of the epoch behind the end that the runner came to"), 0)
-
-    def chosen(total: int, **left: int) -> bytes:
-        point = store.nearest(2, total, left={int(key[1:]): there for key, there in left.items()})
-        assert point is not None
-        return point.data
-
-    assert chosen(9) == b"of the epoch behind the end that the runner came to"
-    assert chosen(9, _0=3) == b"2", "just there only as the last resort"
-    assert chosen(9, _0=1) == b"0"
-    assert chosen(9, _0=8) == b"of the epoch behind the end that the runner came to"
-
-
-def test_state_behind_break_waits_for_next_epoch(progress_page: ProgressPage) -> None:
+@in_loop
+async def test_state_behind_break_waits_for_next_epoch(progress_page: ProgressPage) -> None:
     came: list[bytes] = []
 
     async def elsewhere(points: list[bytes], *_: Any, **__: Any) -> Any:
@@ -231,63 +205,56 @@ def test_state_behind_break_waits_for_next_epoch(progress_page: ProgressPage) ->
 
     store = SlotSnapshots(lambda kept: True)
 
-    async def body() -> None:
-        ready = asyncio.Event()
-        ready.set()
-        store.add(StoredSnapshot(0, 0, 0, 0, True, 0, b"first"), 0)
-        capabilities = records_pb2.LoaderCapabilities(state_methods=4, exact_states=True)
-        kept: dict[str, Any] = {
-            "store": store,
-            "capabilities": capabilities,
-            "helper": elsewhere,
-            "unsaved": None,
-            "ready": ready,
-        }
-        states = states_of(progress_page, **kept)
-        progress_page.stands_at(3, 0, 3)
-        progress_page.cut(0, 3)
-        asking = asyncio.ensure_future(states._state(request(1, 0, 3), pb.StateAnswer(), 1e12))
-        await asyncio.wait([asking], timeout=20 * POLL_S)
-        assert not asking.done()
-        store.add(StoredSnapshot(1, 0, 3, 0, True, 0, b"second"), 0)
-        progress_page.here(1, 0)
-        assert await asyncio.wait_for(asking, DEADLINE_S) == b"second"
-        progress_page.stands_at(4, 1, 4)
-        with pytest.raises(StateUnavailableError, match="the loop left an epoch by `break` after batch 3 of"):
-            await states._state(request(1, 1, 4), pb.StateAnswer(), 1e12)
-        store.add(StoredSnapshot(1, 1, 4, 0, False, 0, b"third"), 0)
-        progress_page.cut(1, 4)
-        # It begins the next epoch while a child comes elsewhere from what was kept before.
-        assert await states._state(request(2, 0, 4), pb.StateAnswer(), 1e12) == b"fourth"
-        assert came == [b"first", b"second", b"third"]
-
-    asyncio.run(body())
+    ready = asyncio.Event()
+    ready.set()
+    store.add(StoredSnapshot(0, 0, 0, 0, True, 0, b"first"), 0)
+    capabilities = records_pb2.LoaderCapabilities(state_methods=4, exact_states=True)
+    kept: dict[str, Any] = {
+        "store": store,
+        "capabilities": capabilities,
+        "helper": elsewhere,
+        "unsaved": None,
+        "ready": ready,
+    }
+    states = states_of(progress_page, **kept)
+    progress_page.stands_at(3, 0, 3)
+    progress_page.cut(0, 3)
+    asking = asyncio.ensure_future(states._state(request(1, 0, 3), pb.StateAnswer(), 1e12))
+    await asyncio.wait([asking], timeout=20 * POLL_S)
+    assert not asking.done()
+    store.add(StoredSnapshot(1, 0, 3, 0, True, 0, b"second"), 0)
+    progress_page.here(1, 0)
+    assert await asyncio.wait_for(asking, DEADLINE_S) == b"second"
+    progress_page.stands_at(4, 1, 4)
+    with pytest.raises(StateUnavailableError, match="the loop left an epoch by `break` after batch 3 of"):
+        await states._state(request(1, 1, 4), pb.StateAnswer(), 1e12)
+    store.add(StoredSnapshot(1, 1, 4, 0, False, 0, b"third"), 0)
+    progress_page.cut(1, 4)
+    # It begins the next epoch while a child comes elsewhere from what was kept before.
+    assert await states._state(request(2, 0, 4), pb.StateAnswer(), 1e12) == b"fourth"
+    assert came == [b"first", b"second", b"third"]
 
 
-def test_earlier_epoch_start_is_no_state(progress_page: ProgressPage) -> None:
+@in_loop
+async def test_earlier_epoch_start_is_no_state(progress_page: ProgressPage) -> None:
     """Find out whether that epoch had ended or was abandoned."""
 
     async def elsewhere(*_: Any, **__: Any) -> Any:
         return SimpleNamespace(fields={"elsewhere": True}, payload=b"")
 
-    async def body() -> None:
-        ready = asyncio.Event()
-        ready.set()
-        assignment = records_pb2.WorkerAssignment(recovery=True)
-        assignment.loader.options.replay_without_state = True
-        store = SlotSnapshots()
-        store.add(StoredSnapshot(0, 0, 0, 0, True, 0, b"epoch_start", inherited=True, verified=True), 0)
-        kept: dict[str, Any] = {"store": store, "helper": elsewhere, "unsaved": None, "ready": ready}
-        kept |= {"assignment": assignment, "attached": False, "capabilities": records_pb2.LoaderCapabilities()}
-        states = states_of(progress_page, **kept)
-        asked = request(1, 0, 3)
-        asked.digests_after = 3
-        with pytest.raises(
-            StateUnavailableError, match="the loop left an epoch by `break` after batch 3 of this worker"
-        ):
-            await states._state(asked, pb.StateAnswer(), 1e12)
-
-    asyncio.run(body())
+    ready = asyncio.Event()
+    ready.set()
+    assignment = records_pb2.WorkerAssignment(recovery=True)
+    assignment.loader.options.replay_without_state = True
+    store = SlotSnapshots()
+    store.add(StoredSnapshot(0, 0, 0, 0, True, 0, b"epoch_start", inherited=True, verified=True), 0)
+    kept: dict[str, Any] = {"store": store, "helper": elsewhere, "unsaved": None, "ready": ready}
+    kept |= {"assignment": assignment, "attached": False, "capabilities": records_pb2.LoaderCapabilities()}
+    states = states_of(progress_page, **kept)
+    asked = request(1, 0, 3)
+    asked.digests_after = 3
+    with pytest.raises(StateUnavailableError, match="the loop left an epoch by `break` after batch 3 of this worker"):
+        await states._state(asked, pb.StateAnswer(), 1e12)
 
 
 # ----------------------------------------------------------------------- runners that took over and wait for the loop
@@ -374,52 +341,46 @@ def test_state_has_the_batches_left_out_since(progress_page: ProgressPage, metho
     assert point.is_epoch_start == (methods == 0)
 
 
-def test_an_answer_that_waits_ends_with_its_slot() -> None:
+@in_loop
+async def test_an_answer_that_waits_ends_with_its_slot() -> None:
     """Its batch is never made, for the slot moves to another worker."""
-
-    async def body() -> None:
-        host = cast(SlotHost, SimpleNamespace(name="w", findings=lambda assignment: LoaderFindings()))
-        slot = Slot(host, records_pb2.WorkerAssignment())
-        slot.capabilities.state_methods = 2
-        slot.ready.set()
-        wanted = request(0, 5, 5)
-        wanted.deadline_s = 60
-        asking = asyncio.ensure_future(slot.answer(wanted))
-        await asyncio.wait([asking], timeout=20 * POLL_S)
-        assert not asking.done()
-        await slot.stop()
-        assert await asyncio.wait_for(asking, DEADLINE_S) is None
-
-    asyncio.run(body())
+    host = cast(SlotHost, SimpleNamespace(name="w", findings=lambda assignment: LoaderFindings()))
+    slot = Slot(host, records_pb2.WorkerAssignment())
+    slot.capabilities.state_methods = 2
+    slot.ready.set()
+    wanted = request(0, 5, 5)
+    wanted.deadline_s = 60
+    asking = asyncio.ensure_future(slot.answer(wanted))
+    await asyncio.wait([asking], timeout=20 * POLL_S)
+    assert not asking.done()
+    await slot.stop()
+    assert await asyncio.wait_for(asking, DEADLINE_S) is None
 
 
-def test_what_a_successor_needs() -> None:
+@in_loop
+async def test_what_a_successor_needs() -> None:
     """The newest base that was verified. Of a loader that need not yield the same again, any: nothing is verified,
     for it may read a queue, and would take what is the stream's."""
-
-    async def body() -> None:
-        slot = Slot(
-            cast(SlotHost, SimpleNamespace(name="w", findings=lambda assignment: LoaderFindings())),
-            records_pb2.WorkerAssignment(),
-        )
-        slot.capabilities.state_methods = 2
-        first = StoredSnapshot(0, 0, 0, 0, True, 0, b"", verified=True)
-        inside, last = (
-            StoredSnapshot(0, 3, 3, 0, False, 0, b"", verified=True),
-            StoredSnapshot(0, 5, 5, 0, False, 0, b""),
-        )
-        for point in (first, inside, last):
-            slot.store.add(point, 0)
-        assert slot.durable.newest() == [inside]
-        assert slot.durable.newest(below=3) == [first]
-        slot.capabilities.exact_states = True
-        assert slot.durable.newest() == [last]
-        slot.capabilities.Clear()
-        assert not slot.verifier._verifiable
-        assert slot.durable.newest() == [last]
-        slot.assignment.loader.options.replay_without_state = True
-        assert slot.verifier._verifiable
-        assert slot.durable.newest() == [inside]
-        await slot.stop()
-
-    asyncio.run(body())
+    slot = Slot(
+        cast(SlotHost, SimpleNamespace(name="w", findings=lambda assignment: LoaderFindings())),
+        records_pb2.WorkerAssignment(),
+    )
+    slot.capabilities.state_methods = 2
+    first = StoredSnapshot(0, 0, 0, 0, True, 0, b"", verified=True)
+    inside, last = (
+        StoredSnapshot(0, 3, 3, 0, False, 0, b"", verified=True),
+        StoredSnapshot(0, 5, 5, 0, False, 0, b""),
+    )
+    for point in (first, inside, last):
+        slot.store.add(point, 0)
+    assert slot.durable.newest() == [inside]
+    assert slot.durable.newest(below=3) == [first]
+    slot.capabilities.exact_states = True
+    assert slot.durable.newest() == [last]
+    slot.capabilities.Clear()
+    assert not slot.verifier._verifiable
+    assert slot.durable.newest() == [last]
+    slot.assignment.loader.options.replay_without_state = True
+    assert slot.verifier._verifiable
+    assert slot.durable.newest() == [inside]
+    await slot.stop()

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from coroutines import in_loop
 
 from penstock.worker.resources.processor_time import NOTHING, cores, unless_it_stands_still, used_by
 from penstock.worker.resources.turn_queue import TurnQueue
@@ -26,51 +27,44 @@ def running(*command: str) -> Iterator[int]:
         process.wait(10)
 
 
-def test_first_come_first_served() -> None:
-    async def body() -> None:
-        queue = TurnQueue(2)
-        turns = [queue.join() for _ in range(5)]
-        assert [turn.place for turn in turns] == [0, 0, 1, 2, 3]
-        assert [turn.came.done() for turn in turns] == [True, True, False, False, False]
-        turns[3].end()  # given up while it waited
-        assert [turn.place for turn in turns] == [0, 0, 1, 0, 2]
-        turns[0].end()
-        turns[0].end()
-        assert [turn.place for turn in turns] == [0, 0, 0, 0, 1]
-        for turn in turns:
-            turn.end()
-        assert len(queue) == 0
-        assert [queue.join().place for _ in range(3)] == [0, 0, 1]
-
-    asyncio.run(body())
+@in_loop
+async def test_first_come_first_served() -> None:
+    queue = TurnQueue(2)
+    turns = [queue.join() for _ in range(5)]
+    assert [turn.place for turn in turns] == [0, 0, 1, 2, 3]
+    assert [turn.came.done() for turn in turns] == [True, True, False, False, False]
+    turns[3].end()  # given up while it waited
+    assert [turn.place for turn in turns] == [0, 0, 1, 0, 2]
+    turns[0].end()
+    turns[0].end()
+    assert [turn.place for turn in turns] == [0, 0, 0, 0, 1]
+    for turn in turns:
+        turn.end()
+    assert len(queue) == 0
+    assert [queue.join().place for _ in range(3)] == [0, 0, 1]
 
 
-def test_urgent_turns_come_first() -> None:
+@in_loop
+async def test_urgent_turns_come_first() -> None:
     """A slot of a job that trains goes on before others begin."""
-
-    async def body() -> None:
-        queue = TurnQueue(1)
-        queue.join()
-        turns = [queue.join(urgent=urgent) for urgent in (False, True, False, True)]
-        assert [turn.place for turn in turns] == [3, 1, 4, 2]
-
-    asyncio.run(body())
+    queue = TurnQueue(1)
+    queue.join()
+    turns = [queue.join(urgent=urgent) for urgent in (False, True, False, True)]
+    assert [turn.place for turn in turns] == [3, 1, 4, 2]
 
 
-def test_killed_process_that_stays_takes_a_place() -> None:
-    async def body() -> None:
-        queue, ended = TurnQueue(1), asyncio.Event()
+@in_loop
+async def test_killed_process_that_stays_takes_a_place() -> None:
+    queue, ended = TurnQueue(1), asyncio.Event()
 
-        async def wait() -> None:
-            await ended.wait()
+    async def wait() -> None:
+        await ended.wait()
 
-        queue.lend_until(wait())
-        turn = queue.join()
-        assert turn.place == 1
-        ended.set()
-        await asyncio.wait_for(turn.came, 10)
-
-    asyncio.run(body())
+    queue.lend_until(wait())
+    turn = queue.join()
+    assert turn.place == 1
+    ended.set()
+    await asyncio.wait_for(turn.came, 10)
 
 
 @pytest.mark.parametrize("how", ["stands still", "is ready"])

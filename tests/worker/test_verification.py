@@ -260,21 +260,6 @@ def test_late_count_is_no_error_but_no_repeat_is() -> None:
 # -------------------------------------------------------------------------------------------- loaders of four methods
 
 
-def test_three_launches_of_an_adding_loader() -> None:
-    """Its load_state_dict reads nothing but what its deaggregate_state_dict returns."""
-    truth = Run(assignment_of("streamed")).take(30)
-    run, got = Run(assignment_of("streamed")), []
-    for launch in range(3):
-        got += run.take(10)
-        point = run.points[10 * (launch + 1)]
-        assert point.is_epoch_start, "nothing else can be restored"
-        state = decode_state(run.source.snapshot(run.source.position.total).encode())["user"]  # type: ignore[index]
-        assert state == {"samples": 40 * (launch + 1)}
-        snapshot = run.source.snapshot(run.source.position.total)
-        run = run.resumed(snapshot, value={"all_samples": state["samples"]}, next_digest=0)
-    assert got == truth
-
-
 def test_runner_replaced_later_counts_on() -> None:
     run = Run(assignment_of("streamed"))
     run.take(10)

@@ -240,13 +240,17 @@ def _unpacking(data: bytes) -> None:
     if codec is None:
         raise ProtocolError("no codec")
     check_claim(len(wire), size)
-    slot, unpacker, at = memoryview(bytearray(size)), Unpacker(codec), 0
-    target: memoryview | None = unpacker.begin(slot, len(wire))
-    while target is not None:
-        target[:] = wire[at : at + len(target)]
-        at += len(target)
-        target = unpacker.step()
-    assert at == len(wire), "not all of the payload was taken"
+    around, unpacker, at = bytearray(b"!" * (size + 200)), Unpacker(codec), 0
+    try:
+        target: memoryview | None = unpacker.begin(memoryview(around)[100:-100], len(wire))
+        while target is not None:
+            assert at + len(target) <= len(wire), "it asks for more than was announced"
+            target[:] = wire[at : at + len(target)]
+            at += len(target)
+            target = unpacker.step()
+        assert at == len(wire), "not all of the payload was taken"
+    finally:
+        assert around[:100] == around[-100:] == b"!" * 100, "written outside of the entry"
 
 
 def _unpacking_seeds() -> list[bytes]:
