@@ -7,10 +7,13 @@ import gc
 import logging
 import os
 import random
+import select
 import socket
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from lane_frames import frame_of
 from tests.lanes.conftest import count_rings
 
@@ -95,6 +98,34 @@ def test_rings_double_up_to_the_limit(producer: Producer) -> None:
         producer.return_unused(reserved)
     assert sizes == [PAGE, 2 * PAGE, 4 * PAGE, 147 * PAGE, 256 * PAGE, 256 * PAGE]
     assert count_rings("self") >= 1
+
+
+def test_returned_and_used_slots_are_counted(producer: Producer) -> None:
+    sock = attach(producer)
+    reserved_entries = [producer.reserve(10) for _ in range(1)]
+    assert (producer.free_entries, producer.ring_entries) == (31, 32)
+    for reserved in reserved_entries:
+        assert reserved is not None
+        producer.return_unused(reserved)
+    assert producer.free_entries == 32
+    for total in range(1, 33):
+        publish(producer, total)
+    assert producer.reserve(10) is None
+    say(sock, producer, delivered=32)
+    assert producer.free_entries == 0
+    assert producer.reserve(10) is None
+    sock.close()
+
+
+def test_entry_of_outgrown_ring_can_be_returned(producer: Producer) -> None:
+    first = producer.reserve(10)
+    second = producer.reserve(PAGE + 1)
+    assert first is not None
+    assert second is not None
+    producer.return_unused(first)
+    producer.return_unused(second)
+    assert count_rings("self") >= 1
+    assert producer.free_entries == 32
 
 
 def test_reserved_entry_stays_reserved_on_attach(producer: Producer) -> None:
@@ -260,6 +291,34 @@ def test_peer_that_delivers_unsent_is_dropped(producer: Producer, caplog: pytest
     sock.close()
 
 
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.binary(min_size=1, max_size=60) | st.builds(
+    lambda **ack: Ack(**ack).encode() or b"\x08\x00",
+    delivered=st.integers(0, 8) | st.integers(0, (1 << 64) - 1),
+    released=st.lists(st.integers(0, 33) | st.integers(0, (1 << 32) - 1), max_size=5),
+    open_epochs=st.integers(0, (1 << 64) - 1),
+    abandon_epoch=st.integers(0, (1 << 64) - 1),
+    wanted=st.lists(st.integers(0, (1 << 64) - 1), max_size=5),
+    close=st.booleans(),
+), max_size=6))  # fmt: skip
+def test_random_acks_break_no_books(packets: list[bytes]) -> None:
+    producer = Producer(PAGE)
+    producer._next_ring = 1  # so that random releases hit
+    producer.know_structure(1, b"one")
+    sock = attach(producer)
+    for total in range(1, 9):
+        publish(producer, total)
+    for packet in packets:
+        sock.send(packet)
+    producer.take_acks()
+    lent = sum(map(len, producer._lent.values()))
+    assert lent + producer.free_entries == 32
+    assert len(set(producer._free)) == producer.free_entries
+    assert len(producer._kept) <= lent
+    sock.close()
+    producer.close()
+
+
 def test_random_walk_of_a_whole_life() -> None:
     """Everything at once, in process: growth, reconnects, epochs left, held slots; content and books always right."""
     rng = random.Random(7)
@@ -354,6 +413,28 @@ def test_on_ack_is_called_after_each_ack(producer: Producer) -> None:
     producer.take_acks()
     assert heard == [(1, 1), (2, 2)]
     sock.close()
+
+
+def test_blocked_frames_are_sent_later_in_order(producer: Producer) -> None:
+    sock = attach(producer)
+    producer.know_structure(2, b"s" * (4 << 20))  # far more than a socket holds
+    publish(producer, 1, structure=2)
+    publish(producer, 2)
+    producer.end(0, 2)
+    assert producer.blocked
+    consumer = Consumer(sock, "slow")
+    got: list[int] = []
+    while len(got) < 3:
+        frame = consumer.receive()
+        if frame is None:
+            assert producer.blocked
+            producer.flush()
+        else:
+            got.append(frame.total)
+    assert got == [1, 2, 2]
+    assert consumer.structures == {2: b"s" * (4 << 20), 1: b"one"}
+    assert not producer.blocked
+    consumer.close()
 
 
 def test_close_waits_for_slow_consumer_bounded() -> None:
@@ -451,3 +532,15 @@ def test_the_rings_of_all_lanes_share_a_budget() -> None:
     gc.collect()
     assert second.reserve(2 * PAGE) is not None
     second.close(say_so=False)
+
+
+def test_the_producers_socket_tells_of_acks(producer: Producer) -> None:
+    sock = attach(producer)
+    poll = select.poll()
+    poll.register(producer.fileno(), select.POLLIN)
+    assert poll.poll(0) == []
+    sock.send(Ack(open_epochs=3).encode())
+    assert poll.poll(1000)
+    producer.take_acks()
+    assert producer.open_epochs == 3
+    sock.close()
