@@ -1,9 +1,9 @@
 """python -m penstock.appliance: start a coordinator without the command line, for programs that start one.
 
-The embedded mode uses it: imports are few (no torch, no Typer), so that it is ready within half a second. The token
-comes in PENSTOCK_TOKEN (or a file named by PENSTOCK_TOKEN_FILE), never as an argument, which every user of the machine
-can read. An error before it is ready is one line on standard error and exit status 2, or 16 if it was about to listen
-beyond this machine without TLS.
+The embedded mode uses it. It imports little (no torch, no Typer), so that it is ready within half a second. The token
+comes in PENSTOCK_TOKEN (or a file named by PENSTOCK_TOKEN_FILE). It is never an argument, because every user of the
+machine can read arguments. An error before it is ready is one line on standard error and exit status 2, or 16 if it was
+about to listen beyond this machine without TLS.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import os
 import sys
 from dataclasses import replace
 
-# gRPC reports a taken port on standard error by itself; our error reports it once and in plain words.
+# gRPC would also print a taken port on standard error; the coordinator reports it once, as an error.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 from penstock.appliance.edge.server import IN_MEMORY, announcer, serve

@@ -6,7 +6,7 @@ contact with the coordinator, that is, while its own network worked. Such a slot
 be unreachable from the box, as long as one has free capacity; else it stays, and the box keeps trying the lane.
 
 A box's report moves its own slots only. A box that can reach no worker must not move its slots through the whole fleet,
-with a runner started for nothing each time, so its reports are believed for a few workers per minute.
+with a runner started in vain each time. So its reports count for only a few workers at a time (`unreachable_max`).
 """
 
 from __future__ import annotations

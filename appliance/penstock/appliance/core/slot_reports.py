@@ -1,4 +1,4 @@
-"""A worker's report on one of its slots: what the runner does, that it is ready, that it has ended."""
+"""Handling of a worker's report on one of its slots: its runner's activity, its readiness, its end."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
 _DOING, _STACK = 300, 12_000
-"""Longest report of a hang or a crash, in characters: it goes into every view of the box."""
+"""Longest activity and stack in a report of a hang or a crash, in characters: every view of the box contains them."""
 END_COST = 2
-"""Cost of a slot whose runner has ended, in slots: 75 us of the event loop."""
+"""Cost of a report that a runner has ended, counted in slots: it takes 75 us of the event loop."""
 _NO_REASON = records_pb2.ErrorDetail(name="PenstockError", message="the worker reported no reason")
 
 
 def note(cluster: ClusterState, migrations: Migrations, worker: Worker, report: pb.SlotReport, now: float) -> bool:
-    """Record a slot's report, of this worker; return true if its runner has ended. A report by another worker or of
-    another generation changes nothing."""
+    """Record a worker's report on a slot; return whether its runner has ended. A report by a worker that does not own
+    the slot, or of another generation, changes nothing."""
     slot = cluster.slot(SlotKey(report.run, report.attempt, report.box, report.slot))
     if slot is not None and slot.is_migrating_to(worker.name, report.generation):
         migrations.target_reported(slot, report, now)
@@ -57,7 +57,8 @@ def note(cluster: ClusterState, migrations: Migrations, worker: Worker, report: 
 
 
 def _recycle(cluster: ClusterState, slot: Slot, report: pb.SlotReport) -> None:
-    """Replace a runner that used too much memory and ended at a snapshot, or fail if the last one did just that."""
+    """Replace a runner that exceeded its memory limit and ended at a snapshot. Fail the slot if the runner before did
+    the same before its second batch."""
     if report.outgrown and 0 < slot.outgrown == slot.generation - 1:
         error = MemoryLimitError(
             f"{report.error.message}; it reached the limit before its second batch, like the runner before it: "

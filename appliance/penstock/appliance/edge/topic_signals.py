@@ -1,4 +1,4 @@
-"""Calls that wait for a change of the cluster state, by its topic."""
+"""Calls that wait for a change of the cluster state, by topic."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class TopicWaiter(asyncio.Event):
 
 
 class TopicSignals:
-    """Topics and the calls that wait for them, woken in the order in which they came, so that simulated histories can
-    be repeated."""
+    """Topics and the calls that wait for them. Calls are woken in the order of their arrival, so that simulated
+    histories are repeatable."""
 
     def __init__(self) -> None:
         self._waiting: dict[Topic, dict[TopicWaiter, None]] = {}
