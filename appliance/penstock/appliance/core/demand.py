@@ -1,8 +1,8 @@
 """Number of workers that the open runs need, from measurements.
 
 Demand. A loop that took r steps a second and waited for a share w of the time would take r / (1 - w) steps a second if
-it never waited. Supply. A slot whose batches take b seconds of work each makes 1 / b batches a second. So a box needs r
-/ (1 - w) * b slots, and some more, because batches do not all take equally long. Time in which a runner waited for a
+it never waited. Supply. A slot whose batches take b seconds of work each makes 1 / b batches a second. So a box needs
+r / (1 - w) * b slots, and some more, because batches do not all take equally long. Time in which a runner waited for a
 processor does not count as work, because more slots would only wait more.
 
 Cores. A slot that takes c seconds of processor time for b seconds of work keeps c / b cores busy. So n cores carry

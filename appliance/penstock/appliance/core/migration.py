@@ -1,7 +1,7 @@
 """Planned migration of slots to another worker, without a loss and with hardly any delay for the loop.
 
     appointed   a target worker prepares: its runner builds the loader and waits
-    ready the slot's worker makes a snapshot durable, so that the target has little to replay
+    ready       the slot's worker makes a snapshot durable, so that the target has little to replay
     taken over  the slot is the target's, under the generation that was reserved when it was appointed
 
 Until the last step the slot stays where it is and its batches flow. If its worker is lost meanwhile, the target takes

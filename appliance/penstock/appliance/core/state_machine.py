@@ -497,8 +497,9 @@ class Registry:
     # ----------------------------------------------------------------------------------------------- time, operators
 
     def tick(self, unreceived_s: float = 0.0) -> None:
-        """Check the leases. It must be called several times per lease. unreceived_s: age of the oldest call that may
-        still be queued in gRPC; one or two ticks are normal.
+        """Check the leases. It must be called several times per lease.
+
+        unreceived_s: age of the oldest call that may still be queued in gRPC; one or two ticks are normal.
         """
         now, cluster, limits = self._clock(), self.cluster, self.limits
         gap, self._ticked = now - self._ticked, now

@@ -1,6 +1,7 @@
-"""Data of the dashboard: texts and figures of penstock.runtime.telemetry.cluster_view, arranged for its script. The
-script has no states, units or thresholds of its own: it shows texts, coloured by the state that comes with each. Only
-the browser's time of day and the scales of its charts are its own.
+"""Data of the dashboard: texts and figures of penstock.runtime.telemetry.cluster_view, arranged for its script.
+
+The script has no states, units or thresholds of its own: it shows texts, coloured by the state that comes with each.
+Only the browser's time of day and the scales of its charts are its own.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""The gRPC edge: waits, transfers and deadlines around the registry, which has none of them. One event loop and no
-locks: a registry method runs from start to end without interruption. Its changes are on disk before its reply or its
-error is sent (group_commit.py). Long polls are coroutines that wait for the topics that the registry announces. The
-bytes of snapshots and blobs go through one thread of their own (snapshot_writer.py), so that a slow disk delays a
-worker's snapshot and never a lease.
+"""The gRPC edge: waits, transfers and deadlines around the registry, which has none of them.
+
+One event loop and no locks: a registry method runs from start to end without interruption. Its changes are on disk
+before its reply or its error is sent (group_commit.py). Long polls are coroutines that wait for the topics that the
+registry announces. The bytes of snapshots and blobs go through one thread of their own (snapshot_writer.py), so that a
+slow disk delays a worker's snapshot and never a lease.
 
 A value in parts is collected in memory up to the size that its header declared, which is checked against the budget
 before the first byte is taken. While memory is short the rest is not read: it waits at the sender.

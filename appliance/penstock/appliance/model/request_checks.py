@@ -1,5 +1,4 @@
-"""Limits on the numbers and names in requests. Protobuf lets through values that no clock or counter gives: NaN,
-2**64-1.
+"""Limits on the numbers and names in requests. Protobuf accepts values that no clock or counter returns: NaN, 2**64-1.
 
 Such values harm every peer, not only their sender: a hold of NaN seconds is a loop without a pause, a total of 2**64 -
 1 overflows the next message made of it, and SQLite's integers are signed. Names appear in logs, metrics and errors,
@@ -26,7 +25,7 @@ LONGEST_NAME = 200
 def check_measures(**values: float) -> None:
     """Check seconds and other measurements. Raises InvalidArgumentError for values outside the limits, and for NaN."""
     for name, value in values.items():
-        if not 0.0 <= value <= LONGEST_S:  # false for NaN, too
+        if not 0.0 <= value <= LONGEST_S:  # also false for NaN
             raise InvalidArgumentError(f"{name} must be between 0 and {LONGEST_S:g}, got {value}")
 
 

@@ -1,15 +1,14 @@
 """Bottleneck of a run: its own loop, one worker, too few of them, or the network between.
 
-A box that seldom waits is bound by its loop, and no faster input would help. For a box that waits, the slot that it
-waits for is only half of the answer. Slots are taken in turn, so where all are equally slow the first one is waited
-for, and the others use that time: the wait alone would blame the wrong slot. Two measurements decide: how far the
-others are ahead, and how long a batch takes each. If they have batches ready while one is waited for, and that one
-takes half as long again for a batch, it holds the box up. A slot that is ahead for being a little faster proves
-nothing, because with time any difference fills a ring. If none is ahead, or all take equally long, there are too few
-slots, or input_fn is too slow. If the very slot that is waited for has batches ready, they are made in time and arrive
-late.
+A box that seldom waits is bound by its loop, and faster input would not help. For a box that waits, the wait alone
+could blame the wrong slot: the loop takes slots in turn, so if all are equally slow it waits for the first one, and the
+others use that time. Two measurements decide: how far the other slots are ahead, and how long each takes for a batch.
+If the others have batches ready while the loop waits for one, and that one takes half as long again for a batch, it
+holds the box up. Being ahead alone proves nothing, because over time any small difference in speed fills a ring. If no
+slot is ahead, or all take equally long, there are too few slots, or input_fn is too slow. If the awaited slot itself
+has batches ready, they are made in time and arrive late.
 
-Boxes of a run run in step as a rule, by their collectives: so the run is as fast as the box that waits most.
+Collectives usually keep the boxes of a run in step, so the run is as fast as the box that waits most.
 
 Pure functions over plain values.
 """
@@ -28,7 +27,7 @@ from penstock.runtime.telemetry.units import percent
 LEAST_S = 3.0
 """Shortest time that a decision is based on, in seconds."""
 BLAME = 0.5
-"""Smallest share of a box's waiting for which one slot or worker is to blame."""
+"""Smallest share of a box's waiting that makes one slot or worker the cause."""
 SLOWER = 1.5
 """Smallest factor of the batch time over the others' that makes a straggler."""
 
@@ -46,10 +45,10 @@ class SlotFacts:
     late: float = 0.0
     """Share of the waiting for this slot during which its batches were ready."""
     remote: bool = False
-    """Its batches come over a network."""
+    """Whether its batches are sent over a network."""
     restarts: int = 0
     behind: bool = False
-    """Its runner is a replacement, which starts or replays."""
+    """Whether its runner is a replacement that is still starting or replaying."""
     batch_s: float = 0.0
     """Seconds of work per batch; 0 = not known."""
 
@@ -123,7 +122,7 @@ def _beginning(boxes: Sequence[BoxFacts]) -> str:
 
 
 def _of_phase(box: BoxFacts, top: SlotFacts, waits: str) -> Bottleneck | None:
-    """Return a bottleneck for a slot without a ready runner, or whose runner is not yet where the loop is."""
+    """Return a bottleneck for a slot without a ready runner, or whose replacement runner has not yet caught up."""
     if top.phase == "READY" and not top.behind:
         return None
     blame = _share(top.wait_share, box)
@@ -161,7 +160,8 @@ def _straggler(box: BoxFacts, top: SlotFacts, waits: str) -> Bottleneck | None:
     worker = max(by_worker, key=lambda name: by_worker[name])
     whole = [slot for slot in box.slots if slot.worker == worker]
     rest = [slot for slot in whole if slot is not top]
-    alone = all(slot.mean_queued >= AHEAD and _slower([top], [slot]) for slot in rest)  # the worker itself is not slow
+    # the slot is slow, not its worker
+    alone = all(slot.mean_queued >= AHEAD and _slower([top], [slot]) for slot in rest)
     groups = [[top], whole] if alone else [whole, [top]]
     for group in groups:
         numbers = {slot.slot for slot in group}
