@@ -35,15 +35,15 @@ from penstock.appliance.policies.bottleneck import Bottleneck, find
 from penstock.proto.state.allowed_modules import module_of
 from penstock.proto.v1 import coordinator_pb2 as pb
 
-ONE_IN = 100
+SLOTS_PER_MIGRATION = 100
 """Slots of the fleet per concurrent migration for balance; one migration is always allowed."""
-STRAGGLES = 0.10
+STRAGGLER_WAIT_SHARE = 0.10
 """Share of its time that a loop must wait for a slot before the slot is moved."""
-NUDGES = 3
+MAX_STRAGGLER_MOVES = 3
 """Largest number of moves of a straggler: a slot that is slow on every worker has slow data."""
 SLICES = 4
 """Slots per slice, in units of `slots_at_once`: checking a slot costs a quarter of what placing one costs."""
-WORTH = 0.25
+MIN_LOAD_DIFFERENCE = 0.25
 """Smallest difference in load that is worth a move, as a share of a worker's capacity."""
 
 
@@ -52,7 +52,7 @@ class SlotMove:
     slot: Slot
     worker: Worker
     why: str
-    nudge: bool = False
+    for_straggler: bool = False
     """Whether the slot moves because it is a straggler. If its own data is slow, no move helps."""
 
 
@@ -118,9 +118,9 @@ def _stragglers(cluster: ClusterState, now: float) -> Iterator[SlotMove | None]:
     for attempt in cluster.open_attempts():
         found: list[Bottleneck] = []
         for box in list(attempt.boxes.values()):
-            waits = box.waits.share >= STRAGGLES
+            waits = box.waits.share >= STRAGGLER_WAIT_SHARE
             if waits and box.presence is BoxPresence.LIVE and not box.epoch_ended:
-                found += _held_up(cluster, box)
+                found += _acute_bottleneck(cluster, box)
             if part.ends(1 + waits * len(box.slots)):
                 yield None
         slow = {finding.worker for finding in found}
@@ -130,7 +130,7 @@ def _stragglers(cluster: ClusterState, now: float) -> Iterator[SlotMove | None]:
             slot = attempt.boxes[finding.box].slots[finding.slot]
             if (
                 not cluster.is_open(slot)
-                or len(slot.was_slow_at) >= NUDGES
+                or len(slot.was_slow_at) >= MAX_STRAGGLER_MOVES
                 or not _settled(cluster, slot, now, 1 << len(slot.was_slow_at))
             ):
                 continue
@@ -138,17 +138,17 @@ def _stragglers(cluster: ClusterState, now: float) -> Iterator[SlotMove | None]:
             if worker is not None:
                 share = f"{finding.wait_share * finding.blame:.0%}"
                 why = f"box {finding.box} waited {share} of its time for it on worker {slot.worker}"
-                yield SlotMove(slot, worker, why, nudge=True)
+                yield SlotMove(slot, worker, why, for_straggler=True)
             if part.ends(len(cluster.workers)):  # `_elsewhere` looks at every worker
                 yield None
 
 
-def _held_up(cluster: ClusterState, box: Box) -> list[Bottleneck]:
+def _acute_bottleneck(cluster: ClusterState, box: Box) -> list[Bottleneck]:
     """Return the bottleneck if one slot holds the box up enough to act on; else an empty list."""
     finding = find([facts(cluster, box)])
     if finding is None or finding.kind not in ("straggler", "network") or finding.slot is None:
         return []
-    return [finding] if finding.wait_share * finding.blame >= STRAGGLES else []
+    return [finding] if finding.wait_share * finding.blame >= STRAGGLER_WAIT_SHARE else []
 
 
 def _elsewhere(cluster: ClusterState, slot: Slot, slow: set[str]) -> Worker | None:
@@ -177,7 +177,7 @@ def _levelled(cluster: ClusterState, now: float) -> Iterator[SlotMove | None]:
     part = _Slice(cluster)
     slow: set[tuple[str, str]] | None = None
     for full, empty in zip(fullest, emptiest, strict=False):
-        if full.load - (len(empty.slots) + 1) / empty.capacity < WORTH:
+        if full.load - (len(empty.slots) + 1) / empty.capacity < MIN_LOAD_DIFFERENCE:
             return
         if slow is None:
             slow = set()
@@ -204,7 +204,7 @@ def _levelled(cluster: ClusterState, now: float) -> Iterator[SlotMove | None]:
 def _slow_for(attempt: Attempt) -> set[str]:
     """Return the workers that the run's stragglers have left. A slot that is slow everywhere does not count."""
     slots = (slot for box in attempt.boxes.values() for slot in box.slots)
-    return {name for slot in slots if len(slot.was_slow_at) < NUDGES for name in slot.was_slow_at}
+    return {name for slot in slots if len(slot.was_slow_at) < MAX_STRAGGLER_MOVES for name in slot.was_slow_at}
 
 
 def _may_go(cluster: ClusterState, slot: Slot, full: Worker, empty: Worker, now: float) -> bool:

@@ -80,7 +80,7 @@ class ClusterState:
         """Slots of live boxes that no worker has, in the order in which they began to wait."""
         self._to_place: deque[SlotKey] = deque()
         """Slots of `waiting` that `place_waiting` has not yet looked at in its present round."""
-        self._is_cut = False
+        self._is_round_unfinished = False
         """The last call of `place_waiting` ended before it had looked at every slot."""
         self._stuck: set[str] = set()
         """Each input_fn that no worker with free capacity may run, as found in this round."""
@@ -177,7 +177,7 @@ class ClusterState:
     @property
     def is_between_slices(self) -> bool:
         """Whether slots are still to be released or placed, which the next call continues."""
-        return bool(self._ended) or self._is_cut
+        return bool(self._ended) or self._is_round_unfinished
 
     def is_open(self, slot: Slot) -> bool:
         """Return whether the slot's attempt is open."""
@@ -410,7 +410,7 @@ class ClusterState:
         if loss_at is not None:
             loss = SlotLoss(loss_at, loser, note, box.total(slot.key.slot), making)
             horizon = loss_at - self.limits.loss_window_s
-            slot.losses = [*quarantine.still_count(slot.losses, loss, horizon), loss]
+            slot.losses = [*quarantine.relevant_losses(slot.losses, loss, horizon), loss]
         self._add_slot_event("slot moved" if loss_at is None else "slot lost", note, slot, loser)
         if len(slot.losses) > self.limits.losses:
             self._give_up(box, slot)
@@ -426,14 +426,14 @@ class ClusterState:
 
     def _give_up(self, box: Box, slot: Slot) -> None:
         """Fail a slot that was lost too often, or quarantine the batch that killed its runners."""
-        place = quarantine.culprit(slot.losses)
+        place = quarantine.common_position(slot.losses)
         if place is None or not box.opening.loader.options.skip_poison:
-            error = quarantine.verdict(box, slot, place, self.limits.loss_window_s)
+            error = quarantine.loss_error(box, slot, place, self.limits.loss_window_s)
             slot.phase, slot.error = pb.FAILED, detail_of(error)
             self._add_slot_event("slot failed", error.message, slot, "")
             return
         count, name = len(slot.losses), quarantine.name_of(box, slot, place)
-        quarantine.leave_out(slot, place)
+        quarantine.skip_batch(slot, place)
         self._save_skip(slot, place.epoch, place.total)
         slot.note = f"{name} is quarantined and skipped: it killed its runner {count} times: {slot.note}"
         self._add_slot_event("batch quarantined", slot.note, slot, "")
@@ -469,7 +469,7 @@ class ClusterState:
     def place_waiting(self) -> None:
         """Give waiting slots to workers with free capacity, in the order in which they began to wait. One call looks at
         `slots_at_once` of them and the next call continues, because placing 16,384 at once would delay other calls."""
-        self._is_cut = True
+        self._is_round_unfinished = True
         begun = False  # whether this call has begun a round
         for _ in range(self.limits.slots_at_once):
             if self.free_capacity.is_full:
@@ -479,7 +479,7 @@ class ClusterState:
                 self._to_place.extend(self.waiting)
                 self._stuck.clear()
             if not self._to_place:
-                self._is_cut = False
+                self._is_round_unfinished = False
                 return
             slot = self.waiting.get(self._to_place.popleft())
             if slot is None:  # its attempt has ended meanwhile

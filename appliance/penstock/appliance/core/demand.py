@@ -26,11 +26,11 @@ from penstock.appliance.model.entities import Attempt, Box, BoxPresence, Slot, W
 from penstock.appliance.policies.bottleneck import LEAST_S
 from penstock.proto.v1 import coordinator_pb2 as pb
 
-MOST_TIMES = 4
+MAX_GROWTH = 4
 """Largest factor of recommended over present workers, because measurements of few slots do not predict many more."""
 HEADROOM = 1.25
 """Factor of spare slots, because batches do not all take equally long."""
-MOST_WAITED = 0.98
+MAX_WAIT_SHARE = 0.98
 """Largest share of waiting that counts: a loop that only waits would need any number of workers."""
 
 
@@ -87,11 +87,11 @@ def _live(attempt: Attempt) -> list[Box]:
 
 def _needed(attempt: Attempt, boxes: list[Box], slots: list[Slot]) -> int:
     seen = [box for box in boxes if box.usual_span_s >= LEAST_S]
-    rates = [box.usual_steps_per_s / (1 - min(box.waits.share, MOST_WAITED)) for box in seen]
+    rates = [box.usual_steps_per_s / (1 - min(box.waits.share, MAX_WAIT_SHARE)) for box in seen]
     if not slots or not any(rates):
         return 0
     needed = math.ceil(max(rates) * fmean(map(_work_s, slots)) * HEADROOM)
-    return max(1, min(needed, MOST_TIMES * attempt.num_workers))
+    return max(1, min(needed, MAX_GROWTH * attempt.num_workers))
 
 
 def _carried(cores: int, slots: list[Slot]) -> float:

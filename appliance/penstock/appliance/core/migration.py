@@ -75,12 +75,12 @@ class Migrations:
         due = now - self._balanced_at >= min(limits.balance_every_s, limits.balance_after_s)
         if limits.balance_after_s and due and self._look is None:
             self._balanced_at = now
-            budget = max(1, cluster.placed // balance.ONE_IN) - len(cluster.appointed)
+            budget = max(1, cluster.placed // balance.SLOTS_PER_MIGRATION) - len(cluster.appointed)
             self._look = balance.look(cluster, now, budget)
         for move in self._look or ():
             if move is None:
                 return
-            if move.nudge:
+            if move.for_straggler:
                 move.slot.was_slow_at |= {move.slot.worker}
             cluster.appoint(move.slot, move.worker, move.why, now)
         self._look = None

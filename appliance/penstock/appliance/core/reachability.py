@@ -15,7 +15,7 @@ from penstock.appliance.core.cluster_state import ClusterState
 from penstock.appliance.model.entities import Attempt, Box, Slot, Worker
 from penstock.proto.v1 import coordinator_pb2 as pb
 
-_WHY = 300
+_MAX_REASON = 300
 """Longest reason taken from a box's report, in characters."""
 
 
@@ -30,7 +30,7 @@ def note(cluster: ClusterState, attempt: Attempt, box: Box, request: pb.WatchRun
             continue
         box.unreachable[slot.worker] = now
         if _elsewhere(cluster, box, slot, now) is not None:
-            why = f"the training job of box {box.number} cannot reach worker {slot.worker}: {claim.why[:_WHY]}"
+            why = f"the training job of box {box.number} cannot reach worker {slot.worker}: {claim.why[:_MAX_REASON]}"
             cluster.move(slot, why, None)
 
 

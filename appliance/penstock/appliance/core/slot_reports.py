@@ -12,7 +12,7 @@ from penstock.proto.rpc.channel import detail_of
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
-_DOING, _STACK = 300, 12_000
+_MAX_ACTIVITY, _MAX_STACK = 300, 12_000
 """Longest activity and stack in a report of a hang or a crash, in characters: every view of the box contains them."""
 END_COST = 2
 """Cost of a report that a runner has ended, counted in slots: it takes 75 us of the event loop."""
@@ -30,15 +30,15 @@ def note(cluster: ClusterState, migrations: Migrations, worker: Worker, report: 
         return False  # fenced: the worker's next assignments do not have the slot
     cluster.note_rate(slot, report, now)
     if report.doing != slot.doing:
-        slot.doing, slot.stack = report.doing[:_DOING], report.stack[:_STACK]
+        slot.doing, slot.stack = report.doing[:_MAX_ACTIVITY], report.stack[:_MAX_STACK]
         cluster.bump_box(*cluster.box_of(slot))
     if report.phase == pb.FAILED and slot.phase != pb.FAILED:
         if report.recycle:
             _recycle(cluster, slot, report)
         elif report.lost:
             what = report.error.message or "its runner died"
-            slot.stack = report.error.remote_traceback[:_STACK]
-            has_place = report.HasField("making") and quarantine.is_place(report.making)
+            slot.stack = report.error.remote_traceback[:_MAX_STACK]
+            has_place = report.HasField("making") and quarantine.is_valid_position(report.making)
             making = owned(report.making) if has_place else None
             cluster.move(slot, f"runner of {slot} on worker {worker.name} died: {what}", now, making)
         else:

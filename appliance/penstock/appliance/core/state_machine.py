@@ -550,8 +550,8 @@ class Registry:
         self._migrations.tick(now)
         self._renew_tickets()
         self._fail_disallowed_slots(now)
-        self._to_workers.take_back(cluster.worker_lease_policy().lease_s, now)
-        self._to_boxes.take_back(cluster.box_lease_policy().lease_s, now)
+        self._to_workers.shorten(cluster.worker_lease_policy().lease_s, now)
+        self._to_boxes.shorten(cluster.box_lease_policy().lease_s, now)
         self._settle()
 
     def _renew_tickets(self) -> None:

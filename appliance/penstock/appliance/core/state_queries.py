@@ -35,7 +35,7 @@ class StateQueries:
         """Queries with callers or open requests, by serial."""
         self._joinable: dict[_Key, StateQuery] = {}
         self._finished: OrderedDict[_Key, StateQuery] = OrderedDict()
-        self._asked: dict[str, StateQuery] = {}
+        self._by_request: dict[str, StateQuery] = {}
         """Request id -> its query."""
         self._closed: dict[str, StateQuery] = {}
         """Run that has ended -> its newest completed state query."""
@@ -131,12 +131,12 @@ class StateQueries:
         return sum(kept.values())
 
     def wanted(self, request: str) -> bool:
-        return request in self._asked
+        return request in self._by_request
 
     def admit(self, request: str, size: int, now: float) -> float | None:
         """Return None if the bytes may be received now, or are not needed; else the seconds until the query's
         deadline."""
-        query = self._asked.get(request)
+        query = self._by_request.get(request)
         if query is None or request in query.coming:
             return None
         if self.held + size > self._cluster.limits.answers_max:
@@ -149,7 +149,7 @@ class StateQueries:
         return None
 
     def lost(self, request: str) -> None:
-        query = self._asked.get(request)
+        query = self._by_request.get(request)
         if query is not None:
             query.held -= query.coming.pop(request, 0)
             self._cluster.changed(ANSWERS_FREED)
@@ -176,7 +176,7 @@ class StateQueries:
 
     def answer(self, answer: pb.StateAnswer, data: bytes) -> None:
         """Give an answer to its query, which the request's id names."""
-        query = self._asked.get(answer.request)
+        query = self._by_request.get(answer.request)
         if query is None:
             return
         slot_request = query.requests[answer.request]
@@ -226,9 +226,9 @@ class StateQueries:
         withdrawn = False
         for slot_request in changed:
             if slot_request.id in query.requests:
-                self._asked[slot_request.id] = query
+                self._by_request[slot_request.id] = query
             else:
-                self._asked.pop(slot_request.id, None)
+                self._by_request.pop(slot_request.id, None)
                 withdrawn |= slot_request.id != answered  # the answer may be in transfer, or waiting for the budget
         others = {slot_request.worker for slot_request in changed if slot_request.id != answered}
         for name in sorted({slot_request.worker for slot_request in changed}):

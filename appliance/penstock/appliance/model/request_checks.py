@@ -16,7 +16,7 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 
 LONGEST_S = 1e9
 """Largest duration in a request, in seconds: thirty years."""
-SLOTS_TOLD = 2
+REPORTS_PER_SLOT = 2
 """Most slots reported in a heartbeat, per slot of the worker: those that it runs, and those that it could not start."""
 LONGEST_NAME = 200
 """Longest name of a job or worker, in characters: it appears in logs, metrics and every message about it."""
@@ -32,7 +32,7 @@ def check_measures(**values: float) -> None:
 def check_reports(reports: Sequence[pb.SlotReport], capacity: int, limits: Limits) -> None:
     """Raise InvalidArgumentError for invalid measurements of a runner, oversized capabilities of a loader, or more
     reports than a worker of this many slots has to make."""
-    check_number("slots in a heartbeat", len(reports), SLOTS_TOLD * capacity)
+    check_number("slots in a heartbeat", len(reports), REPORTS_PER_SLOT * capacity)
     for report in reports:
         check_capabilities(report, limits.capabilities_max)
         check_measures(

@@ -26,9 +26,9 @@ from penstock.runtime.telemetry.units import percent
 
 LEAST_S = 3.0
 """Shortest time that a decision is based on, in seconds."""
-BLAME = 0.5
+MIN_BLAME = 0.5
 """Smallest share of a box's waiting that makes one slot or worker the cause."""
-SLOWER = 1.5
+STRAGGLER_FACTOR = 1.5
 """Smallest factor of the batch time over the others' that makes a straggler."""
 
 
@@ -126,22 +126,22 @@ def _of_phase(box: BoxFacts, top: SlotFacts, waits: str) -> Bottleneck | None:
     if top.phase == "READY" and not top.behind:
         return None
     blame = _share(top.wait_share, box)
-    of_it = f"{waits}, {percent(blame)} of that for slot {top.slot}"
+    prefix = f"{waits}, {percent(blame)} of that for slot {top.slot}"
     if top.phase == "WAITING":
-        text = f"{of_it}, which no worker has free capacity for: start more workers, or ones with more slots."
+        text = f"{prefix}, which no worker has free capacity for: start more workers, or ones with more slots."
         return Bottleneck("unplaced", text, box.wait_share, box.box, top.slot, "", blame)
     if top.phase == "FAILED":
-        text = f"{of_it}, which has failed for good on worker {top.worker}: see its error."
+        text = f"{prefix}, which has failed for good on worker {top.worker}: see its error."
     elif top.restarts or top.behind:
-        text = f"{of_it}, which another runner is taking over on worker {top.worker}: it starts, or replays."
+        text = f"{prefix}, which another runner is taking over on worker {top.worker}: it starts, or replays."
     else:
-        text = f"{of_it}, whose first batch is being made on worker {top.worker}."
+        text = f"{prefix}, whose first batch is being made on worker {top.worker}."
         return Bottleneck("starting", text, box.wait_share, box.box, top.slot, top.worker, blame)
     return Bottleneck("recovering", text, box.wait_share, box.box, top.slot, top.worker, blame)
 
 
 def _late(box: BoxFacts, top: SlotFacts, waits: str) -> Bottleneck | None:
-    if not top.remote or top.late < BLAME or top.mean_queued < AHEAD:
+    if not top.remote or top.late < MIN_BLAME or top.mean_queued < AHEAD:
         return None
     blame = _share(top.wait_share, box)
     text = (
@@ -168,7 +168,7 @@ def _straggler(box: BoxFacts, top: SlotFacts, waits: str) -> Bottleneck | None:
         others = [slot for slot in box.slots if slot.slot not in numbers]
         blame = _share(sum(slot.wait_share for slot in group), box)
         ahead = 2 * sum(slot.mean_queued >= AHEAD for slot in others) >= len(others)
-        if blame < BLAME or not others or not ahead or not _slower(group, others):
+        if blame < MIN_BLAME or not others or not ahead or not _slower(group, others):
             continue
         who = f"slot {top.slot} on worker {top.worker}" if len(group) == 1 else f"worker {worker}"
         text = (
@@ -183,7 +183,7 @@ def _straggler(box: BoxFacts, top: SlotFacts, waits: str) -> Bottleneck | None:
 def _slower(group: Sequence[SlotFacts], others: Sequence[SlotFacts]) -> bool:
     """Compare batch times; where they are not known, the ready batches alone decide."""
     theirs, usual = ([slot.batch_s for slot in slots if slot.batch_s > 0] for slots in (group, others))
-    return not theirs or not usual or max(theirs) >= SLOWER * median(usual)
+    return not theirs or not usual or max(theirs) >= STRAGGLER_FACTOR * median(usual)
 
 
 def _few(box: BoxFacts, waits: str, busy_cores: int) -> Bottleneck:

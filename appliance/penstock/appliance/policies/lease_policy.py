@@ -121,7 +121,7 @@ class PromisedLease:
         elif lease_s * self.MARGIN >= self.lease_s:
             self._since = now
 
-    def take_back(self, lease_s: float, now: float) -> None:
+    def shorten(self, lease_s: float, now: float) -> None:
         """Shorten the noted lease once no peer can have it. `lease_s`: what is promised now."""
         if lease_s * self.MARGIN < self.lease_s and now - self._since > self.lease_s:
             self._note(max(lease_s, self._shortest_s), now)

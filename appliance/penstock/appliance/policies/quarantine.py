@@ -21,13 +21,13 @@ _MOST_STEPS = 100_000
 """Largest number of steps that a runner can be ahead of the box's report; a position beyond it is invalid."""
 
 
-def is_place(making: records_pb2.Skip) -> bool:
+def is_valid_position(making: records_pb2.Skip) -> bool:
     """Return whether this can be the position of a batch. User code can overwrite the memory where its runner notes the
     position, and the journal could not store such a value."""
     return max(making.epoch, making.total, making.count) <= MOST
 
 
-def still_count(losses: Sequence[SlotLoss], latest: SlotLoss, horizon: float) -> list[SlotLoss]:
+def relevant_losses(losses: Sequence[SlotLoss], latest: SlotLoss, horizon: float) -> list[SlotLoss]:
     """Return the losses that count together with the latest one: recent or at the same batch, and without progress
     since."""
     return [
@@ -38,13 +38,13 @@ def still_count(losses: Sequence[SlotLoss], latest: SlotLoss, horizon: float) ->
     ]
 
 
-def culprit(losses: Sequence[SlotLoss]) -> records_pb2.Skip | None:
+def common_position(losses: Sequence[SlotLoss]) -> records_pb2.Skip | None:
     """Return the position of the batch that all losses were at; None if they differ."""
     making = losses[-1].making
     return making if making is not None and all(loss.making == making for loss in losses) else None
 
 
-def leave_out(slot: Slot, place: records_pb2.Skip) -> None:
+def skip_batch(slot: Slot, place: records_pb2.Skip) -> None:
     """Skip one more batch at that position from now on."""
     key = (place.epoch, place.total)
     slot.skips[key] = place.count + 1
@@ -66,7 +66,7 @@ def name_of(box: Box, slot: Slot, place: records_pb2.Skip) -> str:
     return f"batch {number} of {slot}{step}"
 
 
-def verdict(box: Box, slot: Slot, place: records_pb2.Skip | None, window_s: float) -> WorkerLostError:
+def loss_error(box: Box, slot: Slot, place: records_pb2.Skip | None, window_s: float) -> WorkerLostError:
     """Return the error of a slot that fails because of its losses."""
     losses = slot.losses
     each = "; ".join(loss.note for loss in losses)

@@ -261,11 +261,11 @@ class StateQuery:
         try:
             for number in list(self._open_requests) if box is None else [box] if box in self._open_requests else []:
                 self._refresh(attempt, number)
-            self._go_on(attempt)
+            self._begin_boxes(attempt)
         except PenstockError as error:
             self.fail(error)
 
-    def _go_on(self, attempt: Attempt) -> None:
+    def _begin_boxes(self, attempt: Attempt) -> None:
         """Begin further boxes, as far as the limit on requests allows."""
         while self._asked_boxes < self.num_boxes:
             if self._open_requests and len(self.requests) + attempt.num_workers > self.at_once:
