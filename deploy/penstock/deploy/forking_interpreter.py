@@ -112,8 +112,8 @@ class ForkingInterpreter:
 
 
 class ForkedChild:
-    """Command's handle on a child of the interpreter. A pidfd reports its end, because its descendants may hold its
-    socket."""
+    """Command's handle on a child of the interpreter. A pidfd reports its end, because descendants may keep its socket
+    open after it has ended."""
 
     def __init__(self, parent: ForkingInterpreter, channel: ControlChannel, pid: int) -> None:
         self.channel = channel
@@ -150,15 +150,15 @@ class ForkedChild:
         return message
 
     def hear(self, until: float) -> ControlMessage | None:
-        """Return the child's next message; None if none comes by this monotonic time. Raises LaneLostError as `said`
-        does."""
+        """Return the child's next message; None if none is received by this monotonic time. Raises LaneLostError if the
+        child has ended."""
         while (message := self.said()) is None:
             if not wait_for_news([self], until):
                 return None
         return message
 
     def how_it_ended(self) -> str:
-        """Describe how the child ended, once it sends no more."""
+        """Describe how the child ended. The caller has received its last message."""
         if not self.process.wait(EXIT_S):
             return "closed its descriptors"
         status = self._parent.reap(self.process.pid)
@@ -186,7 +186,7 @@ def serve(child: Callable[[ControlChannel], None]) -> None:
     closes."""
     control = ControlChannel(socket.socket(fileno=int(sys.argv[1])))
     die_with_parent(int(sys.argv[2]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command handles Ctrl-C and stops us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command handles Ctrl-C and ends this process
     faulthandler.enable()
     control.send("up")
     with contextlib.suppress(LaneLostError):

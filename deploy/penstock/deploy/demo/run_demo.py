@@ -103,11 +103,11 @@ def run_demo(as_json: bool) -> int:
         return f"({time.monotonic() - since:.1f} s)"
 
     for name in [name for name in os.environ if name.startswith("PENSTOCK_")]:
-        del os.environ[name]  # of another installation: the demo has its own and leaves others alone
+        del os.environ[name]  # variables of another installation, which the demo must not use
     say("Penstock on this machine: a coordinator, two worker daemons, a training loop. All of it ends with the demo.\n")
-    told = raised(lambda number: SystemExit(128 + number))  # so that nothing stays behind after a signal either
+    told = raised(lambda number: SystemExit(128 + number))  # so that a signal ends the daemons too
     with told, _fleet() as fleet, warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of the recovery, which this prints in its own words
+        warnings.simplefilter("ignore", UserWarning)  # the warning about the recovery, which the demo reports itself
         demo = _Demo(fleet, say)
         say(f"1   penstock up: the coordinator listens on {fleet.coordinator}, with two workers {took(began)}")
         at = time.monotonic()

@@ -1,8 +1,8 @@
-"""`penstock doctor cluster`: can coordinator and workers be reached from here, and can they run the job?
+"""`penstock doctor cluster`: check whether coordinator and workers can be reached from here, and can run the job.
 
-The steps depend on each other: a name that does not resolve makes all later checks meaningless. So the first step on
-the way to the coordinator that fails is the last finding. The coordinator's view of its workers is then judged for all
-of them, and every worker's lane is tried from here, many at a time.
+The steps of the connection to the coordinator depend on each other: a name that does not resolve makes all later checks
+meaningless. So the first step that fails is the last finding. If all succeed, the coordinator's view of each worker is
+checked, and the lane of every worker is tried from here, many at a time.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ CONNECT_S = 3.0
 SILENT = f"it accepts connections, but does not answer within {CONNECT_S:g} s"
 """Finding about a worker that hangs or is stopped: the kernel still accepts connections for it."""
 QUIET_S = 2.0
-"""Seconds since a worker's last heartbeat (there is one each second) above which a warning comes before the lease
-ends."""
+"""Seconds since a worker's last heartbeat above which a warning is given. Heartbeats come each second, and the lease
+has not ended yet."""
 MANY = 1000
 """Number of workers above which QUIET_S grows in proportion, because heartbeats may be rarer (see lease_policy)."""
 AT_A_TIME = 64
 SKEW_S, FAR_OFF_S = 2.0, 300.0
-"""Difference of two clocks, in seconds: above SKEW_S it is reported; above FAR_OFF_S certificates may be invalid at one
-end."""
+"""Differences of two clocks, in seconds: above SKEW_S it is reported; above FAR_OFF_S certificates may be invalid at
+one end."""
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,7 @@ def _settings() -> Iterator[Finding]:
         file = read_settings_file()
     except PenstockError as error:
         yield problem("settings", error.message, "penstock config --example shows all settings.")
-        os.environ[VARIABLE] = os.devnull  # the rest is checked without it
+        os.environ[VARIABLE] = os.devnull  # the other checks run without the invalid settings file
         return
     sections = (CoordinatorSettings, WorkerSettings, PeerSettings, TlsSettings, JobSettings)
     wrong = {

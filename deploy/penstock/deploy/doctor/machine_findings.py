@@ -1,4 +1,5 @@
-"""Requirements of Penstock on a machine: values in, findings out. machine_probes.py reads the values.
+"""Requirements of Penstock on a machine, as functions from values to findings. machine_probes.py reads the values.
+machine_probes.py reads the values.
 
 Each number here is a limit below which failures or extreme slowness were seen; what is only slower is a
 warning. Which of them matter depends on the machine's use: `slots` is the number of runners that it shall have.
@@ -34,11 +35,11 @@ RUNNER_BYTES = 512 * MIB
 """Memory of a runner: 170 MiB are resident with torch alone, 60 of them private; the rest is for its ring, code and
 data."""
 RUNNER_FILES = 24
-"""Descriptors that a daemon holds for a runner: 10 were measured with a lane over TCP; rings grow, and senders
-overlap."""
+"""Descriptors that a daemon needs for a runner. 10 were measured with a lane over TCP; the rest is for rings that grow
+and senders that overlap."""
 DAEMON_FILES = 128
 RUNNER_TASKS = 16
-"""Processes and threads of a runner: one, and those that the daemon and the user's code start for it."""
+"""Processes and threads of a runner: its own, and those that the daemon and the user's code start for it."""
 SPARE_TASKS = 128
 SLOW_SYNC_S = 0.02
 """Longest fsync without a warning, in seconds; a commit waits for one, and a local disk takes 0.1 to 5 ms."""

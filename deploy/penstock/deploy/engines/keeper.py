@@ -1,14 +1,14 @@
 """Keeper of one daemon: a real `penstock coordinator` or `penstock worker`, as a child of this process.
 
-The local engine's supervisor and Ray's actors use it. A child ends with this process, however that ends: it watches
-this process by a pidfd (`--parent-pid`). A parent-death signal does that less well, because it fires when the *thread*
-that started the child ends. The child has a session of its own, so that a Ctrl-C reaches only the supervisor, which
-ends its daemons in the right order.
+The local engine's supervisor and Ray's actors use it. A child ends with this process, in whatever way this process
+ends: the child watches it by a pidfd (`--parent-pid`). A parent-death signal is not used, because it fires when the
+*thread* that started the child ends. The child has a session of its own, so that a Ctrl-C reaches only the supervisor,
+which ends its daemons in the right order.
 
-A daemon that dies is started again, after a pause that doubles. A daemon is given up, with its name and last log lines,
-if it dies at once several times in a row, if it reports that it cannot run with its settings (a usage error, an
-unreadable token), or if it dies before it was ready for the first time: then the user who started it can still read
-why.
+A daemon that dies is started again, after a pause that doubles. A daemon is given up, with an error that has its name
+and last log lines, in three cases: it dies soon after its start several times in a row; it reports that it cannot run
+with its settings (a usage error, an unreadable token); or it dies before it was ready for the first time, when the user
+who started it still reads the output.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["COORDINATOR_GRACE_S", "LONGEST_PAUSE_S", "WORKER_GRACE_S", "FleetKee
 _log = logging.getLogger("penstock.deploy.engines")
 
 HOPELESS = frozenset({2, 3, 12, 15, 16})
-"""Exit codes (penstock.deploy.console.exit_codes) of errors that a retry does not mend: usage, TLS, token, version,
+"""Exit codes (penstock.deploy.console.exit_codes) of errors that a retry does not fix: usage, TLS, token, version,
 unsafe address."""
 QUICK_DEATHS = 5
 """Number of failed starts in a row before a daemon is given up. With the pauses below that is 8 s of retries."""
@@ -54,8 +54,8 @@ class FleetKeeper:
     Args:
         title: its name for people: "worker fleet-1". command: arguments of `penstock`; called with the line that it
         printed when it was last ready, "" before. log: file to which its standard error is appended. come_back: start
-        it again also after an orderly end that `stop` did not cause. Not for workers: an operator who told one
-            to end (SIGTERM, `penstock worker drain`) meant it.
+        it again also after an orderly end that `stop` did not cause. Not for workers, which an operator may end on
+        purpose (SIGTERM, `penstock worker drain`).
         changed: called whenever `pid`, `line`, `restarts` or `state` changes.
     """
 

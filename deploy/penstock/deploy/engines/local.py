@@ -38,7 +38,8 @@ class LocalEngine:
     """Engine whose `up` starts a supervisor that outlives this process. supervisor.py runs in the foreground."""
 
     def up(self, plan: FleetPlan, folder: Path, *, ends_with_us: bool = False) -> Fleet:
-        """Start the fleet, or change the number of workers of a running one. Raises CommandError, DeadlineError.
+        """Start the fleet, or change the number of workers of a running one. Raises CommandError, DeadlineError. Raises
+        CommandError, DeadlineError.
 
         ends_with_us: the supervisor ends with this process, however that ends.
         """
@@ -52,7 +53,7 @@ class LocalEngine:
                 where.hold(lock, Identity.of(os.getpid()))
                 where.save_plan(plan)
                 process = _begin(where, log, ready.theirs, lock, ends_with_us)
-            finally:  # it holds the lock now, if it lives
+            finally:  # the supervisor holds the lock from here on
                 os.close(lock)
             try:
                 said, in_time = ready.line(plan.timeout_s + 60), True
@@ -87,7 +88,7 @@ class LocalEngine:
             if holder is not None and _end(holder, deadline):
                 ended = [
                     f"supervisor (pid {holder.pid})"
-                ]  # the last one: a starting process may have become a supervisor meanwhile
+                ]  # the newest record, because a starting process may have become a supervisor meanwhile
             elif time.monotonic() > deadline:
                 raise DeadlineError(f"a fleet in {where.path} is being started, and did not end in {timeout_s:g} s")
             else:
@@ -95,7 +96,7 @@ class LocalEngine:
         for daemon in fleet.about["daemons"] if fleet is not None else ():
             if daemon["identity"] is None:
                 continue
-            # Daemons of a live supervisor have ended with it; those of a killed one end by themselves.
+            # A live supervisor has ended its daemons; those of a killed one detect its death and end.
             _end(Identity(**daemon["identity"]), deadline)
             ended.append(f"{daemon['name']} (pid {daemon['identity']['pid']})")
         where.forget()

@@ -1,10 +1,9 @@
 """Ray: coordinator and workers as detached actors, each the parent of a real daemon (ray_actor.py).
 
-The coordinator is bound to one node, the head node by default, because its cluster state is on that node's
-disk: Ray restarts it there, however often it dies, and nowhere else. On another node it would start with empty
-cluster state, and the saved state of runs would be lost silently. Workers go to nodes with free capacity, spread over
-the nodes, or to nodes with a resource or label, such as those of the boxes; when a node is lost, Ray starts its workers
-on others.
+The coordinator is bound to one node, the head node by default, because its cluster state is on that node's disk. Ray
+restarts it there, however often it dies, and on no other node: there it would start with an empty cluster state, and
+the saved state of runs would be lost silently. Workers go to nodes with free capacity, spread over the nodes, or to
+nodes with a resource or label, such as those of the boxes; when a node is lost, Ray starts its workers on others.
 
 Ray stores the arguments of actors in clear text, and everyone with access to the Ray cluster can read them (and run
 code there). So the token is not sent through Ray: its file has the same path on all nodes, unless --send-token is
@@ -236,7 +235,7 @@ def _ready(
     if len(found) < len(waits):
         late = sorted(set(waits.values()) - set(found))
         text = f"Ray did not start {', '.join(late)} within {plan.timeout_s:g} s"
-        if late == [_coordinator_name(plan.name)]:  # which requests nothing but its node
+        if late == [_coordinator_name(plan.name)]:  # the coordinator requests only its node, not CPUs
             raise DeadlineError(f"{text} (--timeout; `ray status` says more)")
         near = f" on nodes with {plan.options['near']}" if plan.options["near"] else ""
         free = ray.available_resources().get("CPU", 0)

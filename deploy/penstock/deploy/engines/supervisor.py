@@ -2,9 +2,9 @@
 
     python -m penstock.deploy.engines.supervisor FOLDER --ready-fd FD --lock-fd FD    (what `up --detach` starts)
 
-It holds the folder's lock, keeps the record there up to date, and reads the plan again on SIGUSR1: workers are then
-added, or told to end. SIGTERM and Ctrl-C end all of it, the workers first, because they migrate their slots; the
-coordinator last. If this process is killed, its daemons detect that and end.
+It holds the folder's lock, keeps the record there up to date, and reads the plan again on SIGUSR1, to start or end
+workers. SIGTERM and Ctrl-C end the whole fleet: the workers first, because they migrate their slots, then the
+coordinator. If this process is killed, its daemons detect that and end.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def supervise(
     lock: int | None = None,
     parent_pid: int | None = None,
 ) -> None:
-    """Run the fleet until it is told to end, the process `parent_pid` is gone, or all workers were told to end.
-    `ready` is called once, when coordinator and workers are ready. `lock` is the folder's, if it was taken before.
+    """Run the fleet until a signal ends it, the process `parent_pid` has ended, or all workers have stopped on request.
+    `ready` is called once, when coordinator and workers are ready. `lock`: the folder's lock, if the caller holds it.
 
     Raises CommandError when it does not become ready, when the coordinator is given up, or when no worker is left.
     """
@@ -97,7 +97,7 @@ class _Supervisor:
         self._workers: dict[str, FleetKeeper] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         self._tasks: dict[asyncio.Task[None], FleetKeeper] = {}
-        # Address that training jobs already use, if the port was free to choose: tried before a new one.
+        # With port 0: the address that training jobs already use is tried before a new one.
         before = folder.address
         host, _, port = plan.listen.rpartition(":")
         self._again = before if port == "0" and before.rpartition(":")[0] == host else ""

@@ -92,8 +92,8 @@ def _folder(settings: UpSettings) -> FleetFolder:
 
 
 def _told_to_end(folder: FleetFolder) -> contextlib.AbstractContextManager[Callable[[], None]]:
-    """Turn signals that would end this process at once into an error, as Ctrl-C is: a fleet that is being started
-    ends with it."""
+    """Turn signals that would end this process at once into an error, like Ctrl-C, so that a fleet that is being
+    started is ended too."""
     return raised(
         lambda number: CommandError(
             f"the fleet in {folder.path} was ended by {number.name} while it was starting", INTERRUPTED

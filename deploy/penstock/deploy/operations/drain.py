@@ -1,7 +1,7 @@
 """`penstock worker drain`: a worker migrates its slots, so that its machine can be removed.
 
-The order is given once; afterwards the command only polls. So it does not overrule an --undo given elsewhere, and it
-waits for a coordinator that restarts meanwhile.
+The command sends the order once and then only polls. So it does not override an --undo given elsewhere, and it waits
+for a coordinator that restarts meanwhile.
 """
 
 from __future__ import annotations

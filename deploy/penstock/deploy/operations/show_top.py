@@ -71,14 +71,15 @@ class _Watch:
         self._answered_at = 0.0
 
     def ask(self) -> None:
-        """Query the coordinator. Raises its error, and CoordinatorUnreachableError if it has never answered."""
+        """Query the coordinator. Raises the error of its answer, or CoordinatorUnreachableError if it has never
+        answered."""
         try:
             self._found = view(self._client.status(deadline_s=DEADLINE_S), self._address)
         except AWAY:
             if self._found is None:
                 raise
             self.away_s = time.monotonic() - self._answered_at
-            self._client.reach(0.2)  # lets the channel work on its connection
+            self._client.reach(0.2)  # gives the channel time to reconnect
             return
         self._answered_at, self.away_s = time.monotonic(), 0.0
 

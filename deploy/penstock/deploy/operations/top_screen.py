@@ -29,7 +29,7 @@ __all__ = ["Screen", "plain"]
 LEAST_ROWS = 3
 """Number of rows of each table before any gets more."""
 WIDEST = 1000
-"""Width at which a table is drawn and then cut at the right: its first columns matter most."""
+"""Width at which a table is drawn before it is cut at the right, because its first columns matter most."""
 STYLES = {"": "", "info": "cyan", "warn": "yellow", "bad": "red"}
 
 

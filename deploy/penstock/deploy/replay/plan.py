@@ -1,4 +1,4 @@
-"""Plan of the replay of a delivered batch: the box's position to start from, and how each worker gets there.
+"""Plan of the replay of a delivered batch: the box's position to start from, and how each worker is restored there.
 
 A batch is a function of the stream's start and of the epochs that the loop abandoned by `break`. Which worker made step
 S follows from the lengths of all workers' epochs, which are not recorded. So all workers of the box run again, from the
@@ -23,7 +23,8 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 __all__ = ["KnownPosition", "ReplayPlan", "attempt_of", "plan"]
 
 FURTHER = 1000
-"""Largest number of steps replayed beyond the batch to compare a stream digest; more if more led to the batch."""
+"""Largest number of steps replayed after the batch to reach a known stream digest; more if more steps were replayed
+before it."""
 
 
 @dataclass(frozen=True)

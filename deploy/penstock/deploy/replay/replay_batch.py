@@ -1,7 +1,7 @@
 """`penstock replay`: recreates a delivered batch here, to show its content.
 
-The loader is user code that the run names: it is imported and run in child processes, and only if the caller allows its
-module, because the name in a journal or in a file may have been written by somebody else.
+The loader is user code that the run names. It is imported and run in child processes, and only if the caller allows its
+module, because another user may have written the name in a journal or a file.
 """
 
 from __future__ import annotations

@@ -129,8 +129,8 @@ class _SlotReplay:
         self._done(ended=not reached)
 
     def leave(self, epoch: int, total: int) -> None:
-        """Abandon the epoch after `total` batches. If the worker has read its input to the end, which the loop had not,
-        replay up to `total` again."""
+        """Abandon the epoch after `total` batches. If the child has already read its input to the end, further than the
+        loop had, replay up to `total` again."""
         source = self._source
         if source.position.epoch > epoch:
             assert self._point is not None

@@ -27,9 +27,9 @@ def top(
 ) -> None:
     """Watch runs: their rates, their waits, and the workers that hold them up.
 
-    On a terminal, a screen that is refreshed every second, the most important first: the sentence that names the
-    bottleneck, the slots that boxes wait for, faults. Elsewhere, or with -n, one line for each run and each
-    event; with --json one object a line. It waits for a coordinator that is away. q or Ctrl-C ends it.
+    On a terminal it is a screen, refreshed every second, with the most important first: the bottleneck in one sentence,
+    the slots that boxes wait for, faults. Elsewhere, or with -n, it prints one line for each run and each event; with
+    --json one object a line. If the coordinator stops answering, it waits. q or Ctrl-C ends it.
 
     \b
     Examples:
