@@ -41,8 +41,8 @@ class Penstock(Way):
 
     @contextmanager
     def open(self, case: Case) -> Iterator[Iterator[Any]]:
-        # One appliance for each opening: a kept one also keeps, for a while, the fork servers of runs that have
-        # ended.
+        # Each opening has an appliance of its own, because one that is kept also keeps the fork servers of ended runs
+        # for a while.
         with Appliance(num_workers_per_box=1, timeout_s=TIMEOUT_S, lane=self.lane) as appliance:
             loader = DataLoader(source, **case.to_json())
             executor = DataExecutor(loader, checkpoint_steps=case.checkpoint_every, appliance=appliance)
