@@ -32,7 +32,7 @@ from benchmarks.modes import ROOT
 from benchmarks.processes import adopt_orphans, busy_cores, cpu_s, kill_tree, machine_s, tree
 from benchmarks.report import IDLE_CORES, between
 
-__all__ = ["Amounts", "main", "remembered", "run"]
+__all__ = ["Amounts", "main", "memory_turn", "run"]
 
 SAMPLE_S = 0.02
 """Seconds between two readings of the memory."""
@@ -163,7 +163,7 @@ def timed(mode: str, amounts: Amounts, folder: Path) -> list[dict[str, float]]:
         turn.end()
 
 
-def remembered(mode: str, amounts: Amounts, folder: Path) -> dict[str, int]:
+def memory_turn(mode: str, amounts: Amounts, folder: Path) -> dict[str, int]:
     """Run a turn with readings of memory, from before the first save to its end. Return the baseline, and the peak of
     all processes together."""
     turn = Turn(mode, amounts, folder, held=True)
@@ -222,7 +222,7 @@ def run(amounts: Amounts, folder: Path) -> dict[str, Any]:
     for number in range(amounts.memory_rounds):
         for name in MODES:
             try:
-                memory[name].append(remembered(name, amounts, folder))
+                memory[name].append(memory_turn(name, amounts, folder))
             except RuntimeError as error:
                 failures.append(f"{name}, memory, round {number + 1}: {error}")
     took = time.monotonic() - began

@@ -180,7 +180,7 @@ class FakeWorker:
             self._told(reply)
             self._take(reply)
 
-    async def _say(self) -> None:
+    async def _report_change(self) -> None:
         """Report a change at once."""
         while True:
             try:
@@ -222,7 +222,7 @@ class FakeWorker:
         await self._put(assignment, 0)
         if key in self.assignments:
             self._ready.add(key)
-            await self._say()
+            await self._report_change()
 
     async def _uploads(self) -> None:
         while not self._payload.sending:

@@ -33,8 +33,8 @@ class Quality:
     """Mean chi-square over the shards of their samples in BINS parts of the epoch, over its degrees of
     freedom."""
     most_in_use: float
-    """Largest share of the shards in use at one time, where a shard is in use from its first to its last sample: the size
-    of a cache that downloads no shard twice. Nearly 1 if uniform."""
+    """Largest share of the shards in use at one time. A shard is in use from its first to its last sample, so a cache
+    of this size downloads no shard twice. Nearly 1 if uniform."""
     mean_in_use: float
     """Mean share of the shards in use."""
 

@@ -183,16 +183,16 @@ def _code_of(command: Callable[[], int | None], *, as_json: bool) -> int:
         return command() or 0
     except PenstockError as error:
         code = exit_code(error)
-        _say(error.message, type(error).__name__, code, as_json)
+        _print_error(error.message, type(error).__name__, code, as_json)
         return code
     except CommandError as error:
-        _say(str(error), None, error.code, as_json)
+        _print_error(str(error), None, error.code, as_json)
         return error.code
     except KeyboardInterrupt:
         return INTERRUPTED
 
 
-def _say(message: str, name: str | None, code: int, as_json: bool) -> None:
+def _print_error(message: str, name: str | None, code: int, as_json: bool) -> None:
     """Print an error that is being handled; with --debug, also its traceback and the remote one that it carries."""
     if _debug:
         traceback.print_exc()

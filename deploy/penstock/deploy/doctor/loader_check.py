@@ -389,15 +389,15 @@ def _verdict(question: LoaderQuestion, loaders: list[ExaminedLoader]) -> tuple[i
     aggregated = [check for check in wrong if not check.snapshot and "aggregate" in check.where]
     if not all(_is_uneven(check) for check in aggregated):
         return DIFFERS, (
-            f"cannot be resumed by its own methods: {_told(aggregated[-1])}. On the same numbers of boxes and workers "
-            "a run finds that out and replays from its beginning; on other ones the methods alone decide"
+            f"cannot be resumed by its own methods: {_describe_failure(aggregated[-1])}. On the same numbers of boxes "
+            "and workers a run detects that and replays from its beginning; on other numbers only the methods are used"
         )
     if wrong and not aggregated:
         return 0, (
-            f"can be saved at any step and resumed exactly, by counted replay: {_told(wrong[0])}. So its own state is "
-            "not used, or only where it is verified: a save or a recovery replays the epoch from its start, or the run "
-            "from its beginning, and takes as long as those batches take. Does it count after its `yield`, prefetch "
-            "in the background, count twice after a restore, or draw numbers that its state omits?"
+            f"can be saved at any step and resumed exactly, by counted replay: {_describe_failure(wrong[0])}. So its "
+            "own state is not used, or only where it is verified: a save or a recovery replays the epoch from its "
+            "start, or the run from its beginning, and takes as long as those batches take. Does it count after its "
+            "`yield`, prefetch in the background, count twice after a restore, or draw numbers that its state omits?"
         )
     return 0, "can be saved at any step and resumed exactly"
 
@@ -411,15 +411,15 @@ def _not_deterministic(capabilities: dict[str, Any], check: LoaderCheck) -> str:
     )
 
 
-def _told(check: LoaderCheck) -> str:
+def _describe_failure(check: LoaderCheck) -> str:
     return f"restored {check.where}, {check.what}"
 
 
 def _warnings(question: LoaderQuestion, loaders: list[ExaminedLoader]) -> Iterator[str]:
     digests = [[event[2] for event in examined.streamed["events"] if event[2] is not None] for examined in loaders]
-    asked = any(examined.streamed["looked_at"] for examined in loaders)
-    if question.workers > 1 and (not asked or all(of_one == digests[0] for of_one in digests)):
-        why = "and all stream the same batches" if asked else "and it never reads its assignment"
+    reads_assignment = any(examined.streamed["looked_at"] for examined in loaders)
+    if question.workers > 1 and (not reads_assignment or all(of_one == digests[0] for of_one in digests)):
+        why = "and all stream the same batches" if reads_assignment else "and it never reads its assignment"
         yield (
             f"there are {question.workers} workers, {why}: each streams the whole input. Shard by "
             "penstock.worker.current_assignment() or torch's get_worker_info()"

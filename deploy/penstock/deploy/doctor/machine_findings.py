@@ -15,7 +15,6 @@ from penstock.deploy.doctor.findings import Finding, ok, problem, warning
 from penstock.runtime.telemetry.units import size
 
 __all__ = [
-    "check_cage",
     "check_clock",
     "check_disk",
     "check_files",
@@ -27,6 +26,7 @@ __all__ = [
     "check_processes",
     "check_python",
     "check_runner_user",
+    "check_sandbox",
     "check_tls",
 ]
 
@@ -135,7 +135,7 @@ def check_files(soft: int, hard: int, slots: int) -> Finding:
     return ok("open files", found)
 
 
-def check_cage(lacking: str) -> Finding:
+def check_sandbox(lacking: str) -> Finding:
     """Check the runner's sandbox. `lacking`: the missing kernel feature."""
     if lacking:
         return warning(

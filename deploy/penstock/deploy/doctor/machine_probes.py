@@ -25,7 +25,7 @@ from penstock.runtime.process.watch import Process
 
 __all__ = [
     "bind_error",
-    "cgroup_room",
+    "cgroup_left",
     "clock_source",
     "clock_synchronised",
     "fsync_s",
@@ -142,7 +142,7 @@ def memory_available(meminfo: str) -> int:
     return 0
 
 
-def cgroup_room(what: str, root: Path = CGROUPS) -> tuple[int, int] | None:
+def cgroup_left(what: str, root: Path = CGROUPS) -> tuple[int, int] | None:
     """Return the limit of "memory" or "pids" of the cgroup with the least left, and the rest. None: no limit.
 
     Memory that only caches files counts as free: the kernel reclaims it.

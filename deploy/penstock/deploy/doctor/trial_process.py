@@ -42,7 +42,7 @@ class TrialProcesses(ForkingInterpreter):
             child.ask(Task(kind, fields, parts=parts))
             until = time.monotonic() + self._deadline_s
             try:
-                while (message := child.hear(until)) is not None:
+                while (message := child.receive(until)) is not None:
                     said.append(message)
                 child.show_stack()
                 raise DeadlineError(
@@ -50,7 +50,7 @@ class TrialProcesses(ForkingInterpreter):
                     "longer"
                 )
             except LaneLostError:
-                how = child.how_it_ended()
+                how = child.exit_description()
         if said and said.done.kind == "failed":
             raise error_named(**said.done.fields["error"])
         if not said or said.done.kind != "done":

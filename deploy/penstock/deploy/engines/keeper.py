@@ -33,10 +33,10 @@ __all__ = ["COORDINATOR_GRACE_S", "LONGEST_PAUSE_S", "WORKER_GRACE_S", "FleetKee
 
 _log = logging.getLogger("penstock.deploy.engines")
 
-HOPELESS = frozenset({2, 3, 12, 15, 16})
+PERMANENT_ERRORS = frozenset({2, 3, 12, 15, 16})
 """Exit codes (penstock.deploy.console.exit_codes) of errors that a retry does not fix: usage, TLS, token, version,
 unsafe address."""
-QUICK_DEATHS = 5
+MAX_FAILED_STARTS = 5
 """Number of failed starts in a row before a daemon is given up. With the pauses below that is 8 s of retries."""
 STEADY_S = 30.0
 """Lifetime of a daemon that resets the count, in seconds."""
@@ -53,9 +53,9 @@ class FleetKeeper:
 
     Args:
         title: its name for people: "worker fleet-1". command: arguments of `penstock`; called with the line that it
-        printed when it was last ready, "" before. log: file to which its standard error is appended. come_back: start
-        it again also after an orderly end that `stop` did not cause. Not for workers, which an operator may end on
-        purpose (SIGTERM, `penstock worker drain`).
+        printed when it was last ready, "" before. log: file to which its standard error is appended. restart_always:
+        start it again also after an orderly end that `stop` did not cause. Not for workers, which an operator may end
+        on purpose (SIGTERM, `penstock worker drain`).
         changed: called whenever `pid`, `line`, `restarts` or `state` changes.
     """
 
@@ -65,7 +65,7 @@ class FleetKeeper:
         command: Callable[[str], Sequence[str]],
         log: Path,
         *,
-        come_back: bool,
+        restart_always: bool,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
         self.title = title
@@ -76,7 +76,7 @@ class FleetKeeper:
         """State: starting, ready, waiting (to be started again), left (stopped on request), failed, ended."""
         self.ready = asyncio.Event()
         """Event that is set when the daemon has printed its line for the first time."""
-        self._command, self._path, self._come_back, self._changed = command, log, come_back, changed
+        self._command, self._path, self._restart_always, self._changed = command, log, restart_always, changed
         self._stopping = asyncio.Event()
         self._child: Spawned | None = None
 
@@ -85,11 +85,11 @@ class FleetKeeper:
         quick, pause = 0, PAUSE_S
         while True:
             began = time.monotonic()
-            code = await self._life()
+            code = await self._run_once()
             if self._stopping.is_set():
                 self._become("ended")
                 return
-            if code == 0 and not self._come_back:
+            if code == 0 and not self._restart_always:
                 _log.info("%s stopped on request", self.title)
                 self._become("left")
                 return
@@ -97,7 +97,7 @@ class FleetKeeper:
                 quick, pause = 0, PAUSE_S
             quick += 1
             how = exit_words(code)
-            if code in HOPELESS or quick >= QUICK_DEATHS or not self.ready.is_set():
+            if code in PERMANENT_ERRORS or quick >= MAX_FAILED_STARTS or not self.ready.is_set():
                 self._become("failed")
                 again = f" ({quick} times in a row)" if quick > 1 else ""
                 raise CommandError(
@@ -133,7 +133,7 @@ class FleetKeeper:
         if self._child is not None:
             self._child.send(number)
 
-    async def _life(self) -> int:
+    async def _run_once(self) -> int:
         """Start the daemon, wait for its end, and return its exit status, negative for a signal."""
         loop = asyncio.get_running_loop()
         self._gone, ended = asyncio.Event(), asyncio.Event()

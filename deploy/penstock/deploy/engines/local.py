@@ -64,9 +64,9 @@ class LocalEngine:
                 process.wait(WORKER_GRACE_S + COORDINATOR_GRACE_S)
                 raise
         if said is None:
-            told = in_time and process.result() == -signal.SIGTERM
+            terminated = in_time and process.result() == -signal.SIGTERM
             process.send(signal.SIGTERM)
-            if told:  # a signal came before it could handle one
+            if terminated:  # a signal came before it could handle one
                 raise CommandError(f"the fleet in {where.path} was ended while it was starting", INTERRUPTED)
             raise CommandError(f"the supervisor of the fleet in {where.path} did not start: {last_words(log)}", BUG)
         answer = json.loads(said)

@@ -35,7 +35,7 @@ NAMESPACE = "penstock"
 """Ray namespace of all fleets' actors, which have the names of their daemons: NAME-coordinator, NAME-1, NAME-2."""
 HEAD = "node:__internal_head__"
 """Resource with which Ray marks its head node."""
-TRACE = 0.001
+NODE_SHARE = 0.001
 """Amount of a resource that an actor requests to be placed on its node; small, to leave it to others."""
 GIVE_UP_S = 5.0
 """Seconds for an actor to end its daemon after a failed start: an actor that was never placed does not answer."""
@@ -52,7 +52,7 @@ def worker_options(plan: FleetPlan) -> dict[str, Any]:
     if equals:
         where["label_selector"] = {key: value}
     elif near:
-        where["resources"] = {near: TRACE}
+        where["resources"] = {near: NODE_SHARE}
     return {"num_cpus": plan.slots, "scheduling_strategy": "SPREAD", **where, **_LASTING}
 
 
@@ -74,7 +74,7 @@ class RayEngine:
         Raises DeadlineError when Ray has no free capacity for them, CommandError with a daemon's error, PenstockError.
         """
         with _connected(str(plan.options["ray_address"])) as ray:
-            there = _there(ray, plan.name)
+            there = _actors_of(ray, plan.name)
             where, asked = FleetFolder(folder), plan
             _refuse_another_plan(there, where, plan)
             token = _token(plan)
@@ -115,7 +115,7 @@ class RayEngine:
     def down(self, fleet: Fleet, timeout_s: float) -> list[str]:
         """End the workers, then the coordinator; return a line for each."""
         with _connected(fleet.about["ray_address"]) as ray:
-            there = _there(ray, fleet.name)
+            there = _actors_of(ray, fleet.name)
             return _stop(ray, there, timeout_s)
 
 
@@ -145,7 +145,7 @@ def _coordinator_name(fleet: str) -> str:
     return f"{fleet}-coordinator"
 
 
-def _there(ray: Any, fleet: str) -> dict[str, Any]:
+def _actors_of(ray: Any, fleet: str) -> dict[str, Any]:
     """Return the actors of a fleet that Ray knows, by name."""
     names = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True) if one["namespace"] == NAMESPACE]
     found = {}

@@ -54,7 +54,7 @@ class DaemonActor:
             f"worker {name}" if name else "coordinator",
             lambda line: self._command(name, coordinator),
             self._folder.logs / f"{name or 'coordinator'}.log",
-            come_back=not name,
+            restart_always=not name,
             changed=self._changed,
         )
         self._is_worker = bool(name)

@@ -89,7 +89,7 @@ def _end_leftovers(folder: FleetFolder) -> None:
 class _Supervisor:
     def __init__(self, plan: FleetPlan, folder: FleetFolder, ready: Callable[[Fleet], None]) -> None:
         self._plan, self._folder, self._announce = plan, folder, ready
-        self._tell = asyncio.Event()
+        self._plan_changed = asyncio.Event()
         self._up = False
         self._adjusted = 0
         self._unwritten: asyncio.TimerHandle | None = None
@@ -110,7 +110,7 @@ class _Supervisor:
                 str(self._folder.state_dir), line or self._again or self._plan.listen
             ),
             self._folder.logs / "coordinator.log",
-            come_back=True,
+            restart_always=True,
             changed=self._record,
         )
 
@@ -124,7 +124,7 @@ class _Supervisor:
                 return
         for number in (signal.SIGINT, *ending()):
             loop.add_signal_handler(number, stop.set)
-        loop.add_signal_handler(signal.SIGUSR1, self._tell.set)
+        loop.add_signal_handler(signal.SIGUSR1, self._plan_changed.set)
         stopped = asyncio.ensure_future(stop.wait())
         living = asyncio.ensure_future(self._live())
         try:
@@ -158,11 +158,11 @@ class _Supervisor:
         self._record()
         self._announce(self._fleet())
         while True:
-            told = asyncio.ensure_future(self._tell.wait())
-            await asyncio.wait([told, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
-            told.cancel()
-            if self._tell.is_set():
-                self._tell.clear()
+            plan_changed = asyncio.ensure_future(self._plan_changed.wait())
+            await asyncio.wait([plan_changed, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
+            plan_changed.cancel()
+            if self._plan_changed.is_set():
+                self._plan_changed.clear()
                 self._plan = self._folder.plan() or self._plan
                 _log.info("changing the number of workers to %d", self._plan.workers)
                 self._adjusted += 1
@@ -220,7 +220,7 @@ class _Supervisor:
                 f"worker {name}",
                 lambda _, name=name: self._plan.worker_command(name, self._coordinator.line, f"{host}:0"),  # type: ignore[misc]
                 self._folder.logs / f"{name}.log",
-                come_back=False,
+                restart_always=False,
                 changed=self._record,
             )
             self._keep(kept)

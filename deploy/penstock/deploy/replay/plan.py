@@ -90,8 +90,8 @@ def plan(history: pb.History, checkpoints: Sequence[SavedState], step: int) -> R
         for one in known:
             one.position.carry()
     start, snapshots = _start(history, known, abandoned, step)
-    told = [one.position for one in known if one.position.step >= step and one.position.chain is not None]
-    check = min(told, key=lambda position: position.step, default=None)
+    with_digest = [one.position for one in known if one.position.step >= step and one.position.chain is not None]
+    check = min(with_digest, key=lambda position: position.step, default=None)
     unverified = ""
     if start.position.chain is None:
         check, unverified = (

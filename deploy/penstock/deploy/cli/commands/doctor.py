@@ -118,8 +118,8 @@ def doctor_machine(
         "state_dir": state_dir,
         **tls,
     }
-    asked = MachineQuestion(flags, token_file, input_fn, deadline)
-    return show_findings("This machine", list(check_machine(asked)), as_json)
+    question = MachineQuestion(flags, token_file, input_fn, deadline)
+    return show_findings("This machine", list(check_machine(question)), as_json)
 
 
 @doctor.command("cluster")
