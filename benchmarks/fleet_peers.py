@@ -72,7 +72,7 @@ class Payload:
     state: bytes = bytes(1024)
     snapshot: bytes = bytes(1024)
     sending: bool = False
-    """Whether snapshots are sent beyond the first one of a slot."""
+    """True if snapshots are sent beyond the first one of a slot."""
 
 
 async def _cancelled(*tasks: asyncio.Task[None]) -> None:

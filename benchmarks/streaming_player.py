@@ -42,7 +42,7 @@ class Reader(ABC):
     packages: Sequence[str] = ()
     """Packages whose versions are reported."""
     decodes = True
-    """Whether it yields decoded values of samples; otherwise their bytes."""
+    """True if it yields decoded values of samples; otherwise their bytes."""
 
     @abstractmethod
     def samples(self, kind: str, folder: str, *, shuffle: bool) -> Iterator[dict[str, Any]]:

@@ -53,7 +53,7 @@ class SlotMove:
     worker: Worker
     why: str
     for_straggler: bool = False
-    """Whether the slot moves because it is a straggler. If its own data is slow, no move helps."""
+    """True if the slot moves because it is a straggler. If its own data is slow, no move helps."""
 
 
 def look(cluster: ClusterState, now: float, budget: int) -> Iterator[SlotMove | None]:

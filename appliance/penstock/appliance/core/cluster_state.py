@@ -176,7 +176,7 @@ class ClusterState:
 
     @property
     def is_between_slices(self) -> bool:
-        """Whether slots are still to be released or placed, which the next call continues."""
+        """True if slots are still to be released or placed, which the next call continues."""
         return bool(self._ended) or self._is_round_unfinished
 
     def is_open(self, slot: Slot) -> bool:

@@ -22,7 +22,7 @@ _NEVER = 1 << 30
 
 @contextmanager
 def paced(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-    """Within the context, run full collections of this process only from the event loop, and seldom."""
+    """Run full collections of this process only from the event loop, and seldom, while the context is open."""
     before = gc.get_threshold()
     gc.set_threshold(before[0], before[1], _NEVER)
     collecting = loop.create_task(_collect())

@@ -15,7 +15,7 @@ class TopicWaiter(asyncio.Event):
     """Event of one call that waits for a topic."""
 
     over = False
-    """Whether to answer this call at once, because more calls wait for the topic than allowed."""
+    """True if this call must be answered at once, because more calls wait for the topic than allowed."""
 
 
 class TopicSignals:

@@ -106,7 +106,7 @@ class Slot:
     unfit: dict[str, str] = field(default_factory=dict)
     """Worker -> its session, for workers that failed to prepare for the slot."""
     migrated: bool = False
-    """Whether the slot's last move was a migration."""
+    """True if the slot's last move was a migration."""
     was_slow_at: frozenset[str] = frozenset()
     """Workers that the slot was moved away from as a straggler."""
     batches_per_s: float = 0.0
@@ -167,7 +167,7 @@ class Box:
     delivered: records_pb2.BoxPosition = field(default_factory=records_pb2.BoxPosition)
     """The newest report; empty before the first one."""
     reported: bool = True
-    """Whether its client has reported since the restart; until then, its abandoned epochs and position may be out of
+    """True if its client has reported since the restart; until then, its abandoned epochs and position may be out of
     date."""
     restored: bool = False
     """Flag of a box restored from the journal, which does not record the steps dropped since its epoch start."""
@@ -454,9 +454,9 @@ class Worker:
     """Processors that it may use; 0 = not known."""
     slots: AssignedSlots = field(default_factory=AssignedSlots)
     more_requests: bool = False
-    """Whether its last reply could not hold all state requests."""
+    """True if its last reply could not hold all state requests."""
     left: bool = False
-    """Whether the worker announced its shutdown, so that its silence does not count as a loss."""
+    """True if the worker announced its shutdown, so that its silence does not count as a loss."""
 
     @property
     def load(self) -> float:

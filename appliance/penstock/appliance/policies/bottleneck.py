@@ -45,10 +45,10 @@ class SlotFacts:
     late: float = 0.0
     """Share of the waiting for this slot during which its batches were ready."""
     remote: bool = False
-    """Whether its batches are sent over a network."""
+    """True if its batches are sent over a network."""
     restarts: int = 0
     behind: bool = False
-    """Whether its runner is a replacement that is still starting or replaying."""
+    """True if its runner is a replacement that is still starting or replaying."""
     batch_s: float = 0.0
     """Seconds of work per batch; 0 = not known."""
 

@@ -172,7 +172,7 @@ class StateQuery:
     complete: int = 0
     """Number of complete boxes."""
     released: bool = False
-    """Whether boxes were sent and released, so that no caller can join any more."""
+    """True if boxes were sent and released, so that no caller can join any more."""
     sent: dict[int, int] = field(default_factory=dict)
     """Complete box -> number of present callers that have been sent it."""
     coming: dict[str, int] = field(default_factory=dict)

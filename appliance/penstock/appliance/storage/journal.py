@@ -143,7 +143,7 @@ class Journal:
         self._db.row_factory = sqlite3.Row
         self.pending: Rows = {}
         self.deferred = False
-        """Whether `commit` does nothing, because group_commit.py writes the rows."""
+        """True if `commit` does nothing, because group_commit.py writes the rows."""
         self.lost: JournalError | None = None
         """Error set when a peer has shown that commits are missing here. No call is answered after that, and the
         process ends."""

@@ -32,7 +32,7 @@ class DurableSnapshot:
     epoch: int
     size: int
     epoch_start: bool = False
-    """Whether it was taken at an epoch's start, not after a batch."""
+    """True if it was taken at an epoch's start, not after a batch."""
 
     @property
     def is_sure(self) -> bool:

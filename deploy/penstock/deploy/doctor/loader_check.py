@@ -73,7 +73,7 @@ class LoaderQuestion:
     workers: int
     """Number of workers of the box."""
     replay: bool
-    """Whether a loader without state methods counts as one that can be saved."""
+    """True if a loader without state methods counts as one that can be saved."""
     seed: int
     deadline_s: float
     """Deadline of each child process, in seconds."""
@@ -115,7 +115,7 @@ class LoaderCheck:
     total: int
     """Number of batches of this worker before the restart point."""
     snapshot: bool
-    """Whether it was restored from a worker's own state_dict(), not from an epoch's start or by aggregate and
+    """True if it was restored from a worker's own state_dict(), not from an epoch's start or by aggregate and
     deaggregate."""
     generation: int = 1
     """Number of loaders restored one after the other."""
@@ -124,7 +124,7 @@ class LoaderCheck:
     """Number of the first batch that differs."""
     what: str = ""
     from_beginning: bool = False
-    """Whether it reached its next epoch only with a loader that was streamed from the start again."""
+    """True if it reached its next epoch only with a loader that was streamed from the start again."""
     traceback: str = ""
     """Traceback of user code that raised in this process."""
 

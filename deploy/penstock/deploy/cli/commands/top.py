@@ -15,13 +15,13 @@ __all__ = ["top"]
 def top(
     peer: Peer,
     interval: Annotated[
-        float, typer.Option("--interval", metavar="SECONDS", min=0.2, max=3600, help="Time between two looks.")
+        float, typer.Option("--interval", metavar="SECONDS", min=0.2, max=3600, help="Time between two updates.")
     ] = 1.0,
     count: Annotated[
         int | None,
-        typer.Option("-n", "--count", metavar="N", min=1, help="Look N times, then end. Default: until q or Ctrl-C."),
+        typer.Option("-n", "--count", metavar="N", min=1, help="Show N updates, then end. Default: until q or Ctrl-C."),
     ] = None,
-    once: Annotated[bool, typer.Option("--once", help="Look once and print lines: short for -n 1.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print one update as lines: the same as -n 1.")] = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:

@@ -70,7 +70,7 @@ def drain_worker(
         str,
         typer.Argument(metavar="NAME", help="The worker, as `penstock status` shows it.", autocompletion=worker_names),
     ],
-    undo: Annotated[bool, typer.Option("--undo", help="Let it take slots again.")] = False,
+    undo: Annotated[bool, typer.Option("--undo", help="Let the worker take slots again.")] = False,
     timeout: Annotated[
         float,
         typer.Option("--timeout", metavar="SECONDS", min=0, help="Time to wait until it has no slots; 0: do not wait."),
