@@ -359,7 +359,7 @@ class FakeBox:
             self._hold_s, self._lease_s = reply.heartbeat_s, reply.lease_s
             if reply.version != seen:
                 seen = reply.version
-                self._tally.lost += sum("not heard of" in view.note for view in reply.slots)
+                self._tally.lost += sum("has not reported" in view.note for view in reply.slots)
                 if not settled and all(view.phase == pb.READY for view in reply.slots):
                     settled = True
                     self._tally.settled.append((self.number, time.monotonic()))

@@ -36,8 +36,8 @@ def note_abandoned(cluster: ClusterState, attempt: Attempt, box: Box, request: p
             continue
         if len(box.abandoned) >= cluster.limits.abandoned_max:
             raise InvalidArgumentError(
-                f"a box must leave at most {cluster.limits.abandoned_max} epochs by `break` in one launch, got "
-                f"one more from box {box.number}: save a state, and start the job again from it"
+                f"a box must abandon at most {cluster.limits.abandoned_max} epochs by `break` in one launch, and "
+                f"box {box.number} has abandoned one more: save a state, and start the job again from it"
             )
         if attempt.note_abandoned(box, abandoned_epoch.epoch, abandoned_epoch.step):
             touched = list(attempt.boxes.values())

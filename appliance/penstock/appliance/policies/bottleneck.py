@@ -145,7 +145,7 @@ def _late(box: BoxFacts, top: SlotFacts, waits: str) -> Bottleneck | None:
         return None
     blame = _share(top.wait_share, box)
     text = (
-        f"{waits}, {percent(blame)} of that for slot {top.slot}, although {top.mean_queued:.1f} batches lie ready "
+        f"{waits}, {percent(blame)} of that for slot {top.slot}, although {top.mean_queued:.1f} batches are ready "
         f"there on average: they come late from worker {top.worker}. Look at the network between, or at how busy that "
         "machine is."
     )
@@ -173,7 +173,7 @@ def _straggler(box: BoxFacts, top: SlotFacts, waits: str) -> Bottleneck | None:
         who = f"slot {top.slot} on worker {top.worker}" if len(group) == 1 else f"worker {worker}"
         text = (
             f"{waits}, {percent(blame)} of that for {who}, which is slower than the others: {_mean(group):.1f} "
-            f"batches lie ready there on average, {_mean(others):.1f} at each other slot. Look at that machine, or at "
+            f"batches are ready there on average, {_mean(others):.1f} at each other slot. Look at that machine, or at "
             "what its slot reads."
         )
         return Bottleneck("straggler", text, box.wait_share, box.box, top.slot, group[0].worker, blame)
@@ -189,7 +189,7 @@ def _slower(group: Sequence[SlotFacts], others: Sequence[SlotFacts]) -> bool:
 def _few(box: BoxFacts, waits: str, busy_cores: int) -> Bottleneck:
     number = len(box.slots)
     many = f"all its {number} slots are busy" if number > 1 else "its one slot is busy"
-    text = f"{waits}, and {many} ({_mean(box.slots):.1f} batches lie ready at each on average)"
+    text = f"{waits}, and {many} ({_mean(box.slots):.1f} batches are ready at each on average)"
     if busy_cores:
         text += (
             f", and the cores are busy: the workers' machines have {busy_cores}, which carry no more such slots. Start "

@@ -319,7 +319,7 @@ class StateQuery:
         if behind is not None:
             other = attempt.left[behind]
             missing.append(
-                f"box {number} (it has not come beyond step {behind}, after which box {other} abandoned an epoch)"
+                f"box {number} (it has not reported a step beyond {behind}, after which box {other} abandoned an epoch)"
             )
             self._ask(number, {})
             return

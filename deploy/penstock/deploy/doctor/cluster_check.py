@@ -201,7 +201,11 @@ def check_skew(ahead_s: float, took_s: float) -> Finding:
     # The coordinator read its clock at some time within the call.
     off = max(0.0, ahead_s - took_s, -ahead_s)
     sign = "ahead of" if ahead_s > 0 else "behind"
-    found = f"the coordinator's clock is {off:.1f} s {sign} this one" if off else "the coordinator's and this one agree"
+    found = (
+        f"the coordinator's clock is {off:.1f} s {sign} this machine's"
+        if off
+        else "the clocks of the coordinator and this machine agree"
+    )
     if off > FAR_OFF_S:
         return problem("clock", found, "timedatectl set-ntp true, on both: each checks certificates by its own clock.")
     if off > SKEW_S:

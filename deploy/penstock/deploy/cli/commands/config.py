@@ -1,4 +1,4 @@
-"""`penstock config`."""
+"""Command `penstock config`."""
 
 from __future__ import annotations
 

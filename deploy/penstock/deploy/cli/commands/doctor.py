@@ -1,4 +1,4 @@
-"""`penstock doctor`: checks of a machine, a cluster, a loader or a checkpoint."""
+"""Command `penstock doctor`: checks of a machine, a cluster, a loader or a checkpoint."""
 
 from __future__ import annotations
 

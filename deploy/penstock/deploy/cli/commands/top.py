@@ -1,4 +1,4 @@
-"""`penstock top`."""
+"""Command `penstock top`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`penstock up`."""
+"""Command `penstock up`."""
 
 from __future__ import annotations
 

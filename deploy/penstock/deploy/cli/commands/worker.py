@@ -1,4 +1,4 @@
-"""`penstock worker`."""
+"""Command `penstock worker`."""
 
 from __future__ import annotations
 
