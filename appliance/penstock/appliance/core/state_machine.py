@@ -190,7 +190,7 @@ class Registry:
         return attempt, box
 
     def watch_run(self, request: pb.WatchRunRequest) -> pb.WatchRunReply:
-        """Take a report and return the answer at once; the service holds the answer until something has changed."""
+        """Record a report and return the reply at once; the service delays the call until something has changed."""
         self.report_box(request)
         return self.box_view(request)
 
@@ -329,7 +329,7 @@ class Registry:
         )
 
     def heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatReply:
-        """Take a report and return the answer at once; the service holds the answer until something has changed."""
+        """Record a report and return the reply at once; the service delays the call until something has changed."""
         self.report_worker(request)
         return self.worker_view(request)
 

@@ -36,7 +36,7 @@ class StateQueries:
         self._joinable: dict[_Key, StateQuery] = {}
         self._finished: OrderedDict[_Key, StateQuery] = OrderedDict()
         self._by_request: dict[str, StateQuery] = {}
-        """Request id -> its query."""
+        """Request id -> query that made the request."""
         self._closed: dict[str, StateQuery] = {}
         """Run that has ended -> its newest completed state query."""
 
@@ -248,7 +248,8 @@ class StateQueries:
             self._cluster.changed(ANSWERS_FREED)
 
     def _forget(self, attempt: Attempt, first: int) -> None:
-        """Drop results outside the retention window, and those with a final state of a box that has since moved on."""
+        """Drop results outside the retention window, and results with a final state of a box that has delivered more
+        since."""
         for key, query in list(self._finished.items()):
             if key[:2] != (attempt.run, attempt.number):
                 continue

@@ -264,7 +264,7 @@ class Service(CoordinatorServicer):
 
     @contextlib.contextmanager
     def _counted_query(self, token: str) -> Iterator[None]:
-        """Count a state query of this token while it is open. Raises OverloadedError if it has too many."""
+        """Count a state query of this token while it is open. Raises OverloadedError if the token has too many."""
         if self._queries[token] >= self._limits.queries_of_token_max:
             raise OverloadedError(
                 f"one token must have at most {self._limits.queries_of_token_max} open state queries: retry later"

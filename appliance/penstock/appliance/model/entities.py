@@ -141,7 +141,7 @@ class Slot:
 
     @property
     def next_generation(self) -> int:
-        """Next generation that was never used."""
+        """Next unused generation."""
         return max(self.generation, self.reserved) + 1
 
     def __str__(self) -> str:

@@ -25,7 +25,7 @@ from penstock.runtime.telemetry.cluster_view import INPUT_BOUND
 from penstock.runtime.telemetry.units import percent
 
 LEAST_S = 3.0
-"""Shortest time that a decision is based on, in seconds."""
+"""Shortest measured time for a decision, in seconds."""
 MIN_BLAME = 0.5
 """Smallest share of a box's waiting that makes one slot or worker the cause."""
 STRAGGLER_FACTOR = 1.5

@@ -222,7 +222,7 @@ class Journal:
         self.pending[key] = (sql, values)
 
     def commit(self) -> None:
-        """Write everything put or dropped to disk. Raises JournalError if nothing was; the next call tries again."""
+        """Write everything put or dropped to disk. Raises JournalError if that fails; the next call tries again."""
         if not self.pending or self.deferred:
             return
         rows = self.take()

@@ -212,7 +212,7 @@ class SnapshotIndex:
         self._drops = [other for other in self._drops if other != drop]
 
     def add_blob(self, name: str, size: int, now: float, credential: str = "") -> None:
-        """Add a blob that is on disk; one that was there already becomes younger."""
+        """Add a blob that is on disk. The age of one that was there already is counted anew."""
         known = self._blobs.get(name)
         if known is not None:
             known.touched = now

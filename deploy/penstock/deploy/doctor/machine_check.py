@@ -54,7 +54,7 @@ __all__ = ["MachineQuestion", "check_import", "check_machine"]
 
 @dataclass(frozen=True)
 class MachineQuestion:
-    """Options of the command line; None: the value of the settings."""
+    """Options of the command line. None: the effective setting is used."""
 
     flags: dict[str, Any]
     """Options: listen and state_dir of a coordinator, slots and allow of a worker, the TLS files."""

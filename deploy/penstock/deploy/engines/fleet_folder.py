@@ -94,7 +94,7 @@ class FleetFolder:
             raise CommandError(f"{self.path / 'lock'} cannot be written: {error.strerror}", USAGE) from error
 
     def holder(self) -> Identity | None:
-        """Return the process that `hold` recorded last; it may have ended since. Raises CommandError if other users
+        """Return the process that `hold` recorded last, which may have ended since. Raises CommandError if other users
         could have written the record."""
         try:
             self._refuse_others()
@@ -116,7 +116,7 @@ class FleetFolder:
     # ---- content
 
     def save_plan(self, plan: FleetPlan) -> None:
-        """Save the plan. CommandError: it cannot be written, as on a full disk; the same holds for `save` and
+        """Save the plan. Raises CommandError if it cannot be written, e.g. on a full disk; so do `save` and
         `address`."""
         _write(self._plan, _encoded(asdict(plan)))
 

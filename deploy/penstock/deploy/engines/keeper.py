@@ -37,7 +37,7 @@ PERMANENT_ERRORS = frozenset({2, 3, 12, 15, 16})
 """Exit codes (penstock.deploy.console.exit_codes) of errors that a retry does not fix: usage, TLS, token, version,
 unsafe address."""
 MAX_FAILED_STARTS = 5
-"""Number of failed starts in a row before a daemon is given up. With the pauses below that is 8 s of retries."""
+"""Number of failed starts in a row after which a daemon is given up. With the pauses that takes 8 s."""
 STEADY_S = 30.0
 """Lifetime of a daemon that resets the count, in seconds."""
 WORKER_GRACE_S = 20.0

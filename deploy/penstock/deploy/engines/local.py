@@ -41,7 +41,7 @@ class LocalEngine:
         """Start the fleet, or change the number of workers of a running one. Raises CommandError, DeadlineError. Raises
         CommandError, DeadlineError.
 
-        ends_with_us: the supervisor ends with this process, however that ends.
+        ends_with_us: whether the supervisor ends with this process.
         """
         where = FleetFolder(folder)
         lock = where.lock()
@@ -66,7 +66,7 @@ class LocalEngine:
         if said is None:
             terminated = in_time and process.result() == -signal.SIGTERM
             process.send(signal.SIGTERM)
-            if terminated:  # a signal came before it could handle one
+            if terminated:  # a signal arrived before the supervisor could handle it
                 raise CommandError(f"the fleet in {where.path} was ended while it was starting", INTERRUPTED)
             raise CommandError(f"the supervisor of the fleet in {where.path} did not start: {last_words(log)}", BUG)
         answer = json.loads(said)

@@ -34,11 +34,13 @@ _log = logging.getLogger("penstock.deploy.engines")
 NAMESPACE = "penstock"
 """Ray namespace of all fleets' actors, which have the names of their daemons: NAME-coordinator, NAME-1, NAME-2."""
 HEAD = "node:__internal_head__"
-"""Resource with which Ray marks its head node."""
+"""Resource that only Ray's head node has."""
 NODE_SHARE = 0.001
-"""Amount of a resource that an actor requests to be placed on its node; small, to leave it to others."""
+"""Amount of a node's resource that an actor requests in order to be placed there. It is small, so that the resource
+stays available to others."""
 GIVE_UP_S = 5.0
-"""Seconds for an actor to end its daemon after a failed start: an actor that was never placed does not answer."""
+"""Seconds for an actor to end its daemon after a failed start. It is short because an actor that was never placed does
+not answer."""
 STOP_S = 40.0
 """Seconds for an actor to end its daemon: more than the daemon's own grace."""
 

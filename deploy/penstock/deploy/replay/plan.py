@@ -156,13 +156,14 @@ def _start(
 
 
 def _left(first: int, epoch: int, abandoned: dict[int, int]) -> bool:
-    """Return whether the loop abandoned an epoch in [first, epoch): workers' positions are then unknown beforehand."""
+    """Return whether the loop abandoned an epoch in [first, epoch); then the workers' positions cannot be computed
+    beforehand."""
     return any(first <= abandoned_epoch < epoch for abandoned_epoch in abandoned)
 
 
 def _snapshot(history: pb.History, slot: int, at: Position, abandoned: dict[int, int]) -> pb.SnapshotHeader | None:
-    """Return the newest snapshot from which the slot's position can be reached; durable snapshots were verified. None:
-    start at the attempt's start, as a loader does that is restored by its own methods only."""
+    """Return the newest snapshot from which the slot's position can be reached; all durable snapshots were verified.
+    None: the loader starts at the attempt's start, for example because it is restored by its own methods only."""
     if slot >= len(history.slots):
         return None
     kept = history.slots[slot]
