@@ -176,8 +176,8 @@ class Fleet:
         )
         os.close(write)
         with os.fdopen(read) as pipe:
-            said = await asyncio.wait_for(asyncio.to_thread(pipe.readline), START_DEADLINE_S)
-        self.address = said.strip()
+            line = await asyncio.wait_for(asyncio.to_thread(pipe.readline), START_DEADLINE_S)
+        self.address = line.strip()
         if not self.address:
             raise RuntimeError("the coordinator did not start")
         return time.monotonic() - began

@@ -214,20 +214,22 @@ def _limit(value: int) -> str:
 
 def check_clock(source: str, now: datetime.datetime, synchronised: bool | None) -> Finding:
     """Check the wall clock. `source`: the kernel's clock source, "" if unknown. `synchronised`: None if unknown."""
-    said = f"{now:%Y-%m-%d %H:%M:%S} UTC, clock source {source or 'unknown'}"
+    found = f"{now:%Y-%m-%d %H:%M:%S} UTC, clock source {source or 'unknown'}"
     if now < RELEASED:
-        return problem("clock", said, "The clock is wrong, so certificates are not valid yet: timedatectl set-ntp true")
+        return problem(
+            "clock", found, "The clock is wrong, so certificates are not valid yet: timedatectl set-ntp true"
+        )
     if source in ("hpet", "acpi_pm", "jiffies", "pit"):
         return warning(
-            "clock", f"{said}, where reading it takes microseconds", "Boot with clocksource=tsc (KVM: kvm-clock)."
+            "clock", f"{found}, where reading it takes microseconds", "Boot with clocksource=tsc (KVM: kvm-clock)."
         )
     if synchronised is False:
         return warning(
             "clock",
-            f"{said}, not synchronised by NTP",
+            f"{found}, not synchronised by NTP",
             "timedatectl set-ntp true, on the host if this is a container; leases do not need it, certificates do.",
         )
-    return ok("clock", said if synchronised is None else f"{said}, synchronised by NTP")
+    return ok("clock", found if synchronised is None else f"{found}, synchronised by NTP")
 
 
 def check_disk(path: str, filesystem: str, network: bool, free: int, sync_s: float | None) -> Finding:

@@ -138,7 +138,7 @@ class FleetKeeper:
         loop = asyncio.get_running_loop()
         self._gone, ended = asyncio.Event(), asyncio.Event()
 
-        def hear() -> None:
+        def read_output() -> None:
             for line in out.read():
                 if self.state != "ready":
                     self.line = line.decode(errors="replace").strip()
@@ -150,7 +150,7 @@ class FleetKeeper:
         with LinePipe() as out:
             command = module("penstock.deploy", *self._command(self.line), "--parent-pid", str(os.getpid()))
             self._child = child = spawn(command, stdout=out.theirs, stderr=open_log(self._path))
-            loop.add_reader(out.fileno(), hear)
+            loop.add_reader(out.fileno(), read_output)
             child.on_end(ended.set)
             self.pid = child.pid
             self._become("starting")

@@ -108,11 +108,11 @@ class KubernetesEngine:
         label = ",".join(f"{name}={value}" for name, value in selected.items())
         ended = []
         for kinds in ("deployment", "statefulset,service,networkpolicy,poddisruptionbudget,configmap"):  # workers first
-            said = called(
+            output = called(
                 [*kubectl, "delete", kinds, "--selector", label, "--output", "name", f"--timeout={timeout_s:g}s"],
                 deadline_s=timeout_s + 30,
             )
-            ended += said.split()
+            ended += output.split()
         return ended
 
 

@@ -56,20 +56,20 @@ class LocalEngine:
             finally:  # the supervisor holds the lock from here on
                 os.close(lock)
             try:
-                said, in_time = ready.line(plan.timeout_s + 60), True
+                result, in_time = ready.line(plan.timeout_s + 60), True
             except TimeoutError:
-                said, in_time = None, False
+                result, in_time = None, False
             except BaseException:
                 process.send(signal.SIGTERM)
                 process.wait(WORKER_GRACE_S + COORDINATOR_GRACE_S)
                 raise
-        if said is None:
+        if result is None:
             terminated = in_time and process.result() == -signal.SIGTERM
             process.send(signal.SIGTERM)
             if terminated:  # a signal arrived before the supervisor could handle it
                 raise CommandError(f"the fleet in {where.path} was ended while it was starting", INTERRUPTED)
             raise CommandError(f"the supervisor of the fleet in {where.path} did not start: {last_words(log)}", BUG)
-        answer = json.loads(said)
+        answer = json.loads(result)
         if "error" in answer:
             process.wait(plan.timeout_s)
             raise CommandError(answer["error"], answer["code"])

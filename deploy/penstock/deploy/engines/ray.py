@@ -226,14 +226,14 @@ def _ready(
     found: dict[str, dict[str, Any]] = {}
     for ref in done:
         try:
-            said = ray.get(ref)
+            status = ray.get(ref)
         except ray.exceptions.RayError as error:
             text = str(error).strip().splitlines()[-1]
             raise PenstockError(f"Ray lost the actor {waits[ref]} before it was ready: {text}") from error
-        if "error" in said:
-            remedy = "; put the token file on every node, or pass --send-token" if said["code"] == 12 else ""
-            raise CommandError(f"on node {said['host']}: {said['error']}{remedy}", said["code"])
-        found[waits[ref]] = said
+        if "error" in status:
+            remedy = "; put the token file on every node, or pass --send-token" if status["code"] == 12 else ""
+            raise CommandError(f"on node {status['host']}: {status['error']}{remedy}", status["code"])
+        found[waits[ref]] = status
     if len(found) < len(waits):
         late = sorted(set(waits.values()) - set(found))
         text = f"Ray did not start {', '.join(late)} within {plan.timeout_s:g} s"

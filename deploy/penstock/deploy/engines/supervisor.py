@@ -298,14 +298,14 @@ def main() -> int:
     parser.add_argument("--parent-pid", type=int)
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    folder, said = FleetFolder(options.folder), False
+    folder, is_sent = FleetFolder(options.folder), False
     os.set_inheritable(options.lock_fd, False)
 
-    def say(what: dict[str, Any]) -> None:
-        nonlocal said
-        if said:
+    def send_result(what: dict[str, Any]) -> None:
+        nonlocal is_sent
+        if is_sent:
             return
-        said = True
+        is_sent = True
         with contextlib.suppress(OSError):  # the command was interrupted
             os.write(options.ready_fd, json.dumps(what).encode() + b"\n")
         os.close(options.ready_fd)
@@ -317,18 +317,18 @@ def main() -> int:
         supervise(
             plan,
             folder,
-            lambda fleet: say({"fleet": asdict(fleet)}),
+            lambda fleet: send_result({"fleet": asdict(fleet)}),
             lock=options.lock_fd,
             parent_pid=options.parent_pid,
         )
     except (CommandError, PenstockError) as error:
         code = error.code if isinstance(error, CommandError) else exit_code(error)
         _log.error("%s", error)
-        say({"error": str(error), "code": code})
+        send_result({"error": str(error), "code": code})
         return code
     except OSError as error:
         _log.exception("the supervisor failed")
-        say({"error": f"the supervisor of {folder.path} failed: {error}", "code": BUG})
+        send_result({"error": f"the supervisor of {folder.path} failed: {error}", "code": BUG})
         return BUG
     except KeyboardInterrupt:
         return INTERRUPTED
