@@ -30,8 +30,8 @@ class Case:
     busy_s: float = 0.0
     """Seconds that the source is busy with each batch, by the clock."""
     work: int = 0
-    """Number of turns of `spin` for each batch instead: work that takes longer where other programs use its
-    processor, which `busy_s` would hide."""
+    """Number of turns of `spin` for each batch, instead of `busy_s`. Such work takes longer if other programs use the
+    processor, which `busy_s`, measured by the clock, would hide."""
     state_tensors: int | None = None
     """Number of tensors of 1 KiB in the source's state; None: no state methods."""
     checkpoint_every: int | None = None
@@ -39,7 +39,8 @@ class Case:
     counter: str = ""
     """File of 8 bytes in which the source counts the calls of its state_dict; "" = none."""
     slots: int = 4
-    """Number of ring entries of the floors: that of Penstock's ring where it is known, else by its rule."""
+    """Number of ring entries that the floors use: that of Penstock's ring if it was measured, else computed by
+    Penstock's rule."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -114,8 +115,8 @@ def spin(turns: int) -> int:
 
 
 def calibrate(seconds: float) -> int:
-    """Return the turns of `spin` that take so long here: the least of several attempts, as other programs only slow
-    it."""
+    """Return the turns of `spin` that take that many seconds here, from the fastest of several attempts, because other
+    programs only slow it."""
     turns = 10_000
 
     def took() -> float:

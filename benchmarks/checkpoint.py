@@ -3,9 +3,9 @@
     python -m benchmarks.checkpoint [--rounds 5] [--saves 3] [--mib 1024] [--quick] [--json FILE]
         [--write docs/benchmarks.md] [--folder DIR]
 
-Penstock's AsyncCheckpointer beside torch's own ways to save, and two floors. In each round each mode has one turn, in a
-process of its own (benchmarks/checkpoint_modes.py), in an order that rotates from round to round. Medians are of all
-saves of all rounds, and ratios are of these medians.
+It compares Penstock's AsyncCheckpointer with torch's own methods to save, and with two floors. In each round each mode
+runs once, in a process of its own (benchmarks/checkpoint_modes.py), in an order that rotates from round to round.
+Medians are over all saves of all rounds, and ratios are of these medians.
 
 Memory is measured from outside, in separate turns, because reading a process's memory stalls that process.
 """
@@ -32,14 +32,14 @@ from benchmarks.modes import ROOT
 from benchmarks.processes import adopt_orphans, busy_cores, cpu_s, kill_tree, machine_s, tree
 from benchmarks.report import IDLE_CORES, between
 
-__all__ = ["Amounts", "main", "remembered", "run"]
+__all__ = ["Amounts", "main", "memory_turn", "run"]
 
 SAMPLE_S = 0.02
 """Seconds between two readings of the memory."""
 DEADLINE_S = 600.0
 """Deadline of one turn, in seconds."""
 SETTLED = 5
-"""Number of readings of the memory before the first save; their median is the base."""
+"""Number of readings of the memory before the first save; their median is the baseline."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Turn:
         raise RuntimeError(": ".join([why, *_lines(self._errors)[-1:]]))
 
     def end(self) -> None:
-        """Kill all its processes: torch's process may outlive its parent, and is ours then."""
+        """Kill all its processes. torch's writer process may outlive its parent and is a child of this process then."""
         kill_tree(os.getpid(), itself=False)
         self._process.wait()
         with suppress(ChildProcessError):
@@ -127,16 +127,17 @@ class Memory:
 
     pss: int
     files: int
-    """Part of it in mapped files, such as libraries."""
+    """Bytes of it in mapped files, such as libraries."""
     others: int
-    """Private memory of the processes besides the first: all but shared memory."""
+    """Bytes of it that are private memory of the processes other than the first."""
 
 
 def memory_of(first: int) -> Memory:
     """Return the memory of the process `first` and of all other processes that this program has started.
 
-    They are read one after the other, and then once more in the reverse order: while a writer maps memory of another
-    process, the halves that move to it would otherwise be counted twice, or not at all.
+    The processes are read one after the other, and then once more in reverse order. While a writer maps memory of
+    another process, a share of that memory moves to the writer; with one order only it would be counted twice, or not
+    at all.
     """
     pids = [pid for pid in tree(os.getpid()) if pid != os.getpid()]
     pss = files = others = 0
@@ -162,9 +163,9 @@ def timed(mode: str, amounts: Amounts, folder: Path) -> list[dict[str, float]]:
         turn.end()
 
 
-def remembered(mode: str, amounts: Amounts, folder: Path) -> dict[str, int]:
-    """Run a turn with readings of memory, from before the first save to its end. Return the base, and the peak of all
-    processes together."""
+def memory_turn(mode: str, amounts: Amounts, folder: Path) -> dict[str, int]:
+    """Run a turn with readings of memory, from before the first save to its end. Return the baseline, and the peak of
+    all processes together."""
     turn = Turn(mode, amounts, folder, held=True)
     try:
         turn.ready()
@@ -221,7 +222,7 @@ def run(amounts: Amounts, folder: Path) -> dict[str, Any]:
     for number in range(amounts.memory_rounds):
         for name in MODES:
             try:
-                memory[name].append(remembered(name, amounts, folder))
+                memory[name].append(memory_turn(name, amounts, folder))
             except RuntimeError as error:
                 failures.append(f"{name}, memory, round {number + 1}: {error}")
     took = time.monotonic() - began

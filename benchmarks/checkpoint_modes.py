@@ -1,11 +1,11 @@
 """Modes of saving a checkpoint, each in a process of its own that benchmarks/checkpoint.py starts.
 
-Each runs a small training loop: steps of matrix products on all cores, which end with a change of part of the saved
-tensors, as an optimizer's step does. Some saves are made in it, and steps are timed: how long the call for a save
-stalls the loop, how much longer the steps take until the checkpoint is on disk, and when that is.
+Each runs a small training loop. A step computes matrix products on all cores and then changes part of the saved
+tensors, as an optimizer's step does. Some saves are made in the loop. Measured are the time that the call for a save
+stalls the loop, the excess of the steps until the checkpoint is on disk, and the time until then.
 
-Where a mode copies while the loop runs, the loop waits before it changes tensors that are being copied, because
-otherwise the checkpoint would mix two steps; that wait is part of the stall.
+If a mode copies while the loop runs, the loop waits before it changes tensors that are being copied, because the
+checkpoint would otherwise mix two steps. That wait is part of the stall.
 
 "floor" is the lower limit: it only copies the same bytes once, and writes them once.
 """
@@ -44,7 +44,7 @@ TENSORS = 192
 
 
 class Mode(ABC):
-    """Way to save."""
+    """Method of saving a checkpoint."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -61,7 +61,7 @@ class Mode(ABC):
     def wait(self) -> None:
         """Wait until the last save is on the disk."""
 
-    # Most modes have copied when `save` returns, and have nothing to release.
+    # The two methods below do nothing in most modes, which have copied when `save` returns and hold no resources.
 
     def settle(self) -> None:  # noqa: B027
         """Wait, before the loop changes the state, until it has been copied."""

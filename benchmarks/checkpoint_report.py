@@ -17,8 +17,9 @@ PLAIN, THREAD, MEANWHILE, PENSTOCK = "dcp.save", "dcp.async_save, thread", "proc
 COPYING = (PLAIN, THREAD, "thread, kept stager", "dcp.async_save, process", "process, shared stager")
 """torch's modes whose call returns when all has been copied, as Penstock's does."""
 MODES = (*COPYING, MEANWHILE, PENSTOCK)
-"""Modes of benchmarks/checkpoint_modes.py, which is not imported: it imports torch, and a program with torch loaded
-halves the share of torch that a measured process seems to hold."""
+"""Modes of benchmarks/checkpoint_modes.py. That module is not imported here, because it imports torch: if this process
+had torch loaded, the measured process would share torch's pages with it and seem to use half as much memory for
+them."""
 FLOOR = "floor"
 
 STALL, EXCESS, TOTAL, COPIES = 1.0, 0.5, 1.2, 1.05
@@ -43,13 +44,13 @@ def _median(results: dict[str, Any], mode: str, key: str) -> float | None:
 
 
 def _worst(results: dict[str, Any], mode: str) -> dict[str, Any] | None:
-    """The turn in which it took the most memory, with `above`: bytes above its base."""
+    """Return the mode's turn with the most memory, with `above`: bytes above its baseline."""
     turns = [{**turn, "above": turn["peak"] - turn["base"]} for turn in results["memory"].get(mode, [])]
     return max(turns, key=lambda turn: turn["above"], default=None)
 
 
 def judge(results: dict[str, Any]) -> list[Verdict]:
-    """Each promise with its figure."""
+    """Return the verdict on each target."""
     stalls = {mode: stall for mode in COPYING if (stall := _median(results, mode, "stall")) is not None}
     best = min(stalls, key=lambda mode: stalls[mode], default="no mode of torch's")
     ratios = (
@@ -62,7 +63,7 @@ def judge(results: dict[str, Any]) -> list[Verdict]:
     for what, wanted, key, other in ratios:
         own, theirs = _median(results, PENSTOCK, key), _median(results, other, key)
         found, met = "-", None
-        if own is not None and theirs is not None and theirs > 0:  # an excess may be lost in the noise
+        if own is not None and theirs is not None and theirs > 0:  # an excess may be 0 or less, because of noise
             met = own <= wanted * theirs
             found = f"{own / theirs:.2f}x ({_seconds(own)} s; {other}: {_seconds(theirs)} s)"
         verdicts.append(Verdict("checkpoints", what, f"<= {wanted:.2f}x", found, met))

@@ -8,8 +8,8 @@ user code and Penstock together; on a shared machine it is more reliable than th
 interleaved and medians reported.
 
 "shared" is default_collate as in a worker process of torch's DataLoader, which makes shared memory for each batch.
-"held" is our collate in a loader that still holds its batch at the yield, so that it must be copied after all. "ready"
-yields one finished batch repeatedly, with the copy into the ring and no stacking.
+"held" is Penstock's collate in a loader that still references its batch at the yield, so that the batch must be copied.
+"ready" yields one finished batch repeatedly, with the copy into the ring and no stacking.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def loaded(name: str) -> compression.Codec:
 
 
 def pack(packer: Packer, data: memoryview) -> None:
-    packer._skip = 0  # try again after a skip
+    packer._skip = 0  # compress again, although the last batch was skipped as incompressible
     packer.pack(data)
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/device.py [--device cuda|cuda:N|cpu] [--workers N] [--rounds 3] [--max-bytes N] [--json FILE]
 
-Every way carries the same bytes of ready batches, and the loop does nothing with them; the time ends when the device
+Every mode transfers the same bytes of ready batches, and the loop does nothing with them; the time ends when the device
 has all of them.
 
     plain copy      from page-locked buffers, as many as a ring has slots, into memory that is there already: what the
@@ -11,9 +11,9 @@ has all of them.
     host batches    Appliance() without a device, and .to(device, non_blocking=True) in the loop
     torch           torch's DataLoader with N workers and pin_memory=True, and .to(device, non_blocking=True)
 
-`loop us` is processor time of the loop's thread a batch. The last size is a dict of 8 tensors of 8 KiB, for the cost of
-many leaves. One worker fills a ring at most at memcpy's speed: use as many as the link needs. Rounds are interleaved
-and medians reported; figures hold for one run on one machine.
+`loop us` is processor time of the loop's thread per batch. The last size is a dict of 8 tensors of 8 KiB, for the cost
+of many leaves. One worker fills a ring at most at memcpy's speed, so use as many as the link needs. Rounds are
+interleaved and medians reported; figures are comparable only within one run on one machine.
 
 Exit codes: 0 measured; 3 nothing was measured, because there is no such device here.
 """
@@ -49,8 +49,8 @@ NO_DEVICE = 3
 
 
 class Ready(torch.utils.data.IterableDataset[Any]):
-    """Dataset that repeats one batch as a new tensor each time: torch's DataLoader moves what it sends to shared
-    memory, and would not copy it a second time."""
+    """Dataset that repeats one batch, as a new tensor object each time. torch's DataLoader moves a tensor that it sends
+    to shared memory, and would not copy the same object a second time."""
 
     def __init__(self, size: int, leaves: int, batches: int) -> None:
         self.size = size

@@ -3,12 +3,12 @@ one run.
 
     python -m benchmarks.digest [--rounds 5] [--json FILE]
 
-A source of ready batches, one worker slot, the same host's lane, all else on. "none" replaces the digest by a constant
-in the runner and the loop, which no option does; only the chain in the loop remains. The kinds take turns within each
-round, and medians over the rounds are reported, with the share of the rate that a kind loses against "none". On two
-cores the rate varies by more than the cost of a digest, so the call is also timed by itself, over a region that was
-just written, as the runner's is; `share` is its share of the time between two batches of the stream, at its fastest.
-Such a source is the worst case: the time of a real source hides the digest.
+The source yields ready batches, with one worker slot, the same host's lane, and all other features on. "none" replaces
+the digest by a constant in the runner and the loop, which no option does; only the chaining in the loop remains. The
+kinds take turns within each round. Reported are medians over the rounds, and the share of the rate that a kind loses
+against "none". On two cores the rate varies by more than the cost of a digest. So the call is also timed by itself,
+over memory that was just written, as in the runner; `share` is its share of the time between two batches of the stream,
+at the stream's fastest. Ready batches are the worst case, because the time of a real source hides the digest.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def main() -> None:
     rows = []
     for size, kinds in seen.items():
         for kind, rates in kinds.items():
-            # Rounds are compared with themselves: other load in a round slows all of its kinds.
+            # Kinds are compared within a round, because other load in a round slows all of its kinds.
             cost = statistics.median(
                 1 - with_it / without for with_it, without in zip(rates, kinds["none"], strict=True)
             )

@@ -1,7 +1,7 @@
 """Reduction of the rounds' measurements to one figure: medians, ratios within a round, costs per gigabyte.
 
-A ratio is taken within each round, between two measurements seconds apart, and then its median: load that slows the
-machine for a minute slows both. A missing figure is None throughout, and never omitted silently.
+A ratio is computed within each round, between two measurements seconds apart, and then its median is taken, because
+load that slows the machine for a minute slows both. A missing figure is None throughout, and never omitted silently.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python -m benchmarks.fleet_load --workers 1000 --boxes 100 --seconds 10      ->  one line of JSON
 
 It runs in a process of its own. Another process, the probe, with a connection of its own, measures the duration of a
-heartbeat: the generator serves thousands of workers, so that its own event loop is late at times, and that is not
-the coordinator's time. The probe's heartbeats are those of a worker that reports a change (no hold).
+heartbeat, because the generator's event loop serves thousands of workers and is late at times, which would be counted
+as the coordinator's time. The probe's heartbeats are those of a worker that reports a change, so they are not held.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ async def probe(address: str, workers: int) -> None:
         while True:
             name = f"w{rng.randrange(workers):05d}"
             began = time.monotonic()
-            with suppress(Exception):  # a coordinator that restarts; the gap in the times shows it
+            with suppress(Exception):  # the coordinator restarts; the gap in the printed times shows it
                 await client.heartbeat(pb.HeartbeatRequest(worker=name, session=f"{name}-1"))
             ended = time.monotonic()
             print(f"{began:.6f} {ended - began:.6f}", flush=True)
@@ -176,8 +176,8 @@ class Fleet:
         )
         os.close(write)
         with os.fdopen(read) as pipe:
-            said = await asyncio.wait_for(asyncio.to_thread(pipe.readline), START_DEADLINE_S)
-        self.address = said.strip()
+            line = await asyncio.wait_for(asyncio.to_thread(pipe.readline), START_DEADLINE_S)
+        self.address = line.strip()
         if not self.address:
             raise RuntimeError("the coordinator did not start")
         return time.monotonic() - began
@@ -243,7 +243,7 @@ class Fleet:
         """Run all workers and boxes."""
         for box in self.boxes:
             box.train()
-        # The rest of the opening takes at most two heartbeats.
+        # The opening's remaining work takes at most two heartbeats.
         await asyncio.sleep(min(2.0, self.seconds) + 2 * max(worker.heartbeat_s for worker in self.workers))
         async with self.measured() as found:
             await asyncio.sleep(self.seconds)

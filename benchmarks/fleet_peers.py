@@ -3,7 +3,7 @@
 A fake worker does what worker/penstock/worker/daemon/daemon.py does: it registers, keeps one long poll open, reports a
 change at once beside it, makes a slot's first snapshot durable before the slot is READY, sends later ones at its
 quota, and answers state requests. A fake box opens the run and watches it, and its training loop takes
-STEPS_PER_S batches a second. Everything that a coordinator does not see is missing: runners, rings and lanes.
+STEPS_PER_S batches a second. It has no runners, rings and lanes, because a coordinator has no contact with them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ __all__ = ["FakeBox", "FakeWorker", "Payload", "Tally"]
 STEPS_PER_S = 10.0
 """Rate of each box's training loop, in steps a second."""
 RETRY_S = 2.0
-"""Mean pause before a call is retried, in seconds. A real daemon waits 0.3 s, but each of those has a process:
-thousands that retry so often in one would keep it from connecting at all."""
+"""Mean pause before a call is retried, in seconds. A real daemon waits 0.3 s in a process of its own; thousands of fake
+workers that retry so often in one process would keep it from connecting at all."""
 JOB = "fleet"
 
 
@@ -72,7 +72,7 @@ class Payload:
     state: bytes = bytes(1024)
     snapshot: bytes = bytes(1024)
     sending: bool = False
-    """Flag: snapshots are sent beyond the first of a slot."""
+    """True if snapshots are sent beyond the first one of a slot."""
 
 
 async def _cancelled(*tasks: asyncio.Task[None]) -> None:
@@ -180,7 +180,7 @@ class FakeWorker:
             self._told(reply)
             self._take(reply)
 
-    async def _say(self) -> None:
+    async def _report_change(self) -> None:
         """Report a change at once."""
         while True:
             try:
@@ -222,7 +222,7 @@ class FakeWorker:
         await self._put(assignment, 0)
         if key in self.assignments:
             self._ready.add(key)
-            await self._say()
+            await self._report_change()
 
     async def _uploads(self) -> None:
         while not self._payload.sending:
@@ -359,7 +359,7 @@ class FakeBox:
             self._hold_s, self._lease_s = reply.heartbeat_s, reply.lease_s
             if reply.version != seen:
                 seen = reply.version
-                self._tally.lost += sum("not heard of" in view.note for view in reply.slots)
+                self._tally.lost += sum("has not reported" in view.note for view in reply.slots)
                 if not settled and all(view.phase == pb.READY for view in reply.slots):
                     settled = True
                     self._tally.settled.append((self.number, time.monotonic()))

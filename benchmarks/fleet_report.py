@@ -106,8 +106,8 @@ def judge(results: dict[str, Any]) -> list[Verdict]:
         met = None if found is None else found >= target.wanted if target.at_least else found <= target.wanted
         bound = "at least" if target.at_least else "at most"
         wanted = f"{bound} {target.shape.format(target.wanted)}"
-        told = "-" if found is None else target.shape.format(found)
-        verdicts.append(Verdict("fleet", target.what, wanted, told, met))
+        figure = "-" if found is None else target.shape.format(found)
+        verdicts.append(Verdict("fleet", target.what, wanted, figure, met))
     return verdicts
 
 

@@ -56,7 +56,7 @@ class Memcpy(Way):
 
 
 class RawTcp(Way):
-    # A fork shares our command line: it is the sender, because we are the root.
+    # A forked process has the same command line; the one below the root is the sender.
     roles = (Role("benchmarks.floors", "sender"),)
 
     @contextmanager

@@ -39,7 +39,7 @@ QUICK = Plan(
     slots=(4, 8),
     slots_s=0.5,
 )
-"""Durations of a test run, whose figures mean nothing."""
+"""Durations of a test run, too short for meaningful figures."""
 
 
 def arguments(given: list[str] | None) -> argparse.Namespace:
@@ -82,7 +82,7 @@ def run(options: argparse.Namespace, plan: Plan) -> dict[str, Any]:
         noise["others"] = max(0.0, machine_s() - _ours_s() - used) / took
     finally:
         stage.close()
-        kill_tree(os.getpid(), itself=False)  # no descendant of a player may outlive us
+        kill_tree(os.getpid(), itself=False)  # no descendant of a player may outlive this process
     noise["steal"] = (machine.steal_s() - steal) / (took * (os.cpu_count() or 1))
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),

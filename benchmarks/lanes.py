@@ -6,8 +6,8 @@ For each batch size, in one run so that the figures can be compared: copying it 
 connection between two processes (a send and a receive for each batch, no framing), the local lane (runner, consumer),
 and the TCP lane (runner, sender, receiver, consumer). The runner copies each batch into its ring from ordinary memory,
 as `FlatBatch.write_to` does; the consumer reads the first byte, and releases entries in groups of a quarter of the
-ring. The ways take turns, and the fastest round of each counts: other load only slows them. `cpu us` is processor time
-a batch of each process, in that order.
+ring. The modes take turns, and the fastest round of each counts, because other load only slows them. `cpu us` is
+processor time per batch of each process, in that order.
 """
 
 from __future__ import annotations

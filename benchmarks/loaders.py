@@ -1,8 +1,8 @@
 """Loaders of the cases for all players that run torch: Penstock's workers, DataLoader, StatefulDataLoader.
 
-Memory is ready and the tensor object is new for each batch. Repeating one object would flatter torch's DataLoader,
-which moves a tensor's memory to shared memory at its first send and then never copies again; a loader of real
-data does not have that.
+Memory is ready and the tensor object is new for each batch. Repeating one object would make torch's DataLoader look
+faster than with real data: it moves a tensor's memory to shared memory at its first send, and then never copies it
+again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Description of the machine and software of a run, without which a figure has no meaning."""
+"""Description of the machine and software of a run, which a reader needs to interpret its figures."""
 
 from __future__ import annotations
 

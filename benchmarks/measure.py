@@ -1,8 +1,8 @@
 """Measurement of one mode: a warm-up, a span for throughput and processor time, memory, a span for latency.
 
-The loop only holds a batch until the next one comes, as a `for` loop does. In the span for throughput the clock is read
-about a hundred times a second and not at each batch; each `next()` is timed by itself in a span of its own. Standard
-library only: it runs in the peers' environments too.
+The loop only holds a batch until it takes the next one, as a `for` loop does. In the span for throughput the clock is
+read about a hundred times a second, not at each batch; in a later span each `next()` is timed by itself. This module
+imports only the standard library, because it runs in the peers' environments too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CHECK_S = 0.01
 def consume(
     batches: Iterator[Any], seconds: float, at_least: int, at_most_s: float, clock: Clock = time.perf_counter
 ) -> tuple[int, float]:
-    """Take batches for so long. Return their number and the seconds.
+    """Take batches for that many seconds. Return their number and the time taken in seconds.
 
     at_least: smallest number of batches, up to `at_most_s` seconds.
     """
@@ -94,8 +94,8 @@ def measure(batches: Iterator[Any], case: Case, times: Times, roles: Sequence[Ro
     del first
     consume(batches, times.warm_s, 3, times.at_most_s)
     states = count_of(case.counter)
-    # Reading /proc of a whole tree takes milliseconds: this process's own time is read after it at the start, before it
-    # at the end.
+    # Reading /proc of a whole tree takes milliseconds. So that they do not count, this process's own time is read after
+    # /proc at the start, and before it at the end.
     before = {**cpu_by_role(root, roles), CONSUMER: cpu_s(root)}
     thread = time.thread_time()
     count, span = consume(batches, times.span_s, times.at_least, times.at_most_s)
@@ -104,7 +104,7 @@ def measure(batches: Iterator[Any], case: Case, times: Times, roles: Sequence[Ro
     after = {**cpu_by_role(root, roles), CONSUMER: own}
     states = count_of(case.counter) - states
     memory, rings = memory_by_role(root, roles), ring_bytes(root)
-    # Batches were prepared during these reads: the first ones after them show no latency.
+    # Batches were prepared during these reads, so the first ones after them would show no latency.
     consume(batches, times.latency_s / 4, 3, times.at_most_s)
     waits = latencies(batches, times.latency_s, times.at_least, times.at_most_s)
     return {

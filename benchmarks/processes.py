@@ -1,7 +1,7 @@
-"""Costs of a tree of processes, read from /proc: processor time, memory, rings. Standard library only.
+"""Costs of a tree of processes, read from /proc: processor time, memory, rings. It imports only the standard library.
 
-Every mode is measured in the same way: a player, the consumer, is the root of a tree, and its descendants are the other
-sides. Command lines tell processes apart.
+Every mode is measured in the same way: a player, which is the consumer, is the root of a tree, and the mode's other
+processes are its descendants, distinguished by their command lines.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def adopt_orphans() -> None:
 
 
 def _stat(pid: int) -> list[str]:
-    # The name in brackets may hold anything; fields are counted after it, the state being the first.
+    # The process name in parentheses may contain any character, so fields are counted after its end; the first is the
+    # state.
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
@@ -101,8 +102,8 @@ def role_of(process: Process, family: Mapping[int, Process], root: int, roles: I
 def cpu_s(pid: int) -> float:
     """Return the processor seconds of a process so far, including its children that ended and were waited for.
 
-    Its own are exact to the nanosecond, those of children to a clock tick. A sum over a tree loses nothing when
-    a process of it ends: its time moves to its parent.
+    Its own time is exact to the nanosecond, that of children to a clock tick. A sum over a tree stays complete when a
+    process in it ends, because its time is added to its parent's.
     """
     try:
         fields = _stat(pid)

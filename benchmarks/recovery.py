@@ -2,11 +2,11 @@
 
     python -m benchmarks.recovery [--kills 10]
 
-A coordinator and two daemons with enough slots, default settings, one box with one slot, so that every kill shows at
-once: the loop takes all batches in flight before it waits. "runner": the process that runs the loader is
-killed; "daemon": the whole daemon is, and started again for the next kill: seconds from the kill to the next batch of
-the slot. "drained": the worker is drained, and the slot migrates: the longest wait of the loop for one batch
-meanwhile, of which 20 ms are the batch itself. Prints one JSON object: seconds, by lane and by operation.
+It starts a coordinator and two daemons with enough slots and default settings, and one box with one slot, so that the
+loop waits as soon as it has taken all batches in flight. "runner" kills the process that runs the loader; "daemon"
+kills the whole daemon, which is started again for the next kill. Both measure the seconds from the kill to the slot's
+next batch. "drained" drains the worker, so that the slot migrates, and measures the longest wait of the loop for one
+batch meanwhile, of which 20 ms are the batch itself. It prints one JSON object: seconds, by lane and by operation.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ WARM = 30
 
 
 class Slow:
-    """Source of a batch each 20 ms, so that a ring does not hold the whole run. It has a state: a source without one is
-    replayed from the start of the epoch, which takes time."""
+    """Source of a batch each 20 ms, so that a ring does not hold the whole run. It has a state, because a source
+    without one would be replayed from the start of the epoch, which takes time."""
 
     def __init__(self) -> None:
         self.number = 0

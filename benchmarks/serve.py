@@ -1,4 +1,4 @@
-"""A player's side of the protocol: JSON requests, one a line, on standard input; answers likewise on standard output.
+"""A player's side of the protocol: JSON requests, one per line, on standard input; answers likewise on standard output.
 
 A player is a process of its own, so that the consumer of each mode is alone in its process, all that the mode starts is
 its descendant, and a peer runs with the interpreter of its own environment. It starts once and takes turns with
@@ -31,7 +31,7 @@ __all__ = ["Way", "serve"]
 
 
 class Way(ABC):
-    """Way to get batches, which a player creates and measures."""
+    """Source of batches, which a player creates and measures."""
 
     roles: Sequence[Role] = ()
     """Roles of the processes that it starts."""
@@ -58,9 +58,10 @@ def _answer(way: Way, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def serve(make: Callable[[], Way]) -> None:
-    """Create the way, and answer requests until standard input ends."""
+    """Create the source, and answer requests until standard input ends."""
     adopt_orphans()
-    # Libraries and their processes print to standard output: it stays theirs, and answers use a copy.
+    # Libraries and their processes print to descriptor 1, so that becomes standard error, and answers go to a copy of
+    # standard output.
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)
         way = make()

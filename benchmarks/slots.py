@@ -32,7 +32,7 @@ WAIT_S = 0.002
 
 
 class Order:
-    """Check that each batch is the one that is due: slots in turn, each slot's batches in their order."""
+    """Check of the order: slots in turn, and each slot's batches in their order."""
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
@@ -56,8 +56,8 @@ def one_source(seconds: float) -> float:
 
 
 def ready_batches(batches: Generator[Any, None, None], order: Order, rate: float) -> float:
-    """Return the number of batches that wait for a loop that has paused: those it then gets at once, less those made
-    meanwhile.
+    """Return the number of batches that are ready after the loop has paused: those that it then gets at once, less
+    those made meanwhile.
 
     rate: batches a second of all sources.
     """
@@ -86,7 +86,7 @@ def run(slots: int, seconds: float, lane: str) -> dict[str, Any]:
         for batch in islice(batches, slots - 1):
             order.check(batch)
         last = time.perf_counter()
-        # Batches that piled up during the start do not count.
+        # Batches that were prepared during the start do not count.
         until = time.perf_counter() + seconds / 4
         while time.perf_counter() < until:
             order.check(next(batches))

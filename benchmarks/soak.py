@@ -1,4 +1,4 @@
-"""Growth of each process in a long run of both lanes, which must be none.
+"""Check that no process grows in a long run of both lanes.
 
     python -m benchmarks.soak [--batches 200000] [--lanes auto,tcp]
 
@@ -36,7 +36,7 @@ MOST_DESCRIPTORS = 1
 
 
 def source() -> Iterator[dict[str, torch.Tensor]]:
-    """Yield batches whose tensor objects are new each time, and whose memory is not."""
+    """Yield batches with new tensor objects over the same memory each time."""
     leaves = {f"leaf{number}": torch.full((8, 4), number) for number in range(LEAVES)}
     while True:
         yield {name: leaf.view_as(leaf) for name, leaf in leaves.items()}

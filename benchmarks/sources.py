@@ -90,7 +90,7 @@ def times(saved: dict[str, float], samples: int) -> dict[str, float]:
     return {**saved, "rate": samples * saved["rate"]}
 
 
-def ours_seeks(length: int) -> float:
+def penstock_seek_s(length: int) -> float:
     """Return the seconds from a state at 90% of a shuffled epoch to the next batch, construction included."""
     dataset = Numbers(length)
 
@@ -105,7 +105,7 @@ def ours_seeks(length: int) -> float:
     return time.perf_counter() - began
 
 
-def theirs_seeks(length: int) -> float:
+def stateful_seek_s(length: int) -> float:
     """Return the same of StatefulDataLoader. Its state after one batch gets a larger count of samples: reading up to
     there would take minutes, and the load takes as long as with a real one."""
     dataset = Numbers(length)
@@ -154,9 +154,9 @@ def figures(rows: Rows, texts: list[Any], amounts: Amounts) -> dict[str, Any]:
             name: times(saving(makes[name], amounts.batches), BATCH) for name in ("Penstock", "StatefulDataLoader")
         }
     for length in amounts.lengths:
-        found["seek"][str(length)] = {"Penstock": ours_seeks(length)}
+        found["seek"][str(length)] = {"Penstock": penstock_seek_s(length)}
         if length <= amounts.theirs:
-            found["seek"][str(length)]["StatefulDataLoader"] = theirs_seeks(length)
+            found["seek"][str(length)]["StatefulDataLoader"] = stateful_seek_s(length)
     lines = max(20, amounts.batches // 4)
     for shards in SHARDS:
         make = partial(packed, texts, shards)

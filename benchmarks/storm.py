@@ -1,4 +1,4 @@
-"""Many jobs that open, or many boxes that save, at the same moment: do all requests succeed?
+"""Check that all requests succeed when many jobs open, or many boxes save, at the same moment.
 
     python -m benchmarks.storm [--jobs 50] [--timeout-s 120]
     python -m benchmarks.storm --save [--boxes 200] [--rounds 3] [--timeout-s 600]

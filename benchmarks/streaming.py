@@ -290,7 +290,7 @@ class Bench:
 
 
 def _warm(folder: Path) -> None:
-    """Read all of it into the page cache: the kernel may have evicted it between two turns."""
+    """Read the folder's files into the page cache, because the kernel may have evicted them between two turns."""
     for path in filter(Path.is_file, folder.iterdir()):
         with path.open("rb", buffering=0) as file:
             while file.read(1 << 20):
@@ -299,7 +299,7 @@ def _warm(folder: Path) -> None:
 
 @contextmanager
 def _server(folder: Path, delay_s: float) -> Iterator[str]:
-    """Its address."""
+    """Serve the folder; yield the server's address."""
     command = [sys.executable, "-m", "benchmarks.streaming_server", str(folder), "--delay", str(delay_s)]
     process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None
@@ -313,7 +313,7 @@ def _server(folder: Path, delay_s: float) -> Iterator[str]:
 
 
 def figures(size: Size, rounds: int, players: Players, folder: Path) -> dict[str, Any]:
-    """All suites."""
+    """Run all suites and return their figures."""
     bench = Bench(size, players, folder)
     bench.prepare()
     for _ in range(rounds):

@@ -1,4 +1,4 @@
-"""Datasets of the benchmark of streaming datasets, and the use of a sample: the same for all readers.
+"""Datasets of the benchmark of streaming datasets, and the work done with each sample, the same for all readers.
 
 Values are a function of the sample's number, so that each writer writes the same ones in its own format. It runs
 in the peers' environments too: numpy, torch and Pillow only.
@@ -19,7 +19,7 @@ from PIL import Image
 __all__ = ["BATCH", "KINDS", "TINY", "Kind", "collate", "look_at", "value_checksum"]
 
 BATCH = 32
-"""Samples."""
+"""Number of samples of a batch."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ TINY = Kind("tiny", "", "", 1_000_000, 8, 4 + 4 * 1001 + 8 * 1000 + 400, lambda 
 
 
 def look_at(sample: dict[str, Any]) -> None:
-    """Decode an image, which happens when its pixels are read; all else is decoded already."""
+    """Read an image's pixels, which decodes it; all other values are decoded already."""
     np.asarray(sample["image"])
 
 

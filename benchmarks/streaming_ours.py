@@ -176,8 +176,8 @@ def _image(sample: bytes) -> dict[str, Any]:
 
 
 def _copies(sizes: list[int]) -> Iterator[int]:
-    """Yield copies whose sources lie apart, so that they come from memory and not from a cache, as a file's pages
-    do."""
+    """Yield copies whose sources are far apart in memory, so that they are read from memory and not from a processor
+    cache, like a file's pages."""
     source, target = memoryview(bytes(256 << 20)), memoryview(bytearray(1 << 20))
     begin = 0
     for size in sizes:

@@ -42,7 +42,7 @@ class Reader(ABC):
     packages: Sequence[str] = ()
     """Packages whose versions are reported."""
     decodes = True
-    """Flag: it yields values of samples; otherwise their bytes."""
+    """True if it yields decoded values of samples; otherwise their bytes."""
 
     @abstractmethod
     def samples(self, kind: str, folder: str, *, shuffle: bool) -> Iterator[dict[str, Any]]:
@@ -103,7 +103,8 @@ def _epochs(reader: Reader, request: dict[str, Any]) -> dict[str, Any]:
         answer = {name: answer[name] + found[name] for name in answer}
         if answer["seconds"] >= request["at_least_s"] or time.perf_counter() - begun > LONGEST_S:
             return answer
-        gc.collect()  # a finished epoch may be held by a cycle, and some readers cannot be opened twice at a time
+        # frees a finished epoch in a reference cycle, because some readers cannot be opened twice at a time
+        gc.collect()
 
 
 def _epoch(reader: Reader, request: dict[str, Any]) -> dict[str, Any]:
@@ -159,10 +160,12 @@ def answer_of(reader: Reader, request: dict[str, Any]) -> dict[str, Any]:
 def play(reader: Reader) -> None:
     """Answer requests until standard input ends."""
     torch.set_num_threads(1)
-    # Until a process has freed a large block, the C library returns each freed batch to the kernel, and allocates it
-    # anew page by page (samples of 64 KiB: a fifth of the rate). A training process has freed one.
+    # Until a process has freed a large block once, the C library returns each freed batch to the kernel and allocates
+    # it again page by page, which costs a fifth of the rate with samples of 64 KiB. Training processes have freed one,
+    # so this process frees one too.
     np.empty(LARGE_BYTES, np.uint8)
-    # Libraries and their processes print to standard output: it stays theirs, and answers use a copy.
+    # Libraries and their processes print to descriptor 1, so that becomes standard error, and answers go to a copy of
+    # standard output.
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)
         for line in sys.stdin:

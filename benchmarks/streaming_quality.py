@@ -33,10 +33,10 @@ class Quality:
     """Mean chi-square over the shards of their samples in BINS parts of the epoch, over its degrees of
     freedom."""
     most_in_use: float
-    """Largest number of shards between their first and their last sample, over all shards: the size of a cache
-    in which none is downloaded twice. All but 1 if uniform."""
+    """Largest share of the shards in use at one time. A shard is in use from its first to its last sample, so a cache
+    of this size downloads no shard twice. Nearly 1 if uniform."""
     mean_in_use: float
-    """Mean of the same."""
+    """Mean share of the shards in use."""
 
 
 def quality(order: npt.NDArray[np.int64], shards: int, per_shard: int) -> Quality:

@@ -1,7 +1,7 @@
 """Targets and verdicts: each target with its figure.
 
-A target without a figure, because a peer is missing or failed, is reported as such; a missed one is reported with
-its figure. Neither is left out.
+A target without a figure, because a peer is missing or failed, is reported as not measured; a missed one is reported
+with its figure.
 """
 
 from __future__ import annotations

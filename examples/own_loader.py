@@ -42,7 +42,8 @@ class WindowLoader:
     tokens: uint8, [batch_size, WINDOW + 1]; window: int64, [batch_size], the windows' numbers; epoch: int, from 0.
     """
 
-    loads_own_state = True  # load_state_dict also takes a result of state_dict: a lost worker need not start over
+    # load_state_dict also accepts a result of state_dict, so that a lost worker need not start over
+    loads_own_state = True
 
     def __init__(self, windows: torch.Tensor, batch_size: int) -> None:
         self.windows = windows

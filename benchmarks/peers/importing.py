@@ -16,8 +16,9 @@ __all__ = ["import_streaming"]
 def import_streaming() -> Any:
     """Return the package, imported by name, because the type checker's environment lacks it.
 
-    It imports torchvision for its image datasets, which are not used here, and its import fails where torchvision was
-    built for another torch: the one that pip finds may be for CUDA where torch is not. Then a stand-in takes its place.
+    The package imports torchvision for its image datasets, which are not used here. That import fails if torchvision
+    was built for another torch: pip may find one for CUDA although torch is for processors. Then a stub replaces
+    torchvision.
     """
     try:
         importlib.import_module("torchvision")

@@ -2,9 +2,10 @@
 
     python -m benchmarks.peers.litdata_streaming
 
-As its documentation advises: written by `optimize` in chunks of 64 MB, read by StreamingDataset and StreamingDataLoader
-with their defaults. No images: it decodes them with torchvision and not with Pillow, so the comparison would be of
-those two. No reads from a server: it has no plain HTTP. No start in 10^6 tiny samples: writing them takes minutes.
+As its documentation advises, data are written by `optimize` in chunks of 64 MB and read by StreamingDataset and
+StreamingDataLoader with their defaults. Three cases are left out: images, because litdata decodes them with torchvision
+and not with Pillow, so the comparison would be of those two; reads from a server, because it has no plain HTTP; and a
+start in 10^6 tiny samples, because writing them takes minutes.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class LitData(Reader):
         )
 
     def samples(self, kind: str, folder: str, *, shuffle: bool) -> Iterator[dict[str, Any]]:
-        # Its iterator starts again on each request, so only this loop may take it.
+        # Each iter() of the library's loader starts it again, so only this loop may call it.
         for sample in litdata.StreamingDataset(folder, shuffle=shuffle):  # noqa: UP028
             yield sample
 

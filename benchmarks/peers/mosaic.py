@@ -4,8 +4,9 @@
 
 Its source is files in its own format, so it cannot yield ready batches: the worker finds, reads and decodes each
 sample. The files are written before the measurement, without compression and hashes, and are in the page cache. A
-sample is one batch of ours and the loader's batches have one sample, passed on as decoded: batches of 8 smaller
-samples, collated by torch, were slower. No shuffling. One epoch is longer than any measurement.
+sample has the size of one batch of the case, and the loader's batches have one sample, passed on as decoded, because
+batches of 8 smaller samples, collated by torch, were slower. It does not shuffle. One epoch is longer than any
+measurement.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def _handed_on(samples: list[dict[str, Any]]) -> Any:
 
 
 class Mosaic(Way):
-    # A fork has our command line.
+    # A forked worker has the same command line as this process.
     roles = (Role("benchmarks.peers.mosaic", "worker"), Role("resource_tracker", "resource tracker"))
     packages = ("mosaicml-streaming", "torch", "numpy")
 

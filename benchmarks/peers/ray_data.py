@@ -2,10 +2,11 @@
 
     python -m benchmarks.peers.ray_data
 
-Ray moves blocks, through its object store, and the reader cuts batches from them. A row is one batch of ours and a
-block has 128 MiB, Ray's own target. With blocks of 8 and 32 MiB batches of 8 MiB came at a quarter of the rate, smaller
-ones at about the same; with one batch a block, batches of 1 MiB came at less than 200 a second. Batches are NumPy views
-of the object store, without a copy. Each block is copied into the store when the task yields it, as new data would be.
+Ray moves blocks, through its object store, and the reader cuts batches from them. A row has the size of one batch of
+the case, and a block has 128 MiB, Ray's own target. With blocks of 8 and 32 MiB batches of 8 MiB came at a quarter of
+the rate, smaller ones at about the same; with one batch a block, batches of 1 MiB came at less than 200 a second.
+Batches are NumPy views of the object store, without a copy. Each block is copied into the store when the task yields
+it, as new data would be.
 """
 
 from __future__ import annotations

@@ -45,10 +45,10 @@ def _child(*arguments: str) -> tuple[subprocess.Popen[str], str]:
         text=True,
     )
     assert process.stdout is not None
-    said = process.stdout.readline().strip()
-    if not said:
+    first_line = process.stdout.readline().strip()
+    if not first_line:
         raise RuntimeError(f"the tf.data service's {arguments[0]} did not start: status {process.wait(10)}")
-    return process, said
+    return process, first_line
 
 
 class TfService(Way):

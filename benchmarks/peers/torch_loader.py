@@ -24,7 +24,7 @@ from benchmarks.serve import Way, serve
 
 
 class TorchLoader(Way):
-    # A fork has our command line; torch's own helper has a different one.
+    # A forked worker has the same command line as this process; torch's own helper has a different one.
     roles = (Role("benchmarks.peers.torch_loader", "worker"), Role("resource_tracker", "resource tracker"))
 
     def __init__(self, name: str, workers: int) -> None:

@@ -7,8 +7,8 @@ newest checkpoint.
 CPUs use torchrun.) With PENSTOCK_COORDINATOR=HOST:PORT and PENSTOCK_TOKEN in the environment
 the same line takes its batches from the workers of that coordinator.
 
-Accelerate's loader moves batches to the device, and reports the last batch of an epoch to `accumulate`; to know it,
-it reads one batch ahead of the loop. So this needs the Lookahead.
+Accelerate's loader moves batches to the device, and reports the last batch of an epoch to `accumulate`. To detect the
+last batch it reads one batch ahead of the loop, so saved states must be one batch older: that is what Lookahead does.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
     PYTHONPATH=examples torchrun --nproc-per-node 2 -m integrations.titan_style --out run1
 
-Each object with a state is a Stateful, and `torch.distributed.checkpoint` saves all of them. The DataLoader is one
-unchanged. A step of this loop is one of the optimizer; the loader counts batches, of which each step takes several.
+Each object with a state is a Stateful, and `torch.distributed.checkpoint` saves all of them. The DataLoader is a
+Stateful without changes. A step of this loop is one of the optimizer; the loader counts batches, of which each step
+takes several.
 """
 
 from __future__ import annotations

@@ -81,11 +81,11 @@ def main() -> int:
                 ("c", "(c) from there, 2 boxes with 3 workers each", 2, 3, STEPS, True),
             ]
             for name, title, boxes, workers, steps, resumed in runs:
-                if resumed:  # checkpoints are folders like any other; train.py takes the newest one
+                if resumed:  # a checkpoint can be copied as an ordinary folder; train.py takes the newest one
                     shutil.copytree(out / "b" / "checkpoints", out / name / "checkpoints")
                 command = ["streaming.train", "--data", url, "--cache", str(out / f"cache-{name}")]
                 command += ["--steps", str(steps), "--out", str(out / name)]
-                seed = {} if resumed else {"PENSTOCK_SEED": "1"}  # a state remembers its seed
+                seed = {} if resumed else {"PENSTOCK_SEED": "1"}  # a state contains its run's seed
                 env = {"PENSTOCK_JOB": name, **seed}
                 before = _Files.requests
                 cluster.train(name, title, command, boxes=boxes, workers=workers, env=env)

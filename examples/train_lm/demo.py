@@ -74,7 +74,7 @@ class Demo(Cluster):
         """
         folder = self.out / name
         folder.mkdir()
-        if resume is not None:  # a checkpoint is a folder like any other; train.py takes the newest one
+        if resume is not None:  # a checkpoint can be copied as an ordinary folder; train.py takes the newest one
             shutil.copytree(resume, folder / "checkpoints" / resume.name)
         command = ["train_lm.train", "--steps", str(self.steps), "--checkpoint-every", str(self.save_at)]
         command += ["--out", str(folder)]
@@ -83,7 +83,7 @@ class Demo(Cluster):
         def reached() -> bool:
             return all(len(read_log(log)) and read_log(log)[-1]["step"] >= kill_at for log in logs)
 
-        env = {"PENSTOCK_JOB": job, **({} if resume else {"PENSTOCK_SEED": "1"})}  # a state remembers its run's seed
+        env = {"PENSTOCK_JOB": job, **({} if resume else {"PENSTOCK_SEED": "1"})}  # a state contains its run's seed
         kill_when = reached if kill_at else None
         self.train(name, title, command, boxes=BOXES, workers=workers, env=env, kill_when=kill_when)
         return Run(name, title, [read_log(log) for log in logs])

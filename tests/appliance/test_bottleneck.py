@@ -43,7 +43,7 @@ def test_slot_behind_others_ahead_is_straggler() -> None:
     assert (finding.kind, finding.input_bound, finding.box, finding.slot) == ("straggler", True, 0, 1)
     assert (finding.worker, round(finding.blame, 2)) == ("w1", 0.97)
     assert "box 0 waits for data 62% of its time, 97% of that for slot 1 on worker w1" in finding.text
-    assert "0.4 batches lie ready there on average, 8.0 at each other slot" in finding.text
+    assert "0.4 batches are ready there on average, 8.0 at each other slot" in finding.text
 
 
 def test_slow_worker_is_named_not_its_slot() -> None:

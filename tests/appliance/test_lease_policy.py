@@ -169,13 +169,13 @@ def test_promise_has_margin_and_is_taken_back(tmp_path: Path) -> None:
     assert promise.lease_s == 10
     promise.keep(9.0, 2.0)
     journal.commit()
-    promise.take_back(4.0, 11.9)
+    promise.shorten(4.0, 11.9)
     assert promise.lease_s == 10
     journal.close()
     journal = Journal(directory)
     again = PromisedLease(journal, "lease", 3.0, 20.0)
     assert again.lease_s == 10
-    again.take_back(4.0, 30.5)
+    again.shorten(4.0, 30.5)
     assert again.lease_s == 4
     journal.close()
     directory.close()

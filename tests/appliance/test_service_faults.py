@@ -88,7 +88,7 @@ async def test_answer_without_callers_is_not_taken(
 
     registry.admit_state = admitted  # type: ignore[method-assign]
     asker = asyncio.create_task(client.fetch_state(asking(0, 2)))
-    await until(lambda: len(registry.state_queries._asked) == 4)
+    await until(lambda: len(registry.state_queries._by_request) == 4)
     requests = (await client.heartbeat(heartbeat)).state_requests
     of_box = 1 if where == "at the door" else 0  # those of the next box are let in
     request = next(one for one in requests if one.box == of_box)

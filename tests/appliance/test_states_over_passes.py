@@ -124,7 +124,7 @@ def test_box_that_may_abandon_too_is_waited_for(tmp_path: Path, leaves: bool, re
     query = ask(first, 6)
     respond(worker)
     assert not query.done
-    assert query.waits_for() == "box 1 (it has not come beyond step 5, after which box 0 abandoned an epoch)"
+    assert query.waits_for() == "box 1 (it has not reported a step beyond 5, after which box 0 abandoned an epoch)"
     second.deliver(1)
     assert not [request for request in worker.heartbeat().state_requests if request.box == 1]
     if leaves:

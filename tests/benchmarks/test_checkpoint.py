@@ -19,14 +19,14 @@ TINY_RUN = """
 import json, sys
 from pathlib import Path
 from benchmarks import checkpoint
-from benchmarks.checkpoint import Amounts, remembered, run
+from benchmarks.checkpoint import Amounts, memory_turn, run
 from benchmarks.processes import adopt_orphans
 
 adopt_orphans()
 checkpoint.MODES = ("dcp.save", "Penstock")  # each costs seconds: one of torch's, and ours
 amounts, folder = Amounts(rounds=1, saves=1, mib=8, memory_rounds=0, step_ms=5.0), Path(sys.argv[1])
 results = run(amounts, folder)
-results["memory"]["Penstock"] = [remembered("Penstock", amounts, folder)]
+results["memory"]["Penstock"] = [memory_turn("Penstock", amounts, folder)]
 print(json.dumps({**results, "command": ""}))
 """
 

@@ -14,7 +14,7 @@ import pytest
 
 from penstock.deploy.doctor import cluster_check as looks
 from penstock.deploy.doctor.cluster_check import (
-    SILENT,
+    NO_ANSWER,
     JobQuestion,
     check_cluster,
     check_lost,
@@ -195,7 +195,9 @@ def test_tls_at_one_end_only(cluster: Any, tmp_path: Any) -> None:
             "ok",
         ),
         (
-            check_worker(worker_view(pb.WorkerStatus(worker="w", live=True, tcp_address="h:1")), SILENT, True, "0.1.0"),
+            check_worker(
+                worker_view(pb.WorkerStatus(worker="w", live=True, tcp_address="h:1")), NO_ANSWER, True, "0.1.0"
+            ),
             "problem",
         ),
         (

@@ -44,14 +44,18 @@ GIB = 1 << 30
             "problem",
             "without pidfd_open",
         ),
-        (machine_findings.check_cage(""), "ok", "only what they have started"),
+        (machine_findings.check_sandbox(""), "ok", "only what they have started"),
         (machine_findings.check_groups(""), "ok", "the kernel holds --runner-processes"),
         (
             machine_findings.check_groups("it is not its own"),
             "ok",
             "is checked once a second, --runner-processes only with",
         ),
-        (machine_findings.check_cage("the kernel has no Landlock"), "warning", "can signal and trace other processes"),
+        (
+            machine_findings.check_sandbox("the kernel has no Landlock"),
+            "warning",
+            "can signal and trace other processes",
+        ),
         (machine_findings.check_runner_user("", "", as_root=True), "warning", "would run as root"),
         (machine_findings.check_runner_user("", "", as_root=False), "ok", "which is not root"),
         (machine_findings.check_runner_user("who", "", as_root=True), "ok", "runs as who"),
@@ -86,16 +90,16 @@ def test_what_is_said_of_values(finding: Finding, level: str, says: str) -> None
 
 
 def test_the_cgroup_that_leaves_the_least_counts(tmp_path: Path) -> None:
-    assert machine_probes.cgroup_room("memory", tmp_path) is None
+    assert machine_probes.cgroup_left("memory", tmp_path) is None
     (tmp_path / "memory.max").write_text("max\n")
-    assert machine_probes.cgroup_room("memory", tmp_path) is None
+    assert machine_probes.cgroup_left("memory", tmp_path) is None
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("900\n")
     (tmp_path / "memory.stat").write_text("anon 300\ninactive_file 500\n")
-    assert machine_probes.cgroup_room("memory", tmp_path) == (1000, 600)
+    assert machine_probes.cgroup_left("memory", tmp_path) == (1000, 600)
     (tmp_path / "pids.max").write_text("64\n")
     (tmp_path / "pids.current").write_text("60\n")
-    assert machine_probes.cgroup_room("pids", tmp_path) == (64, 4)
+    assert machine_probes.cgroup_left("pids", tmp_path) == (64, 4)
 
 
 def machine_of(done: Any) -> dict[str, dict[str, str]]:

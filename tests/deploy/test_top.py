@@ -132,7 +132,7 @@ def test_no_run() -> None:
     ],
 )
 def test_only_q_and_esc_themselves_end_it(keys: bytes, quits: bool) -> None:
-    assert show_top.told_to_quit(keys) is quits
+    assert show_top.has_quit_key(keys) is quits
 
 
 def test_keys_work_while_the_coordinator_hangs() -> None:

@@ -254,14 +254,14 @@ def test_what_cannot_be_meant(shell: Any, arguments: tuple[str, ...], code: int,
 def test_crash_looping_daemon_is_given_up_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_TOKEN", "a-token-for-tests-only-0123456789")
     monkeypatch.setattr(keeper, "PAUSE_S", 0.01)
-    monkeypatch.setattr(keeper, "QUICK_DEATHS", 3)
+    monkeypatch.setattr(keeper, "MAX_FAILED_STARTS", 3)
     command = ["coordinator", "--listen", "127.0.0.1:0", "--state-dir", ":memory:"]
 
     def changed() -> None:
         if kept.state == "ready":
             os.kill(kept.pid, signal.SIGKILL)
 
-    kept = FleetKeeper("coordinator", lambda line: command, tmp_path / "log", come_back=True, changed=changed)
+    kept = FleetKeeper("coordinator", lambda line: command, tmp_path / "log", restart_always=True, changed=changed)
     with pytest.raises(CommandError, match=r"the coordinator was killed by SIGKILL \(3 times in a row\): .*listening"):
         asyncio.run(kept.run())
     assert (kept.restarts, kept.state) == (2, "failed")

@@ -16,7 +16,7 @@ import os
 import sys
 from dataclasses import replace
 
-# gRPC reports a taken port on standard error by itself; our error reports it once and in plain words.
+# gRPC would also print a taken port on standard error; the coordinator reports it once, as an error.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 from penstock.appliance.edge.server import IN_MEMORY, announcer, serve

@@ -25,13 +25,13 @@ __all__ = ["FakeBox", "FakeCluster", "FakeWorker"]
 
 
 class FakeCluster:
-    """A coordinator without network and threads, for tests: its state machine, a clock that moves only when the test
-    moves it, and a list of the changes that would have woken waiting calls."""
+    """A coordinator without network and threads, for tests: its state machine, a clock that only the test advances, and
+    a list of the topics whose waiting calls a real coordinator would have woken."""
 
     def __init__(self, limits: Limits | None = None, directory: StateDir | None = None) -> None:
         self.now = 1000.0
         self.wall = 0.0
-        """Seconds since the Unix epoch; moves only when the test moves it."""
+        """Seconds since the Unix epoch; only the test advances it."""
         self.limits = limits or Limits()
         self.topics: list[Topic] = []
         self.directory = directory

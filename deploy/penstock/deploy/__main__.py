@@ -1,5 +1,5 @@
 """Command `penstock`, also as `python -m penstock.deploy`, for programs that start daemons with their own interpreter.
-A Ctrl-C during its imports, which take a good part of a second, ends it as an interrupt and not as a bug."""
+The imports take a good part of a second; a Ctrl-C during them ends the command with the exit code of an interrupt."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from penstock.worker.tools.loader_children import (
     interpreter,
 )
 
-__all__ = ["ForkedChild", "ForkingInterpreter", "Task", "serve", "take_task", "wait_for_news"]
+__all__ = ["ForkedChild", "ForkingInterpreter", "Task", "serve", "take_task", "wait_for_messages"]
 
 ABORT_S = 2.0
 """Deadline for a child to print its stack and end, in seconds."""
@@ -62,7 +62,7 @@ class ForkingInterpreter:
         command = interpreter(module, str(theirs.fileno()), str(os.getpid()))
         self._process = spawn(command, fds=[theirs], stdout=2, env=child_environment())
         try:
-            self._hear()
+            self._receive_reply()
         except BaseException:
             self.close()
             raise
@@ -82,12 +82,12 @@ class ForkingInterpreter:
 
     def fork(self) -> ForkedChild:
         """Return a new child, which has seen no user code."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        channel = ControlChannel(ours)
+        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        channel = ControlChannel(here)
         try:
-            with theirs:
-                self._channel.send("fork", fds=[theirs.fileno()])
-                return ForkedChild(self, channel, int(self._hear().fields["pid"]))
+            with there:
+                self._channel.send("fork", fds=[there.fileno()])
+                return ForkedChild(self, channel, int(self._receive_reply().fields["pid"]))
         except BaseException:
             channel.close()
             raise
@@ -95,9 +95,9 @@ class ForkingInterpreter:
     def reap(self, pid: int) -> int:
         """Return the exit status of a child that has ended, as Python represents it. Its descendants are killed."""
         self._channel.send("reap", pid=pid)
-        return int(self._hear().fields["status"])
+        return int(self._receive_reply().fields["status"])
 
-    def _hear(self) -> ControlMessage:
+    def _receive_reply(self) -> ControlMessage:
         """Return the interpreter's next message; raise WorkerLostError if it died."""
         until = time.monotonic() + START_DEADLINE_S
         try:
@@ -112,8 +112,8 @@ class ForkingInterpreter:
 
 
 class ForkedChild:
-    """Command's handle on a child of the interpreter. A pidfd reports its end, because its descendants may hold its
-    socket."""
+    """Command's handle on a child of the interpreter. A pidfd reports its end, because descendants may keep its socket
+    open after it has ended."""
 
     def __init__(self, parent: ForkingInterpreter, channel: ControlChannel, pid: int) -> None:
         self.channel = channel
@@ -141,7 +141,7 @@ class ForkedChild:
             for part in task.parts:
                 self.channel.send("part", part)
 
-    def said(self) -> ControlMessage | None:
+    def poll(self) -> ControlMessage | None:
         """Return the child's next message; None if there is none yet. Raises LaneLostError if the child has ended."""
         ended = self.process.ended  # read first: messages sent before the end can still be read
         message = self.channel.receive(wait=False)
@@ -149,16 +149,16 @@ class ForkedChild:
             raise LaneLostError("the process has ended")
         return message
 
-    def hear(self, until: float) -> ControlMessage | None:
-        """Return the child's next message; None if none comes by this monotonic time. Raises LaneLostError as `said`
-        does."""
-        while (message := self.said()) is None:
-            if not wait_for_news([self], until):
+    def receive(self, until: float) -> ControlMessage | None:
+        """Return the child's next message; None if none is received by this monotonic time. Raises LaneLostError if the
+        child has ended."""
+        while (message := self.poll()) is None:
+            if not wait_for_messages([self], until):
                 return None
         return message
 
-    def how_it_ended(self) -> str:
-        """Describe how the child ended, once it sends no more."""
+    def exit_description(self) -> str:
+        """Describe how the child ended. The caller has received its last message."""
         if not self.process.wait(EXIT_S):
             return "closed its descriptors"
         status = self._parent.reap(self.process.pid)
@@ -171,7 +171,7 @@ class ForkedChild:
         self.process.wait(ABORT_S)
 
 
-def wait_for_news(children: Iterable[ForkedChild], until: float) -> list[ForkedChild]:
+def wait_for_messages(children: Iterable[ForkedChild], until: float) -> list[ForkedChild]:
     """Wait until a child has sent a message or ended, and return those children; empty at the monotonic time
     `until`."""
     by_fd = {fd: child for child in children for fd in (child.channel.fileno(), child.process.fileno())}
@@ -186,7 +186,7 @@ def serve(child: Callable[[ControlChannel], None]) -> None:
     closes."""
     control = ControlChannel(socket.socket(fileno=int(sys.argv[1])))
     die_with_parent(int(sys.argv[2]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command handles Ctrl-C and stops us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command handles Ctrl-C and ends this process
     faulthandler.enable()
     control.send("up")
     with contextlib.suppress(LaneLostError):

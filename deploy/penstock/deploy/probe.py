@@ -1,12 +1,13 @@
-"""`python -m penstock.deploy.probe ROLE live|ready`: is the daemon of this container live or ready? For exec probes.
+"""`python -m penstock.deploy.probe ROLE live|ready`: check whether the daemon of this container is live or ready.
 
-It is an exec probe, because the gRPC probes of Kubernetes have no TLS, and because a worker has no gRPC server. It
-reads the same PENSTOCK_* variables as the daemon beside it, and starts quickly, because it runs every few seconds: no
-torch, no Typer, no pydantic, and gRPC only for a coordinator.
+It is made for exec probes, because the gRPC probes of Kubernetes have no TLS, and because a worker has no gRPC server.
+It reads the same PENSTOCK_* variables as the daemon beside it. It runs every few seconds, so it must start quickly: it
+imports no torch, Typer or pydantic, and gRPC only for a coordinator.
 
 A coordinator is live if it answers at all, and ready if it answers SERVING. The probe connects as other callers do,
-with TLS: a coordinator with an expired certificate is not live, and a restart heals it. A worker is live if rounds of
-its heartbeat end, and ready if the coordinator answers them: see penstock.runtime.process.liveness_file.
+with TLS, so a coordinator with an expired certificate is not live, and Kubernetes restarts it. A worker is live if its
+heartbeat calls end, with or without an answer, and ready if the coordinator answers them: see
+penstock.runtime.process.liveness_file.
 
 Exit status: 0 yes, 1 no or unknown, 2 a mistake on the command line; 1 and 2 with a line on standard error.
 """
@@ -22,13 +23,13 @@ from penstock.proto.errors import DeadlineError, InvalidArgumentError, PenstockE
 __all__ = ["main"]
 
 ANSWER_S = 4.0
-"""Deadline of a coordinator's answer, in seconds: below the 5 s of a probe in the manifests, so that the error is
+"""Deadline of a coordinator's answer, in seconds. It is below the 5 s of a probe in the manifests, so that the error is
 printed."""
 ALIVE_S = 15.0
 """Deadline of the liveness probe, which has 20 s: a busy daemon must not be killed."""
 LIVE_S = 120.0
-"""Longest time without a round of a worker's heartbeat, in seconds. A round takes at most a hold of 5 s in the largest
-fleet and the 10 s of a call's deadline; this is several times that, for an overloaded machine."""
+"""Longest time without the end of a worker's heartbeat call, in seconds. A call takes at most 15 s: 5 s of hold in the
+largest fleet, and its deadline of 10 s. The limit is several times that, for an overloaded machine."""
 READY_S = 30.0
 _ANY = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 

@@ -3,20 +3,21 @@
 A move costs a runner's start on another worker and a short replay, so it has two reasons only.
 
 Stragglers. A box takes its slots' batches in turn, so one slow slot holds up the loop, whatever the others do.
-bottleneck.py finds it: the slot that the loop waits for while the others have batches ready and take less time for
-each, or whose own batches come late. If it costs the loop a tenth of its time, it goes to a worker where it has not
-been, on another machine if one has free capacity: the cause is a machine, its neighbours, or the network. It may also
-be the slot's own data; so the wait before the next such move doubles each time, and there are few of them.
+bottleneck.py finds that slot: the loop waits for it while the others have batches ready and take less time for each, or
+its batches arrive late. If it costs the loop a tenth of its time, it moves to a worker where it has not been, on
+another machine if one has free capacity: the usual cause is a machine, the other load on it, or the network. The cause
+may also be the slot's own data. So the wait before the next such move doubles each time, and their number is limited.
 
-Load. When workers join, slots go from the fullest to the emptiest, as long as that makes a difference of a quarter of a
-worker. A slot stays on the box's own host, where a batch costs one memcpy. It does not go to a worker that stragglers
-of the same run have left: that worker is empty because it is slow, and the slot would leave it again.
+Load. When workers join, slots move from the fullest worker to the emptiest, as long as their loads differ by a quarter
+of a worker's capacity. A slot on the box's own host stays there, because a batch costs only one memcpy there. A slot
+does not move to a worker that stragglers of the same run have left: that worker is empty because it is slow, and the
+slot would leave it again.
 
 A slot is not moved if its loader would replay its whole epoch, or if no snapshot has its random state: the replay would
 hold the loop up for longer than the move gains.
 
-The work is done in slices, because at thousands of slots it takes tens of milliseconds. Everything may change between
-two slices, so a slice takes over only the lists of boxes and workers still to look at.
+The work is done in slices, because it takes tens of milliseconds for thousands of slots. The cluster state may change
+between two slices, so a slice keeps only the lists of boxes and workers still to look at.
 
 Pure: the cluster state is read, never changed.
 """
@@ -34,15 +35,15 @@ from penstock.appliance.policies.bottleneck import Bottleneck, find
 from penstock.proto.state.allowed_modules import module_of
 from penstock.proto.v1 import coordinator_pb2 as pb
 
-ONE_IN = 100
+SLOTS_PER_MIGRATION = 100
 """Slots of the fleet per concurrent migration for balance; one migration is always allowed."""
-STRAGGLES = 0.10
+STRAGGLER_WAIT_SHARE = 0.10
 """Share of its time that a loop must wait for a slot before the slot is moved."""
-NUDGES = 3
+MAX_STRAGGLER_MOVES = 3
 """Largest number of moves of a straggler: a slot that is slow on every worker has slow data."""
 SLICES = 4
-"""Slots per slice, in units of `slots_at_once`: to look at a slot costs a quarter of what it costs to place one."""
-WORTH = 0.25
+"""Slots per slice, in units of `slots_at_once`: checking a slot costs a quarter of what placing one costs."""
+MIN_LOAD_DIFFERENCE = 0.25
 """Smallest difference in load that is worth a move, as a share of a worker's capacity."""
 
 
@@ -51,13 +52,13 @@ class SlotMove:
     slot: Slot
     worker: Worker
     why: str
-    nudge: bool = False
-    """Whether the slot is a straggler: its own data may be the cause, and then no move helps."""
+    for_straggler: bool = False
+    """True if the slot moves because it is a straggler. If its own data is slow, no move helps."""
 
 
 def look(cluster: ClusterState, now: float, budget: int) -> Iterator[SlotMove | None]:
-    """Yield at most `budget` moves, each to be made before the next is taken, with each slot and each worker in at most
-    one of them; and None where a slice ends, so that other work has its turn."""
+    """Yield at most `budget` moves, and None where a slice ends so that other tasks can run. The caller makes each move
+    before it takes the next. A slot or a worker is in at most one of the moves."""
     slots: set[SlotKey] = set()
     taken: set[str] = set()
     for move in chain(_stragglers(cluster, now), _levelled(cluster, now)) if budget > 0 else ():
@@ -72,8 +73,8 @@ def look(cluster: ClusterState, now: float, budget: int) -> Iterator[SlotMove | 
 
 
 class _Slice:
-    """Counter of the slots, boxes and workers that one call has looked at. The next call continues there: to look at
-    all of a large fleet at once would delay other calls."""
+    """Counter of the slots, boxes and workers that one call has checked. The next call continues there, because
+    checking a large fleet in one go would delay other calls."""
 
     def __init__(self, cluster: ClusterState) -> None:
         self._most = SLICES * cluster.limits.slots_at_once
@@ -117,9 +118,9 @@ def _stragglers(cluster: ClusterState, now: float) -> Iterator[SlotMove | None]:
     for attempt in cluster.open_attempts():
         found: list[Bottleneck] = []
         for box in list(attempt.boxes.values()):
-            waits = box.waits.share >= STRAGGLES
+            waits = box.waits.share >= STRAGGLER_WAIT_SHARE
             if waits and box.presence is BoxPresence.LIVE and not box.epoch_ended:
-                found += _held_up(cluster, box)
+                found += _acute_bottleneck(cluster, box)
             if part.ends(1 + waits * len(box.slots)):
                 yield None
         slow = {finding.worker for finding in found}
@@ -129,7 +130,7 @@ def _stragglers(cluster: ClusterState, now: float) -> Iterator[SlotMove | None]:
             slot = attempt.boxes[finding.box].slots[finding.slot]
             if (
                 not cluster.is_open(slot)
-                or len(slot.was_slow_at) >= NUDGES
+                or len(slot.was_slow_at) >= MAX_STRAGGLER_MOVES
                 or not _settled(cluster, slot, now, 1 << len(slot.was_slow_at))
             ):
                 continue
@@ -137,17 +138,17 @@ def _stragglers(cluster: ClusterState, now: float) -> Iterator[SlotMove | None]:
             if worker is not None:
                 share = f"{finding.wait_share * finding.blame:.0%}"
                 why = f"box {finding.box} waited {share} of its time for it on worker {slot.worker}"
-                yield SlotMove(slot, worker, why, nudge=True)
-            if part.ends(len(cluster.workers)):  # a place elsewhere
+                yield SlotMove(slot, worker, why, for_straggler=True)
+            if part.ends(len(cluster.workers)):  # `_elsewhere` looks at every worker
                 yield None
 
 
-def _held_up(cluster: ClusterState, box: Box) -> list[Bottleneck]:
+def _acute_bottleneck(cluster: ClusterState, box: Box) -> list[Bottleneck]:
     """Return the bottleneck if one slot holds the box up enough to act on; else an empty list."""
     finding = find([facts(cluster, box)])
     if finding is None or finding.kind not in ("straggler", "network") or finding.slot is None:
         return []
-    return [finding] if finding.wait_share * finding.blame >= STRAGGLES else []
+    return [finding] if finding.wait_share * finding.blame >= STRAGGLER_WAIT_SHARE else []
 
 
 def _elsewhere(cluster: ClusterState, slot: Slot, slow: set[str]) -> Worker | None:
@@ -176,7 +177,7 @@ def _levelled(cluster: ClusterState, now: float) -> Iterator[SlotMove | None]:
     part = _Slice(cluster)
     slow: set[tuple[str, str]] | None = None
     for full, empty in zip(fullest, emptiest, strict=False):
-        if full.load - (len(empty.slots) + 1) / empty.capacity < WORTH:
+        if full.load - (len(empty.slots) + 1) / empty.capacity < MIN_LOAD_DIFFERENCE:
             return
         if slow is None:
             slow = set()
@@ -203,7 +204,7 @@ def _levelled(cluster: ClusterState, now: float) -> Iterator[SlotMove | None]:
 def _slow_for(attempt: Attempt) -> set[str]:
     """Return the workers that the run's stragglers have left. A slot that is slow everywhere does not count."""
     slots = (slot for box in attempt.boxes.values() for slot in box.slots)
-    return {name for slot in slots if len(slot.was_slow_at) < NUDGES for name in slot.was_slow_at}
+    return {name for slot in slots if len(slot.was_slow_at) < MAX_STRAGGLER_MOVES for name in slot.was_slow_at}
 
 
 def _may_go(cluster: ClusterState, slot: Slot, full: Worker, empty: Worker, now: float) -> bool:

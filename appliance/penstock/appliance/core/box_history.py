@@ -1,8 +1,8 @@
 """History of a box's stream, from which a delivered batch can be made again: `penstock replay`.
 
-Batches are not kept, and need not be: the box's opening, the epochs that its loop abandoned, the batches that were
-skipped, and any restart point make every one of them again. A running coordinator has these in its cluster state; for
-attempts that are over, and for a stopped coordinator, they are in the journal.
+Batches are not stored. Each can be made again from the box's opening, the epochs that its loop abandoned, the batches
+that were skipped, and any restart point. A running coordinator has these in its cluster state; for attempts that are
+over, and for a stopped coordinator, they are in the journal.
 
 Reading the files of a stopped coordinator changes nothing in them. Its lock is held meanwhile, so that no coordinator
 starts on them. A running coordinator has newer state in memory: ask it instead.
@@ -34,13 +34,13 @@ from penstock.proto.v1 import records_pb2
 __all__ = ["BoxRecord", "StoppedCoordinator", "past", "track_of", "with_snapshots"]
 
 KNOWN = 8
-"""Approximate number of positions kept on disk per box: with 65,536 slots in all, one of every box takes 400 KB."""
+"""Approximate number of positions stored per box. With 65,536 slots in all, one position of every box takes 400 KB."""
 
 
 @dataclass(frozen=True)
 class BoxRecord:
-    """History of a box in the cluster state, as of now. It is copied at once and serialised later: to serialise all
-    boxes of a large attempt takes seconds, in which the event loop would receive no heartbeat."""
+    """History of a box, copied from the cluster state at one moment and serialised later. Serialising all boxes of a
+    large attempt takes seconds, in which the event loop would receive no heartbeat."""
 
     attempt: int
     seed: int
@@ -202,7 +202,7 @@ class StoppedCoordinator:
         for track in _rows(db, "tracks", **place):
             last = pb.History.FromString(track["history"])
             history.known.extend(last.known)
-            # A box that was running has continued since, with the batches that its lanes held.
+            # If the box was open, its loop may have continued since then with the batches that its lanes held.
             history.settled = last.settled and row["place"] == BoxPresence.CLOSED.value
         history.abandoned.extend(
             pb.AbandonedEpoch(epoch=abandoned_epoch["epoch"], step=abandoned_epoch["step"])

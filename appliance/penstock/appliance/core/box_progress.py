@@ -16,7 +16,7 @@ def advance(cluster: ClusterState, attempt: Attempt, box: Box, request: pb.Watch
     steps, box.delivered = position.step - box.step, owned(request.delivered)
     _note_ends(cluster, attempt, box, position)
     box.measure(now, steps)
-    # The positions of the window, thinned out: its lower edge may be late by a fraction of it, never early.
+    # Not every position of the window is kept, so its lower edge may be late by a fraction of the window, never early.
     history, edge = box.history, box.step - box.retention
     if box.step - history[-1].step >= max(1, box.retention // cluster.limits.history_entries):
         history.append(position)
@@ -36,8 +36,8 @@ def note_abandoned(cluster: ClusterState, attempt: Attempt, box: Box, request: p
             continue
         if len(box.abandoned) >= cluster.limits.abandoned_max:
             raise InvalidArgumentError(
-                f"a box must leave at most {cluster.limits.abandoned_max} epochs by `break` in one launch, got "
-                f"one more from box {box.number}: save a state, and start the job again from it"
+                f"a box must abandon at most {cluster.limits.abandoned_max} epochs by `break` in one launch, and "
+                f"box {box.number} has abandoned one more: save a state, and start the job again from it"
             )
         if attempt.note_abandoned(box, abandoned_epoch.epoch, abandoned_epoch.step):
             touched = list(attempt.boxes.values())
@@ -54,6 +54,6 @@ def _note_ends(cluster: ClusterState, attempt: Attempt, box: Box, position: Posi
         epochs = sorted({epoch for _, epoch in box.ends})
         newer = epochs[len(epochs) // 2]
         box.ends = {end: total for end, total in box.ends.items() if end[1] > newer}
-    if position.epoch > box.start.epoch:  # where this epoch began, the one before ended or was abandoned
+    if position.epoch > box.start.epoch:  # the epoch before ended or was abandoned at this position
         begun = zip(position.total, position.delivered, strict=True)
         box.ends |= {(k, position.epoch - 1): total - delivered for k, (total, delivered) in enumerate(begun)}

@@ -41,9 +41,9 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
 BOX_COST = 4
-"""Cost of losing or releasing a box, in slots: its rows and its event are as much work."""
+"""Cost of losing or releasing a box, counted in slots: its rows and its event take as long as this many slots."""
 FREE_AFTER_S = 5.0
-"""Seconds after which no thread uses an attempt that is over."""
+"""Seconds after an attempt's end from which no thread uses it any more."""
 Topic = tuple[str | int, ...]
 """Subject of a change: ("worker", name), ("box", run, attempt, box) or ("state", run, attempt, step)."""
 
@@ -80,12 +80,13 @@ class ClusterState:
         """Slots of live boxes that no worker has, in the order in which they began to wait."""
         self._to_place: deque[SlotKey] = deque()
         """Slots of `waiting` that `place_waiting` has not yet looked at in its present round."""
-        self._is_cut = False
+        self._is_round_unfinished = False
         """The last call of `place_waiting` ended before it had looked at every slot."""
         self._stuck: set[str] = set()
         """Each input_fn that no worker with free capacity may run, as found in this round."""
         self._ended: deque[tuple[Attempt, list[Box]]] = deque()
-        """Attempts that are over, with the boxes whose slots are still to be released, the next one last."""
+        """Attempts that are over, each with the boxes whose slots are still to be released; the next box is the last in
+        its list."""
         self._discarded: deque[Box] = deque()
         """Boxes of attempts that are over: see `free_discarded`."""
         self._free_at = 0.0
@@ -117,8 +118,8 @@ class ClusterState:
         return of_workers(max(self.fleet, len(self.workers)), self.load_factor, self.limits)
 
     def count_fleet(self, now: float) -> None:
-        """Count the fleet for the lease policy: growth at once, shrinkage after a while. Else a coordinator that lost
-        workers because it was overloaded would ask the others for more calls, and lose them too."""
+        """Count the fleet for the lease policy. Growth counts at once, shrinkage after a while: else a coordinator that
+        lost workers because it was overloaded would ask the others for more frequent calls, and lose them too."""
         if len(self.workers) >= self.fleet or now - self.fleet_at > self.limits.shrinks_after_s:
             self.fleet, self.fleet_at = len(self.workers), now
 
@@ -137,12 +138,12 @@ class ClusterState:
         self.touched.add((attempt.run, attempt.number, box.number))
 
     def lane_key(self, key: SlotKey, generation: int) -> bytes:
-        """Return the key that a worker checks tickets with. Derived, so that it survives a restart and is in no
-        file."""
+        """Return the key with which a worker checks tickets. It is derived from the journal's secret, so it survives a
+        restart without being stored."""
         return lane_key(self.journal.secret, *key, generation)
 
     def ticket(self, key: SlotKey, generation: int) -> str:
-        """Return the ticket that a lane's hello must show."""
+        """Return the ticket that a client must present when it opens the slot's lane."""
         return make_ticket(self.lane_key(key, generation), self.tickets_expire)
 
     # ----------------------------------------------------------------------------------------------------- finding
@@ -175,8 +176,8 @@ class ClusterState:
 
     @property
     def is_between_slices(self) -> bool:
-        """Whether slots are still to be released or placed, which the next call continues."""
-        return bool(self._ended) or self._is_cut
+        """True if slots are still to be released or placed, which the next call continues."""
+        return bool(self._ended) or self._is_round_unfinished
 
     def is_open(self, slot: Slot) -> bool:
         """Return whether the slot's attempt is open."""
@@ -263,7 +264,7 @@ class ClusterState:
         """End the attempt: its calls are refused with `why`, and after a restart none of its slots has a worker.
         Workers keep their slots of it until `release_ended`; none of it changes any more.
 
-        Nothing here looks at each box: a run may have 16,384, and other calls wait meanwhile.
+        It does not visit each box, because a run may have 16,384 and other calls wait meanwhile.
         """
         run = self.runs[attempt.run]
         attempt.state, attempt.why = state, why
@@ -276,7 +277,8 @@ class ClusterState:
             self._ended.append((attempt, list(reversed(boxes))))
             self._discarded.extend(boxes)
             self._free_at = math.inf
-        self.touched.add((attempt.run, attempt.number, next(iter(attempt.boxes), 0)))  # one stands for all of them
+        # any box will do: `settle` looks at the attempt only
+        self.touched.add((attempt.run, attempt.number, next(iter(attempt.boxes), 0)))
         run.generation = max(run.generation, attempt.generation)
         run.past[attempt.number] = ClosedAttempt(attempt.number, attempt.key, state, why, attempt.clients)
         which: dict[str, str | int] = {"run": attempt.run, "attempt": attempt.number}
@@ -296,7 +298,8 @@ class ClusterState:
 
     def release_ended(self) -> bool:
         """Take the slots of attempts that are over from their workers, about `slots_at_once` in one call, and wake
-        their boxes. Return true if all are taken: until then nothing is placed, because capacity is not yet free."""
+        their boxes. Return whether all are taken. Until then no slot is placed, because the capacity is not yet
+        free."""
         left: set[str] = set()
         taken = 0
         while self._ended and taken < self.limits.slots_at_once:
@@ -350,7 +353,7 @@ class ClusterState:
         self.bump_box(attempt, box)
 
     def revive(self, attempt: Attempt, box: Box, now: float) -> None:
-        """Take a lost client back: it has returned, and the next attempt was not opened meanwhile."""
+        """Mark a lost client as live again: it has reported, and no newer attempt was opened meanwhile."""
         attempt.set_presence(box, BoxPresence.LIVE)
         text = f"the training job of box {box.number} reported again"
         self.events.add("box back", text, run=attempt.run, attempt=attempt.number, box=box.number)
@@ -391,12 +394,12 @@ class ClusterState:
         """Take the slot from its worker, to be placed again under the next generation.
 
         `loss_at`: the time, if something died; None for an orderly move, which does not count as a loss.
-        `making`: the position of the batch that it was making as it died.
+        `making`: the position of the batch that the runner was making when it died.
         """
         attempt, box = self.box_of(slot)
         loser = slot.worker
         self._detach(slot)
-        if slot.phase == pb.FAILED:  # its error is final; only the lane to its last batches is gone now
+        if slot.phase == pb.FAILED:  # its error is final; only its lane, with its last batches, is lost
             self.save_slot(slot)
             self.bump_box(attempt, box)
             return
@@ -407,7 +410,7 @@ class ClusterState:
         if loss_at is not None:
             loss = SlotLoss(loss_at, loser, note, box.total(slot.key.slot), making)
             horizon = loss_at - self.limits.loss_window_s
-            slot.losses = [*quarantine.still_count(slot.losses, loss, horizon), loss]
+            slot.losses = [*quarantine.relevant_losses(slot.losses, loss, horizon), loss]
         self._add_slot_event("slot moved" if loss_at is None else "slot lost", note, slot, loser)
         if len(slot.losses) > self.limits.losses:
             self._give_up(box, slot)
@@ -423,23 +426,25 @@ class ClusterState:
 
     def _give_up(self, box: Box, slot: Slot) -> None:
         """Fail a slot that was lost too often, or quarantine the batch that killed its runners."""
-        place = quarantine.culprit(slot.losses)
+        place = quarantine.common_position(slot.losses)
         if place is None or not box.opening.loader.options.skip_poison:
-            error = quarantine.verdict(box, slot, place, self.limits.loss_window_s)
+            error = quarantine.loss_error(box, slot, place, self.limits.loss_window_s)
             slot.phase, slot.error = pb.FAILED, detail_of(error)
             self._add_slot_event("slot failed", error.message, slot, "")
             return
         count, name = len(slot.losses), quarantine.name_of(box, slot, place)
-        quarantine.leave_out(slot, place)
+        quarantine.skip_batch(slot, place)
         self._save_skip(slot, place.epoch, place.total)
         slot.note = f"{name} is quarantined and skipped: it killed its runner {count} times: {slot.note}"
         self._add_slot_event("batch quarantined", slot.note, slot, "")
 
     def fail(self, slot: Slot, error: records_pb2.ErrorDetail) -> None:
-        """Fail the slot for good. Its worker keeps it: the batches before the error are delivered from its ring."""
+        """Fail the slot for good. It stays on its worker, because the batches before the error are delivered from its
+        ring."""
         attempt, box = self.box_of(slot)
         self.dismiss(slot)
-        slot.phase, slot.error = pb.FAILED, detail_of(error_of(error))  # cut to size: it goes into every view
+        # shortened, because every view of the slot contains it
+        slot.phase, slot.error = pb.FAILED, detail_of(error_of(error))
         self._add_slot_event("slot failed", f"{slot}: {slot.error.message}", slot, slot.worker)
         self.save_slot(slot)
         self.bump_box(attempt, box)
@@ -452,8 +457,8 @@ class ClusterState:
         start_queue_position = report.start_queue_position, report.start_queue_length
         if (start_queue_position, report.start_stage) != (slot.start_queue_position, slot.start_stage):
             slot.start_queue_position, slot.start_stage = start_queue_position, report.start_stage
-            # Sent with the next reply, at most one heartbeat later. Each start changes the position of all that wait:
-            # to wake their boxes each time would be a call for each pair of them.
+            # The position is sent with the next reply, at most one heartbeat later. The boxes are not woken for it:
+            # each start changes the position of all queued slots, so the number of calls would be the square of theirs.
             box.version = self.next_version()
         slot.gauge.report(now, report.produced, max(report.delivered, box.total(slot.key.slot)))
         if slot.gauge.lost_at and not slot.gauge.behind:
@@ -463,9 +468,9 @@ class ClusterState:
 
     def place_waiting(self) -> None:
         """Give waiting slots to workers with free capacity, in the order in which they began to wait. One call looks at
-        `slots_at_once` of them, the next one at those behind: to place 16,384 at once would delay other calls."""
-        self._is_cut = True
-        begun = False  # a round, by this call
+        `slots_at_once` of them and the next call continues, because placing 16,384 at once would delay other calls."""
+        self._is_round_unfinished = True
+        begun = False  # whether this call has begun a round
         for _ in range(self.limits.slots_at_once):
             if self.free_capacity.is_full:
                 self._to_place.clear()
@@ -474,10 +479,10 @@ class ClusterState:
                 self._to_place.extend(self.waiting)
                 self._stuck.clear()
             if not self._to_place:
-                self._is_cut = False
+                self._is_round_unfinished = False
                 return
             slot = self.waiting.get(self._to_place.popleft())
-            if slot is None:  # it has ended meanwhile
+            if slot is None:  # its attempt has ended meanwhile
                 continue
             attempt, box = self.box_of(slot)
             opened, input_fn = box.opening, box.opening.loader.input_fn
@@ -494,7 +499,7 @@ class ClusterState:
                 continue
             del self.waiting[slot.key]
             slot.phase, slot.worker, slot.session = pb.STARTING, worker.name, worker.session
-            # A slot that has delivered something must be recovered; one that never ran just starts.
+            # A slot that has delivered a batch must be recovered; one that never ran just starts.
             slot.recovery = slot.restarts > 0 and (slot.ever_ready or bool(self.snapshot_index.snapshots(slot.key)))
             worker.slots.add(slot.key, box.assignment_size)
             self.placed += 1
@@ -503,7 +508,7 @@ class ClusterState:
             self.bump_box(attempt, box)
 
     def drop_silent(self, now: float, patience_s: float = 0.0) -> None:
-        """Drop workers whose leases ended: about `slots_at_once` of their slots in one call."""
+        """Drop workers whose leases have ended, with about `slots_at_once` slots in one call."""
         moved = 0
         for worker in [worker for worker in self.workers.values() if worker.lease_until + patience_s <= now]:
             if moved >= self.limits.slots_at_once:
@@ -528,7 +533,8 @@ class ClusterState:
     # ------------------------------------------------------------------------------------------- migration targets
 
     def appoint(self, slot: Slot, worker: Worker, why: str, now: float) -> None:
-        """Let a worker prepare for the slot, which stays where it is until then: see migration.py."""
+        """Appoint a worker as the slot's migration target. The slot stays on its present worker until the target is
+        ready: see migration.py."""
         attempt, box = self.box_of(slot)
         slot.reserved = slot.next_generation
         attempt.note_generation(slot.reserved)

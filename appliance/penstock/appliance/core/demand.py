@@ -1,17 +1,17 @@
 """Number of workers that the open runs need, from measurements.
 
-Demand. A loop that took r steps a second and waited through a share w of the time would take r / (1 - w) if it never
-waited. Supply. A slot whose batches take it b seconds of work gives 1 / b of them a second. So a box needs
-r / (1 - w) * b slots, and some more, for batches do not all take equally long. Time in which a runner waited for a
-processor is no work: more slots would only add to it.
+Demand. A loop that took r steps a second and waited for a share w of the time would take r / (1 - w) steps a second if
+it never waited. Supply. A slot whose batches take b seconds of work each makes 1 / b batches a second. So a box needs
+r / (1 - w) * b slots, and some more, because batches do not all take equally long. Time in which a runner waited for a
+processor does not count as work, because more slots would only wait more.
 
 Cores. A slot that takes c seconds of processor time for b seconds of work keeps c / b cores busy. So n cores carry
 n * b / c slots, and more slots on the same machines add no throughput.
 
 A run's number of workers is fixed while it is open, so the advice is for its next start
-(`Appliance(num_workers_per_box=)`), on the present machines. The recommended daemons hold all slots that open runs have
-or need, whichever is more. Cores do not limit their number, because new machines bring their own. An autoscaler may
-follow it: penstock_workers_recommended in docs/metrics.md.
+(`Appliance(num_workers_per_box=)`), on the present machines. The recommended number of worker daemons has capacity for
+all slots that open runs have or need, whichever is more. Cores do not limit that number, because new machines bring
+their own. An autoscaler may follow it: penstock_workers_recommended in docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from penstock.appliance.model.entities import Attempt, Box, BoxPresence, Slot, W
 from penstock.appliance.policies.bottleneck import LEAST_S
 from penstock.proto.v1 import coordinator_pb2 as pb
 
-MOST_TIMES = 4
-"""Largest factor of recommended over present workers: measurements of few say little about many more."""
+MAX_GROWTH = 4
+"""Largest factor of recommended over present workers, because measurements of few slots do not predict many more."""
 HEADROOM = 1.25
 """Factor of spare slots, because batches do not all take equally long."""
-MOST_WAITED = 0.98
+MAX_WAIT_SHARE = 0.98
 """Largest share of waiting that counts: a loop that only waits would need any number of workers."""
 
 
@@ -47,7 +47,7 @@ class WorkerAdvice:
 
 
 def advise(attempt: Attempt, cores: int) -> WorkerAdvice:
-    """Return how many slots the run should have, with so many cores; 0 cores = not known."""
+    """Return how many slots the run should have. `cores`: cores of all its workers' machines; 0 = not known."""
     boxes = _live(attempt)
     slots = [slot for box in boxes for slot in box.slots if slot.phase == pb.READY and slot.batch_s > 0]
     needed = _needed(attempt, boxes, slots)
@@ -87,11 +87,11 @@ def _live(attempt: Attempt) -> list[Box]:
 
 def _needed(attempt: Attempt, boxes: list[Box], slots: list[Slot]) -> int:
     seen = [box for box in boxes if box.usual_span_s >= LEAST_S]
-    rates = [box.usual_steps_per_s / (1 - min(box.waits.share, MOST_WAITED)) for box in seen]
+    rates = [box.usual_steps_per_s / (1 - min(box.waits.share, MAX_WAIT_SHARE)) for box in seen]
     if not slots or not any(rates):
         return 0
     needed = math.ceil(max(rates) * fmean(map(_work_s, slots)) * HEADROOM)
-    return max(1, min(needed, MOST_TIMES * attempt.num_workers))
+    return max(1, min(needed, MAX_GROWTH * attempt.num_workers))
 
 
 def _carried(cores: int, slots: list[Slot]) -> float:
@@ -101,5 +101,5 @@ def _carried(cores: int, slots: list[Slot]) -> float:
 
 
 def _work_s(slot: Slot) -> float:
-    """Return the seconds that a batch would take the slot with a core of its own."""
+    """Return the seconds that the slot would take for a batch if it had a core of its own."""
     return max(slot.batch_s - slot.batch_delay_s, min(slot.batch_cpu_s, slot.batch_s))

@@ -1,12 +1,12 @@
-"""Planned migration of slots to another worker: nothing died, and the loop should hardly notice.
+"""Planned migration of slots to another worker, without a loss and with hardly any delay for the loop.
 
     appointed   a target worker prepares: its runner builds the loader and waits
-    ready       the slot's worker makes durable what the target needs so as to replay least
+    ready       the slot's worker makes a snapshot durable, so that the target has little to replay
     taken over  the slot is the target's, under the generation that was reserved when it was appointed
 
-Until the last step the slot stays where it is and its batches flow. If its worker is lost meanwhile the target takes
-over at once; if the target is lost, or does not get ready, the slot stays. A worker that did not get ready is a target
-again only after a while, for a drain, and if no other has free capacity; for balance it is not.
+Until the last step the slot stays where it is and its batches flow. If its worker is lost meanwhile, the target takes
+over at once; if the target is lost, or does not get ready in time, the slot stays. A worker that did not get ready is
+the last choice for a drain, after a while, and is never a target for balance again.
 
 Three reasons: its worker drains; it is a straggler; or workers have joined that have more free capacity (see
 balance.py). A slot's output does not depend on where it runs, so none of them changes the stream.
@@ -54,7 +54,7 @@ class Migrations:
         if slot.target is not None and slot.target.ready_at:
             self._cluster.take_over(slot, slot.target.why, now)
 
-    # ---- time
+    # ---- periodic checks
 
     def tick(self, now: float) -> None:
         """Check migrations under way, draining workers, and the balance."""
@@ -75,12 +75,12 @@ class Migrations:
         due = now - self._balanced_at >= min(limits.balance_every_s, limits.balance_after_s)
         if limits.balance_after_s and due and self._look is None:
             self._balanced_at = now
-            budget = max(1, cluster.placed // balance.ONE_IN) - len(cluster.appointed)
+            budget = max(1, cluster.placed // balance.SLOTS_PER_MIGRATION) - len(cluster.appointed)
             self._look = balance.look(cluster, now, budget)
         for move in self._look or ():
             if move is None:
                 return
-            if move.nudge:
+            if move.for_straggler:
                 move.slot.was_slow_at |= {move.slot.worker}
             cluster.appoint(move.slot, move.worker, move.why, now)
         self._look = None
@@ -96,7 +96,7 @@ class Migrations:
                 continue
             if slot.phase == pb.READY:
                 self._cluster.appoint(slot, other, why, now)
-            else:  # it has delivered nothing, so there is nothing to keep running
+            else:  # it has delivered no batch, so it can move at once
                 self._cluster.move(slot, why, None)
 
     def _elsewhere(self, slot: Slot, worker: Worker, now: float) -> Worker | None:
@@ -125,8 +125,8 @@ class Migrations:
     def order(self, request: pb.DrainWorkerRequest, now: float) -> pb.DrainWorkerReply:
         """Drain a worker, end its drain, or only look, for an operator. Raises UnknownWorkerError.
 
-        A worker that only the journal knows has not yet reported whether it drains. Until it does, the reply never says
-        that it does not drain, and its drain cannot be undone.
+        A worker that has not reported since the coordinator's start may be draining without the coordinator knowing.
+        Until it reports, the reply never states that it does not drain, and its drain cannot be undone.
         """
         worker = self._cluster.workers.get(request.worker)
         if worker is None:
@@ -157,7 +157,7 @@ class Migrations:
         if draining:
             for slot in [self._cluster.slot(key) for key in sorted(worker.slots)]:
                 if slot is not None and slot.worker != worker.name:
-                    self._cluster.dismiss(slot)  # it would have to leave again
+                    self._cluster.dismiss(slot)  # the slot would have to leave this worker again
             self.drain(worker, now)
         else:
             for slot in self.owned(worker):

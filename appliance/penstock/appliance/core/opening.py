@@ -1,10 +1,10 @@
-"""Meaning of an OpenRun call: a repeated call, a box that joins the open attempt, or the next attempt.
+"""Decision about an OpenRun call: a repeated call, a box that joins the open attempt, or the next attempt.
 
-Each rule decides whether the opener belongs to the launch that holds the run, or to its successor. A key says so.
-Without one, a box that is free in an attempt whose members are all alive belongs to a launch that is still starting. A
-lost member breaks the attempt, because no process can rejoin a launch whose slots have moved on, so the opener must
-belong to a successor. A box that a live client holds cannot be told apart from a mistake, so it is an error, except for
-a single box: there the successor never waits for its dead predecessor.
+Each rule decides whether the opener belongs to the launch that holds the run, or to its successor. An attempt key
+decides it directly. Without a key, an opener of a free box in an attempt whose boxes are all alive belongs to a launch
+that is still starting. If a box is lost, the opener belongs to a successor, because no process can rejoin a launch
+whose slots have moved on. Opening a box that a live client holds looks the same as a mistake, so it is an error. The
+exception is a run of one box: there the successor never has to wait for its dead predecessor's lease.
 
 Pure functions over the cluster state, which is not changed here.
 """
@@ -34,7 +34,7 @@ from penstock.runtime.telemetry.units import topology
 
 @dataclass(frozen=True)
 class RepeatedOpening:
-    """An opening that repeats one which was carried out: its client did not get the answer."""
+    """A repeated opening: the first one was carried out, but its client did not get the answer."""
 
     box: Box
 
@@ -219,7 +219,7 @@ def _join(attempt: Attempt, request: pb.OpenRunRequest) -> JoinAttempt:
         raise InvalidArgumentError(
             f"{where} has seed {request.seed}, the other boxes have {attempt.seed}: give all boxes the same seed"
         )
-    for other in list(attempt.boxes.values())[:1]:  # which agrees with all others
+    for other in list(attempt.boxes.values())[:1]:  # it has the same loaders as all others
         running, asked_for = other.opening.loader.input_fn, request.loader.input_fn
         if running != asked_for:
             raise TopologyError(

@@ -6,7 +6,7 @@ contact with the coordinator, that is, while its own network worked. Such a slot
 be unreachable from the box, as long as one has free capacity; else it stays, and the box keeps trying the lane.
 
 A box's report moves its own slots only. A box that can reach no worker must not move its slots through the whole fleet,
-with a runner started for nothing each time, so its reports are believed for a few workers per minute.
+with a runner started in vain each time. So its reports count for only a few workers at a time (`unreachable_max`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from penstock.appliance.core.cluster_state import ClusterState
 from penstock.appliance.model.entities import Attempt, Box, Slot, Worker
 from penstock.proto.v1 import coordinator_pb2 as pb
 
-_WHY = 300
+_MAX_REASON = 300
 """Longest reason taken from a box's report, in characters."""
 
 
@@ -30,7 +30,7 @@ def note(cluster: ClusterState, attempt: Attempt, box: Box, request: pb.WatchRun
             continue
         box.unreachable[slot.worker] = now
         if _elsewhere(cluster, box, slot, now) is not None:
-            why = f"the training job of box {box.number} cannot reach worker {slot.worker}: {claim.why[:_WHY]}"
+            why = f"the training job of box {box.number} cannot reach worker {slot.worker}: {claim.why[:_MAX_REASON]}"
             cluster.move(slot, why, None)
 
 

@@ -32,8 +32,8 @@ from penstock.proto.v1 import records_pb2
 
 
 def restore(cluster: ClusterState, now: float, worker_lease_s: float, client_lease_s: float) -> None:
-    """Fill an empty cluster state. The leases are the longest that were promised before. Raises JournalError for rows
-    that SQLite can read but that make no cluster state."""
+    """Fill an empty cluster state from its journal. The leases are the longest that were promised before. Raises
+    JournalError for rows that SQLite can read but that contradict each other."""
     try:
         _fill(cluster, now, worker_lease_s, client_lease_s)
     except (LookupError, TypeError, ValueError, AssertionError, DecodeError, PenstockError) as error:
@@ -74,12 +74,13 @@ def _fill(cluster: ClusterState, now: float, worker_lease_s: float, client_lease
         slot.skipped[row["epoch"], row["total"]] = row["own"]
     for row in journal.rows("reserved"):
         slot = cluster.slot(SlotKey(row["run"], row["attempt"], row["box"], row["slot"]))
-        if slot is not None:  # else a release that does not know them ended the attempt
+        if slot is not None:  # None: an older release, which does not know this table, ended the attempt
             slot.reserved = row["generation"]
             cluster.box_of(slot)[0].note_generation(slot.reserved)
     for row in journal.rows("abandoned"):
         attempt = cluster.runs[row["run"]].current
-        if attempt is not None and attempt.number == row["attempt"]:  # else a release that does not know them ended it
+        # else an older release, which does not know this table, ended it
+        if attempt is not None and attempt.number == row["attempt"]:
             attempt.note_abandoned(attempt.boxes[row["box"]], row["epoch"], row["step"])
     for row in journal.rows("tracks"):
         attempt = cluster.runs[row["run"]].current
@@ -100,7 +101,7 @@ def _fill(cluster: ClusterState, now: float, worker_lease_s: float, client_lease
 
 def _box(cluster: ClusterState, attempt: Attempt, row: Mapping[str, Any], now: float) -> None:
     request = pb.OpenRunRequest.FromString(row["opening"])
-    request.ClearField("client_id")  # which releases before this one kept
+    request.ClearField("client_id")  # older releases stored it
     start = opening.validate(request, cluster.limits)
     box = Box(
         row["box"], client_in(row["client_id"]), request, start, BoxPresence(row["place"]), now, cluster.next_version()

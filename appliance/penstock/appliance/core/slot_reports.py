@@ -1,4 +1,4 @@
-"""A worker's report on one of its slots: what the runner does, that it is ready, that it has ended."""
+"""Handling of a worker's report on one of its slots: its runner's activity, its readiness, its end."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from penstock.proto.rpc.channel import detail_of
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
-_DOING, _STACK = 300, 12_000
-"""Longest report of a hang or a crash, in characters: it goes into every view of the box."""
+_MAX_ACTIVITY, _MAX_STACK = 300, 12_000
+"""Longest activity and stack in a report of a hang or a crash, in characters: every view of the box contains them."""
 END_COST = 2
-"""Cost of a slot whose runner has ended, in slots: 75 us of the event loop."""
+"""Cost of a report that a runner has ended, counted in slots: it takes 75 us of the event loop."""
 _NO_REASON = records_pb2.ErrorDetail(name="PenstockError", message="the worker reported no reason")
 
 
 def note(cluster: ClusterState, migrations: Migrations, worker: Worker, report: pb.SlotReport, now: float) -> bool:
-    """Record a slot's report, of this worker; return true if its runner has ended. A report by another worker or of
-    another generation changes nothing."""
+    """Record a worker's report on a slot; return whether its runner has ended. A report by a worker that does not own
+    the slot, or of another generation, changes nothing."""
     slot = cluster.slot(SlotKey(report.run, report.attempt, report.box, report.slot))
     if slot is not None and slot.is_migrating_to(worker.name, report.generation):
         migrations.target_reported(slot, report, now)
@@ -30,15 +30,15 @@ def note(cluster: ClusterState, migrations: Migrations, worker: Worker, report: 
         return False  # fenced: the worker's next assignments do not have the slot
     cluster.note_rate(slot, report, now)
     if report.doing != slot.doing:
-        slot.doing, slot.stack = report.doing[:_DOING], report.stack[:_STACK]
+        slot.doing, slot.stack = report.doing[:_MAX_ACTIVITY], report.stack[:_MAX_STACK]
         cluster.bump_box(*cluster.box_of(slot))
     if report.phase == pb.FAILED and slot.phase != pb.FAILED:
         if report.recycle:
             _recycle(cluster, slot, report)
         elif report.lost:
             what = report.error.message or "its runner died"
-            slot.stack = report.error.remote_traceback[:_STACK]
-            has_place = report.HasField("making") and quarantine.is_place(report.making)
+            slot.stack = report.error.remote_traceback[:_MAX_STACK]
+            has_place = report.HasField("making") and quarantine.is_valid_position(report.making)
             making = owned(report.making) if has_place else None
             cluster.move(slot, f"runner of {slot} on worker {worker.name} died: {what}", now, making)
         else:
@@ -57,7 +57,8 @@ def note(cluster: ClusterState, migrations: Migrations, worker: Worker, report: 
 
 
 def _recycle(cluster: ClusterState, slot: Slot, report: pb.SlotReport) -> None:
-    """Replace a runner that used too much memory and ended at a snapshot, or fail if the last one did just that."""
+    """Replace a runner that exceeded its memory limit and ended at a snapshot. Fail the slot if the runner before did
+    the same before its second batch."""
     if report.outgrown and 0 < slot.outgrown == slot.generation - 1:
         error = MemoryLimitError(
             f"{report.error.message}; it reached the limit before its second batch, like the runner before it: "

@@ -1,15 +1,16 @@
-"""The coordinator as a state machine: calls in, replies out. No I/O but the journal's; time and seeds are passed in.
+"""The coordinator as a state machine: calls in, replies out. Its only I/O is the journal's; time and seeds are passed
+in.
 
 Each public method is one call of coordinator.proto or the passing of time (`tick`). It checks the sender, changes the
-cluster state, gives waiting slots to workers, plans state queries again where something changed, and commits; the reply
-is made after that, so its content is on disk. All calls are idempotent, and late ones of fenced peers change nothing:
+cluster state, gives waiting slots to workers, plans state queries again where something changed, and commits. The reply
+is made after that, so its content is on disk. All calls are idempotent, and late calls of fenced peers change nothing:
 see the order contract at the top of coordinator.proto.
 
 Single-threaded by construction: methods never wait. The service waits, on the topics that `changed` announces.
 
-Leases. Silence is the only sign of death that always comes. A worker's lease ends: its slots move. A client's lease
-ends: its workers are free at once, but its box stays its own until the next attempt opens, because a process that was
-stopped for a while is not dead and can resume by recovery. lease_policy.py decides how long a lease is. If the
+Leases. Silence is the only sign of death that never fails to appear. When a worker's lease ends, its slots move. When a
+client's lease ends, its workers are free at once, but the client keeps its box until the next attempt opens, because a
+process that was only stopped for a while can resume by recovery. lease_policy.py decides how long a lease is. If the
 coordinator itself was stopped, leases are extended by the gap, in which it received no calls.
 """
 
@@ -189,7 +190,7 @@ class Registry:
         return attempt, box
 
     def watch_run(self, request: pb.WatchRunRequest) -> pb.WatchRunReply:
-        """Take a report and return the answer at once; the service holds the answer until something has changed."""
+        """Record a report and return the reply at once; the service delays the call until something has changed."""
         self.report_box(request)
         return self.box_view(request)
 
@@ -226,7 +227,7 @@ class Registry:
             self.cluster.touch(attempt, box)
         delivered = request.delivered
         box_progress.note_abandoned(self.cluster, attempt, box, request)
-        if delivered.step >= box.delivered.step:  # else it was overtaken by a later report
+        if delivered.step >= box.delivered.step:  # else a later report was received before this one
             passed = attempt.left_between(box.step, delivered.step)
             if request.epoch_ended != box.epoch_ended or delivered.epoch != box.delivered.epoch or passed:
                 self.cluster.touch(attempt, box)
@@ -240,7 +241,7 @@ class Registry:
         return attempt, box
 
     def close_run(self, request: pb.CloseRunRequest) -> None:
-        """Close the box. A fenced or closed box is no error: it has been released already."""
+        """Close the box. Closing a box that is fenced or already closed is accepted, because it has been released."""
         try:
             attempt, box = self._place_of(request.run, request.attempt, request.box, request.client_id)
         except (SupersededError, UnknownRunError):
@@ -318,7 +319,7 @@ class Registry:
                 cluster.move(slot, f"worker {worker.name} came back with {worker.capacity} slots", None)
             elif slot is not None:
                 cluster.dismiss(slot)
-        for key in sorted(worker.slots):  # its addresses may be new
+        for key in sorted(worker.slots):  # the worker's addresses may have changed
             slot = cluster.slot(key)
             if slot is not None:
                 cluster.bump_box(*cluster.box_of(slot))
@@ -328,7 +329,7 @@ class Registry:
         )
 
     def heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatReply:
-        """Take a report and return the answer at once; the service holds the answer until something has changed."""
+        """Record a report and return the reply at once; the service delays the call until something has changed."""
         self.report_worker(request)
         return self.worker_view(request)
 
@@ -342,7 +343,7 @@ class Registry:
             worker.lease_until = now + cluster.worker_lease_policy().promised(request.lease_s, self.limits.lease_max_s)
             ended, most = 0, self.limits.slots_at_once // slot_reports.END_COST
             for report in request.slots:
-                if report.phase != pb.FAILED or ended < most:  # else it is in the worker's next report, too
+                if report.phase != pb.FAILED or ended < most:  # a skipped end is in the worker's next report, too
                     ended += slot_reports.note(cluster, self._migrations, worker, report, now)
             if request.leaving and not worker.draining:
                 self._migrations.set_draining(worker, True, now)
@@ -410,7 +411,8 @@ class Registry:
     # ----------------------------------------------------------------------------------------------- snapshots, blobs
 
     def slot_to_recover(self, key: SlotKey, generation: int) -> Slot:
-        """Return the slot if `generation` is its present one or its target's. Raises SupersededError if not."""
+        """Return the slot if `generation` is its present one or that of its migration target. Raises SupersededError if
+        not."""
         slot = self.cluster.slot(key)
         if slot is not None and slot.target is not None and slot.target.generation == generation:
             return slot
@@ -432,8 +434,8 @@ class Registry:
     def snapshot_stored(self, header: pb.SnapshotHeader) -> None:
         """Record a snapshot that is on disk. Raises SupersededError if its generation was replaced meanwhile.
 
-        A snapshot of a fenced generation may have replaced the one at its position, and is as good: content is a
-        function of the position. So it is kept, and the writer gets the error all the same.
+        A snapshot of a fenced generation may have replaced the one at its position. It is kept, because the content of
+        a snapshot depends on its position only. Its writer gets the error nevertheless.
         """
         key = SlotKey(header.run, header.attempt, header.box, header.slot)
         kept = DurableSnapshot(header.total, header.epoch, header.size, header.epoch_start)
@@ -476,15 +478,15 @@ class Registry:
         self.state_queries.end(query, sent)
 
     def admit_state(self, answer: pb.StateAnswer) -> float | None:
-        """Return None if the bytes of an answer may come, or are not needed; else the seconds left to wait for the
-        budget, which the topic ANSWERS_FREED announces."""
+        """Return None if the bytes of an answer may be received now, or are not needed; else the longest time in
+        seconds to wait for the budget. The topic ANSWERS_FREED announces when budget is released."""
         return self.state_queries.admit(answer.request, answer.state_bytes, self._clock())
 
     def answer_wanted(self, answer: pb.StateAnswer) -> bool:
         return self.state_queries.wanted(answer.request)
 
     def answer_lost(self, answer: pb.StateAnswer) -> None:
-        """Release the budget of an answer whose bytes did not come."""
+        """Release the budget of an answer whose bytes did not arrive."""
         self.state_queries.lost(answer.request)
 
     def answer_state(self, answer: pb.StateAnswer, data: bytes) -> None:
@@ -495,9 +497,9 @@ class Registry:
     # ----------------------------------------------------------------------------------------------- time, operators
 
     def tick(self, unreceived_s: float = 0.0) -> None:
-        """Check the leases. Call it several times a lease.
+        """Check the leases. It must be called several times per lease.
 
-        unreceived_s: age of the oldest call that may still be queued in gRPC; a tick or two are normal.
+        unreceived_s: age of the oldest call that may still be queued in gRPC; one or two ticks are normal.
         """
         now, cluster, limits = self._clock(), self.cluster, self.limits
         gap, self._ticked = now - self._ticked, now
@@ -515,7 +517,7 @@ class Registry:
         cluster.drop_silent(now, patience_s(load_factor, cluster.worker_lease_policy().lease_s, unreceived_s))
         cluster.count_fleet(now)
         overdue = now - patience_s(load_factor, cluster.box_lease_policy().lease_s, unreceived_s)
-        vacated = 0  # slots; of more than `slots_at_once` the rest is left to the next tick
+        vacated = 0  # in slots; beyond `slots_at_once` the rest is left to the next tick
         named: set[str] = set()
         cluster.live_boxes = 0
         for attempt in cluster.open_attempts():
@@ -548,8 +550,8 @@ class Registry:
         self._migrations.tick(now)
         self._renew_tickets()
         self._fail_disallowed_slots(now)
-        self._to_workers.take_back(cluster.worker_lease_policy().lease_s, now)
-        self._to_boxes.take_back(cluster.box_lease_policy().lease_s, now)
+        self._to_workers.shorten(cluster.worker_lease_policy().lease_s, now)
+        self._to_boxes.shorten(cluster.box_lease_policy().lease_s, now)
         self._settle()
 
     def _renew_tickets(self) -> None:

@@ -1,13 +1,13 @@
-"""State queries: those under way, those that are done, and which steps may be asked for.
+"""State queries: those under way, those that are complete, and the steps that may be requested.
 
-Ranks that ask for one step share one query, and those that come later get its result as long as it is kept: every rank
-saves the same bytes, and the workers are asked once.
+Ranks that request the same step share one query, and later ranks get its result as long as it is kept. So every rank
+saves the same bytes, and each worker is asked once.
 
-All answers in memory have one budget, `answers_max`. When half of it is used, a query releases what all its callers
-have been sent, and cannot be joined after that. When all is used, results that are kept for later ranks are dropped. If
-that is not enough, an answer waits for the budget, with its bytes still at its worker. Only the answers of the box that
-a query's callers wait for next are always admitted, because else nothing would move; so each query may take one box
-more.
+All answers in memory share one budget, `answers_max`. When half of it is used, a query releases the records that all
+its callers have been sent, and cannot be joined after that. When all of it is used, results that are kept for later
+ranks are dropped. If that is not enough, an answer waits for the budget, with its bytes still at its worker. The
+answers of the box that a query's callers wait for next are always admitted, because otherwise the query could not make
+progress. So each query may exceed the budget by one box.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class StateQueries:
         """Queries with callers or open requests, by serial."""
         self._joinable: dict[_Key, StateQuery] = {}
         self._finished: OrderedDict[_Key, StateQuery] = OrderedDict()
-        self._asked: dict[str, StateQuery] = {}
-        """Request id -> its query."""
+        self._by_request: dict[str, StateQuery] = {}
+        """Request id -> query that made the request."""
         self._closed: dict[str, StateQuery] = {}
         """Run that has ended -> its newest completed state query."""
 
@@ -60,7 +60,8 @@ class StateQueries:
         step = request.step
         if request.newest:
             step = min(box.step for box in going) if going else last
-        # Without a report of the caller's own, what was delivered since the last one is unknown here.
+        # If the request has no report of its caller, the coordinator does not know what was delivered since the last
+        # one.
         last_is_known = caller is not None or request.attempt == 0
         if step < first or (step > last and last_is_known):
             raise StateUnavailableError(
@@ -91,7 +92,7 @@ class StateQueries:
         self._open[query.serial] = query
         if not query.done and self._joinable.get(query.key) is not query:
             self._joinable[query.key] = query
-            self._replan(query)  # from then on, what is touched is planned again: see `settle`
+            self._replan(query)  # later changes plan it again: see `settle`
         return query
 
     def _check_limit(self, query: StateQuery) -> None:
@@ -130,11 +131,12 @@ class StateQueries:
         return sum(kept.values())
 
     def wanted(self, request: str) -> bool:
-        return request in self._asked
+        return request in self._by_request
 
     def admit(self, request: str, size: int, now: float) -> float | None:
-        """Return None if the bytes may come now, or are not needed; else the seconds until the query's deadline."""
-        query = self._asked.get(request)
+        """Return None if the bytes may be received now, or are not needed; else the seconds until the query's
+        deadline."""
+        query = self._by_request.get(request)
         if query is None or request in query.coming:
             return None
         if self.held + size > self._cluster.limits.answers_max:
@@ -147,7 +149,7 @@ class StateQueries:
         return None
 
     def lost(self, request: str) -> None:
-        query = self._asked.get(request)
+        query = self._by_request.get(request)
         if query is not None:
             query.held -= query.coming.pop(request, 0)
             self._cluster.changed(ANSWERS_FREED)
@@ -161,7 +163,7 @@ class StateQueries:
                 self._release(query)
 
     def _release(self, query: StateQuery) -> None:
-        """Drop what all callers have been sent."""
+        """Drop the records that all callers have been sent."""
         for box in [box for box, callers in query.sent.items() if callers >= query.callers]:
             del query.sent[box]
             query.held -= query.boxes.pop(box).size
@@ -174,24 +176,24 @@ class StateQueries:
 
     def answer(self, answer: pb.StateAnswer, data: bytes) -> None:
         """Give an answer to its query, which the request's id names."""
-        query = self._asked.get(answer.request)
+        query = self._by_request.get(answer.request)
         if query is None:
             return
         slot_request = query.requests[answer.request]
         attempt = self._cluster.attempt(query.run, query.attempt)
         query.answered(attempt, answer, data)
         self._announce(query, answered=slot_request.id)
-        if answer.ended:  # an end that the others can use
+        if answer.ended:  # the other slots' positions follow from this end
             self._cluster.touch(attempt, attempt.boxes[slot_request.key.box])
 
     # ------------------------------------------------------------------------------------------------------- planning
 
     def settle(self) -> None:
-        """Plan again what has been touched since the last call."""
+        """Plan the state queries of all boxes that changed since the last call again."""
         touched, self._cluster.touched = self._cluster.touched, set()
         if not touched:
             return
-        for run, attempt, box in sorted(touched):  # a set's order differs in each process
+        for run, attempt, box in sorted(touched):  # sorted, because the order of a set differs between processes
             for query in list(self._open.values()):
                 if (query.run, query.attempt) == (run, attempt) and not query.done:
                     self._replan(query, box)
@@ -224,10 +226,10 @@ class StateQueries:
         withdrawn = False
         for slot_request in changed:
             if slot_request.id in query.requests:
-                self._asked[slot_request.id] = query
+                self._by_request[slot_request.id] = query
             else:
-                self._asked.pop(slot_request.id, None)
-                withdrawn |= slot_request.id != answered  # its answer may be in transfer, or waiting for the budget
+                self._by_request.pop(slot_request.id, None)
+                withdrawn |= slot_request.id != answered  # the answer may be in transfer, or waiting for the budget
         others = {slot_request.worker for slot_request in changed if slot_request.id != answered}
         for name in sorted({slot_request.worker for slot_request in changed}):
             worker = self._cluster.workers.get(name)
@@ -246,7 +248,8 @@ class StateQueries:
             self._cluster.changed(ANSWERS_FREED)
 
     def _forget(self, attempt: Attempt, first: int) -> None:
-        """Drop results outside the retention window, and those with a final state of a box that has since moved on."""
+        """Drop results outside the retention window, and results with a final state of a box that has delivered more
+        since."""
         for key, query in list(self._finished.items()):
             if key[:2] != (attempt.run, attempt.number):
                 continue

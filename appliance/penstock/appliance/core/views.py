@@ -1,4 +1,4 @@
-"""Views of the cluster state: the messages that replies are made of."""
+"""Views of the cluster state, as messages of replies."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from penstock.proto.v1 import records_pb2
 STEP = 64
 """Workers per step of a status reply."""
 STATE_REQUESTS = 1024
-"""State requests in a heartbeat's reply: the others follow as these are answered."""
+"""Largest number of state requests in a heartbeat's reply: the others follow as these are answered."""
 ASSIGNMENTS = 256
-"""Slots per step of a heartbeat's reply: 30 us each where boxes have 256 slots, whose positions go with them."""
+"""Slots per step of a heartbeat's reply. Each takes 30 us if boxes have 256 slots, because it contains their
+positions."""
 
 ASSIGNMENTS_SIZE = 2 << 20
 """Bytes of assignments per such step."""
@@ -48,7 +49,7 @@ def slot_view(cluster: ClusterState, slot: Slot) -> pb.SlotView:
     )
     worker = cluster.workers.get(slot.worker)
     if worker is not None and slot.phase in (pb.READY, pb.FAILED):
-        # A failed slot keeps its lane as long as its worker: batches before the error come first.
+        # A failed slot keeps its lane as long as its worker is there, because batches before the error come first.
         view.host_id, view.local_address, view.tcp_address = worker.host_id, worker.local_address, worker.tcp_address
         view.ticket = cluster.ticket(slot.key, slot.generation)
     return view
@@ -73,7 +74,7 @@ def assignment(
     cluster: ClusterState, attempt: Attempt, box: Box, slot: Slot, worker: Worker, start: records_pb2.BoxPosition
 ) -> records_pb2.WorkerAssignment:
     """Return the worker's assignment of the slot, as its owner or as its migration target. `start`: the box's start,
-    made once for all of its slots."""
+    serialised once for all of its slots."""
     target = slot.target if slot.worker != worker.name else None
     generation = slot.generation if target is None else target.generation
     return records_pb2.WorkerAssignment(
@@ -135,7 +136,7 @@ def fill_heartbeat(
             yield
         slot = cluster.slot(key)
         if slot is None or key not in worker.slots:
-            continue  # its attempt is over, or it went elsewhere since the first step
+            continue  # its attempt has ended, or it has moved, since the first step
         attempt, box = cluster.box_of(slot)
         number, size = number + 1, size + box.assignment_size
         of_box = key.run, key.box
@@ -172,7 +173,7 @@ def _why_taken(cluster: ClusterState, key: SlotKey) -> str:
 
 def _slot_status(cluster: ClusterState, box: Box, slot: Slot, now: float) -> pb.SlotView:
     view, gauge = slot_view(cluster, slot), slot.gauge
-    view.ClearField("ticket")  # an operator may look, not open lanes
+    view.ClearField("ticket")  # an operator may see the slot, but not open its lane
     view.queued, view.batches_per_s = gauge.queued, slot.batches_per_s
     view.wait_share, view.batch_s = box.waits.of(slot.key.slot), slot.batch_s
     if gauge.saved_at:

@@ -1,7 +1,6 @@
-// The dashboard: asks the coordinator once a second and draws. What it says, and in which words, is decided there
-// (dashboard_data.py); said here is the time of day, and what belongs to the charts. Names and texts come from peers: they
-// are only ever set as text, and never parsed as HTML. Elements are kept from one answer to the next, so focus and
-// selection stay.
+// Script of the dashboard: fetches the coordinator's data once a second and draws it. dashboard_data.py decides all texts
+// except the time of day and the charts' scales. Names and texts come from peers, so they are only set as text and never
+// parsed as HTML. Elements are kept from one answer to the next, so that focus and selection stay.
 "use strict";
 
 const EVERY_MS = 1000;
@@ -22,7 +21,7 @@ let latest = null;
 const cards = new Map(); // run -> its card
 let made = 0; // cards, ever
 
-// ---- small things
+// ---- helpers
 
 function make(tag, attributes, ...children) {
   const element = document.createElement(tag);
@@ -40,7 +39,7 @@ function attribute(element, name, value) {
   if (element.getAttribute(name) !== String(value)) element.setAttribute(name, value);
 }
 
-// Makes the children of `parent` those of `items`, in order; what is there already, by its key, is filled again.
+// Gives `parent` one child for each of `items`, in order. A child with the same key is kept and filled again.
 function fill(parent, items, keyOf, create, update) {
   const known = parent.known || (parent.known = new Map());
   const wanted = new Set();
@@ -66,12 +65,12 @@ function fill(parent, items, keyOf, create, update) {
   }
 }
 
-// Of the charts' scales and points alone.
+// Formats of the charts' scales and points; all other texts come from the coordinator.
 const percent = (share) => `${Math.round(100 * share)}%`;
 const rate = (value) => (value >= 100 ? String(Math.round(value)) : value.toFixed(1));
 const clock = (seconds) => new Date(1000 * seconds).toLocaleTimeString([], { hour12: false });
 
-// A cell is a text, or a text with what it is marked by: see Cell in dashboard_data.py.
+// A cell is a text, or an object with a text and its state or share: see Cell in dashboard_data.py.
 function drawCell(cell, value, heading) {
   const { text: said, state, share, hot, at } = typeof value === "string" ? { text: value } : value;
   attribute(cell, "class", state ? "state text" : heading.endsWith(">") ? "number" : at || share !== undefined ? "" : "text");
@@ -88,7 +87,7 @@ function drawCell(cell, value, heading) {
   text(cell.firstChild.lastChild, said);
 }
 
-// The first cell of a row is its head.
+// The first cell of a row is its heading.
 function drawTable(table, { headings, rows }) {
   const head = table.tHead.rows[0] || table.tHead.insertRow();
   fill(head, headings, (heading) => heading, () => make("th", { scope: "col" }), (cell, heading) => {
@@ -204,7 +203,7 @@ function shape(tag, attributes, label) {
   return element;
 }
 
-// Stretches without a gap: where nobody noted anything, no line is drawn.
+// Stretches without a gap, because no line is drawn where no values were recorded.
 function unbroken(points, gap) {
   const stretches = [];
   for (const point of points) {
@@ -250,7 +249,7 @@ class Card {
     this.map = make("div", { class: "map" });
     this.more = make("p", { class: "note" });
     this.detail = make("p", { class: "detail", role: "status", hidden: "" });
-    const slots = make("div", null, make("h3", null, "Slots, with the batches that lie ready"), this.map, this.more);
+    const slots = make("div", null, make("h3", null, "Slots, with their ready batches"), this.map, this.more);
     slots.append(legend(), this.detail);
     this.boxes = table("Boxes");
     this.states = table("Checkpoints and other states that were fetched");
@@ -316,9 +315,9 @@ class Card {
 }
 
 function legend() {
-  const entries = [["ahead", "3", "batches lie ready"], ["dry", "0", "none lies ready"], ["hot", "\u25B20", "waited for most"],
+  const entries = [["ahead", "3", "batches are ready"], ["dry", "0", "no batch is ready"], ["hot", "\u25B20", "waited for most"],
     ["starting", "\u2026", "starting"], ["waiting", "\u2013", "without a worker"], ["failed", "\u2715", "failed"]];
-  const list = make("ul", { class: "key", "aria-label": "What the slots' signs mean" });
+  const list = make("ul", { class: "key", "aria-label": "Meaning of the slots' symbols" });
   for (const [kind, sign, meaning] of entries) {
     list.append(make("li", null, make("span", { class: "slot", "data-state": kind, "aria-hidden": "true" }, sign), meaning));
   }
@@ -364,7 +363,7 @@ function drawEvents(all) {
   });
 }
 
-// What the history lacks since it was fetched is added from each answer.
+// The history is fetched once; later points are added from each answer.
 function remember(status) {
   for (const run of status.runs) {
     const track = history[run.run] || (history[run.run] = { seconds: [], minutes: [] });
@@ -410,7 +409,7 @@ async function look() {
   if (!awaySince) draw(latest); // outside: a mistake in drawing is no sign that nobody answers
 }
 
-// A large fleet's status takes its time: then it is asked for less often.
+// The status of a large fleet takes longer, so it is fetched less often.
 async function watch() {
   for (;;) {
     const began = performance.now();

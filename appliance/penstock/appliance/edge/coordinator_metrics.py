@@ -1,7 +1,7 @@
-"""The coordinator's Prometheus metrics, made of a status and of the coordinator's own counters.
+"""The coordinator's Prometheus metrics, made from a status and from the coordinator's own counters.
 
-No series is per slot or per worker: the coordinator exports counts by phase, and workers export their own. The number
-of series grows with the boxes of open runs. /metrics is optional on the dashboard's server, so a missing
+No series is per slot or per worker: the coordinator exports counts by phase, and each worker exports its own series.
+The number of series grows with the boxes of open runs. /metrics is optional on the dashboard's server, so a missing
 prometheus-client is an error page for the scraper, not an error at the start.
 """
 
@@ -72,7 +72,7 @@ def _read_run(found: MetricReadings, run: RunView, counters: CoordinatorCounters
     found.add("penstock_run_skipped_batches_total", sum(slot.skipped for slot in run.slots), run=run.run)
     for box in run.boxes:
         of = {"run": run.run, "box": box.box}
-        # The status may be slightly older than the counters, and its run may have been opened again since.
+        # The status may be slightly older than the counters, and the run may have been opened again since.
         first, waiting_for = counters.boxes.get((run.run, box.box), (box.step, 0))
         found.add("penstock_box_live", int(box.live), **of)
         found.add("penstock_box_step", box.step, **of)

@@ -1,7 +1,7 @@
-"""Data of the dashboard: words and figures of penstock.runtime.telemetry.cluster_view, laid out for its script.
+"""Data of the dashboard: texts and figures of penstock.runtime.telemetry.cluster_view, arranged for its script.
 
-The script has no states, units or thresholds of its own: it sets texts, and marks them by the names of states beside
-them. Only the browser's time of day and the scales of its charts are its own.
+The script has no states, units or thresholds of its own: it shows texts, coloured by the state that comes with each.
+Only the browser's time of day and the scales of its charts are its own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from penstock.runtime.telemetry.units import INPUT_BOUND, percent, rate, topolog
 __all__ = ["dashboard"]
 
 MOST_BOXES = 100
-"""Largest number of boxes drawn per run: those that wait most."""
+"""Largest number of boxes shown per run: those that wait most."""
 MOST_STATES = 6
 STATE_CHARACTERS = {"ready": "", "starting": "\u2026", "waiting": "\u2013", "failed": "\u2715"}
 ALARM_CHARACTERS = {"": "\u2713", "info": "\u2026", "warn": "\u25b2", "bad": "\u25b2"}

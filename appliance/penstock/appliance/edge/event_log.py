@@ -1,4 +1,4 @@
-"""The coordinator's event log: each event that the dashboard shows, logged once, with the fields it concerns."""
+"""The coordinator's event log: each event that the dashboard shows is logged once, with its fields."""
 
 from __future__ import annotations
 

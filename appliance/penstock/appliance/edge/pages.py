@@ -1,9 +1,9 @@
 """Web pages of a coordinator for browsers and collectors: a dict of routes for penstock.runtime.web.http_server.
 
-Routes run on threads of the web server, and the cluster state belongs to the event loop: so a route never touches it.
-It asks the loop for the data, waits for that with a deadline, and makes its page of it on its own thread. One status is
-under way for all viewers, and a page that is younger than FRESH_S is served again. So the cost of viewers to the loop
-does not grow with their number.
+Routes run on threads of the web server, and the cluster state belongs to the event loop, so a route never touches it.
+It requests the data from the loop, waits with a deadline, and makes its page from the data on its own thread. All
+viewers share the status that is being made, and a page that is younger than FRESH_S is served again. So the cost for
+the loop does not grow with the number of viewers.
 
 The dashboard itself is three files beside this module, served as they are: no build, no framework, no outside content.
 """
@@ -37,8 +37,8 @@ log = logging.getLogger("penstock.appliance")
 FRESH_S = 0.5
 """Age in seconds up to which a page is served again."""
 LOOP_S = 10.0
-"""Longest wait for the event loop, in seconds. Only an overloaded machine reaches it; then the page reports it, and the
-web server's thread is free again."""
+"""Longest wait for the event loop, in seconds. Only an overloaded machine reaches it; then the page reports that, and
+the web server's thread is free again."""
 SAMPLE_S = 1.0
 JSON = "application/json"
 FILES = {
@@ -51,7 +51,7 @@ _Result = TypeVar("_Result")
 
 
 class StatusSource(Protocol):
-    """Source of a coordinator's status, as the service is. Called on the event loop."""
+    """Source of a coordinator's status; the service is one. Its methods are called on the event loop."""
 
     async def snapshot(self) -> pb.StatusReply:
         """Return everything that an operator may see now."""
@@ -145,7 +145,7 @@ def open_web(
 
     `any_port`: use a free port if that of `listen` is in use. Raises what WebServer raises.
     """
-    # Only this machine's root can listen on loopback in its place, and a browser has no certificate of the cluster.
+    # On loopback only root of this machine could impersonate the server, and a browser does not have the cluster's CA.
     tls = None if is_local(listen) else tls
     try:
         web = WebServer(listen, routes, tokens=tokens, tls=tls, insecure=insecure)

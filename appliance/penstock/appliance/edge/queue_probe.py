@@ -22,7 +22,8 @@ __all__ = ["QueueProbe"]
 _log = logging.getLogger("penstock.appliance")
 
 METHOD = "/penstock.QueueProbe/Probe"
-"""Method of the call. No service has it: the refusal is answer enough, and needs neither a token nor a rate limit."""
+"""Method of the call. No service implements it: the refusal is a sufficient answer, and needs neither a token nor a
+rate limit."""
 LONGEST_S = 30.0
 """Longest time in seconds by which a pending probe may extend leases: a longer delay has another cause."""
 
@@ -56,7 +57,7 @@ class QueueProbe:
                     await call(b"", timeout=LONGEST_S)
                 except grpc.aio.AioRpcError as error:
                     if error.code() not in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.DEADLINE_EXCEEDED):
-                        sent = self._clock()  # the delay is unknown, so leases end as they would without this check
+                        sent = self._clock()  # the delay is unknown, so leases end as without this probe
                         if not warned:
                             _log.warning(
                                 "the delay of queued calls cannot be measured, so workers and training jobs whose "

@@ -1,8 +1,8 @@
 """Rate limits on calls that make the coordinator store something new: a token bucket for each peer, and one for all.
 
-Pure: the clock is given. A refused peer gets the time to retry after, and costs a look at two numbers. Peers are
-identified by address without the port. The least recently seen are forgotten first, with a full bucket: the bucket of
-all peers limits what many of them together can do.
+Pure: the clock is passed in. A refused peer gets the time after which to retry; refusing it costs a comparison of two
+numbers. Peers are identified by address without the port. The least recently seen peers are forgotten first and then
+start with a full bucket again; the bucket of all peers limits many of them together.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Time series of the speed and waits of runs, so that a dashboard page that is opened later can show the past.
+"""Time series of the speed and waits of runs, so that a newly opened dashboard page can show the past.
 
-Ten minutes in seconds, a day in minutes; each minute is the mean of its seconds. In memory only, and bounded: the
-oldest runs are dropped for new ones.
+Ten minutes with a point per second, and a day with a point per minute, the mean of its seconds. The series are in
+memory only, and bounded: the oldest runs are dropped for new ones.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MINUTES = 24 * 60
 RUNS = 64
 """Number of runs kept, the latest ones."""
 BOXES = 64
-"""Boxes that one step of a sample looks at."""
+"""Boxes per step of a sample."""
 
 Point = tuple[float, float, float, float]
 """Seconds since the Unix epoch; mean steps/s of a box; share of its time that the box with the longest waits waited;

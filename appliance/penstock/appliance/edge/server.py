@@ -162,7 +162,8 @@ async def serve(
         if pages is not None:
             pages.address = served.address
         ticker = loop.create_task(service.run_ticker())
-        ticker.add_done_callback(lambda _: stop.set())  # it never ends by itself: an exception ends the process
+        # the ticker ends only by an exception, which must end the process
+        ticker.add_done_callback(lambda _: stop.set())
         try:
             ready(served.address)
             await stop.wait()
@@ -172,7 +173,7 @@ async def serve(
             ticker.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await ticker
-            with contextlib.suppress(JournalError):  # a full disk: these rows serve `penstock replay` alone
+            with contextlib.suppress(JournalError):  # the disk may be full; only `penstock replay` needs these rows
                 await service.note_tracks()
 
 

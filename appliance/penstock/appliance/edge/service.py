@@ -1,9 +1,9 @@
 """The gRPC edge: waits, transfers and deadlines around the registry, which has none of them.
 
-One event loop and no locks: a registry method runs from start to end without interruption. What it has changed is on
-disk before its reply leaves, an error too (group_commit.py). Long polls are coroutines that sleep on the topics that
-the registry announces. The bytes of snapshots and blobs go through one thread of their own (snapshot_writer.py), so
-that a slow disk delays a worker's snapshot and never a lease.
+One event loop and no locks: a registry method runs from start to end without interruption. Its changes are on disk
+before its reply or its error is sent (group_commit.py). Long polls are coroutines that wait for the topics that the
+registry announces. The bytes of snapshots and blobs go through one thread of their own (snapshot_writer.py), so that a
+slow disk delays a worker's snapshot and never a lease.
 
 A value in parts is collected in memory up to the size that its header declared, which is checked against the budget
 before the first byte is taken. While memory is short the rest is not read: it waits at the sender.
@@ -141,7 +141,7 @@ class Service(CoordinatorServicer):
                     drops, self._drops = self._drops, []
                     self._disk.drop(drops, self._not_dropped)
             except JournalError as error:
-                log.error("%s", error)  # a full disk: nothing was acknowledged; the next tick tries again
+                log.error("%s", error)  # e.g. a full disk; no call was acknowledged, and the next tick tries again
 
     async def _keep_closed(self) -> None:
         """Write the last states of runs that have ended."""
@@ -206,7 +206,8 @@ class Service(CoordinatorServicer):
 
     async def OpenRun(self, request: pb.OpenRunRequest, context: _Context) -> pb.OpenRunReply:
         self._rate_limiter.admit(address_of(context.peer()), "OpenRun")
-        check_name("job", request.job)  # only here: the journal may hold names that older releases accepted
+        # checked only here, because the journal may hold names that older releases accepted
+        check_name("job", request.job)
         async with self._journal.synced():
             return self._registry.open_run(request, credential())
 
@@ -253,19 +254,19 @@ class Service(CoordinatorServicer):
                     for message in packed(written) if request.packs else parts(written):
                         await self._turns.next()
                         yield message
-                        # The time that a slow reader takes does not count against the workers' deadline.
+                        # The time that a slow reader of the answer takes does not count against the workers' deadline.
                         until, before = until + loop.time() - before, loop.time()
                         query.deadline = max(query.deadline, until)
                     for _ in states:
                         self._registry.sent_state(query, sent)
                         sent += 1
             finally:
-                if query is not None:  # it has this caller, even if the journal could not be written
+                if query is not None:  # the query counts this caller, even if the journal could not be written
                     self._registry.end_state(query, sent)
 
     @contextlib.contextmanager
     def _counted_query(self, token: str) -> Iterator[None]:
-        """Count a state query of this token while it is open. Raises OverloadedError if it has too many."""
+        """Count a state query of this token while it is open. Raises OverloadedError if the token has too many."""
         if self._queries[token] >= self._limits.queries_of_token_max:
             raise OverloadedError(
                 f"one token must have at most {self._limits.queries_of_token_max} open state queries: retry later"
@@ -293,9 +294,9 @@ class Service(CoordinatorServicer):
     async def _message(
         self, query: StateQuery, number: int, until: float, request: pb.FetchStateRequest
     ) -> list[BoxState]:
-        """Return the records of this box, once it is complete. For a caller with `packs`, also those of the next boxes
-        that fit into one message: else hundreds of boxes that become complete one by one would be as many messages per
-        caller."""
+        """Return the records of this box, once it is complete. For a caller with `packs`, add those of the next boxes
+        that fit into one message: otherwise hundreds of boxes that become complete one by one would be as many messages
+        per caller."""
         states: list[BoxState] = []
         free_bytes = CHUNK
         while number < query.num_boxes:
@@ -323,7 +324,7 @@ class Service(CoordinatorServicer):
                         f"{deadline_s:g} s; waited for {query.waits_for()}"
                     ) from error
         if query.failure is not None:
-            raise error_of(detail_of(query.failure))  # a copy: several callers raise it
+            raise error_of(detail_of(query.failure))  # a copy, because several callers raise it
         return query.boxes[number]
 
     # -------------------------------------------------------------------------------------------------------- workers
@@ -347,7 +348,8 @@ class Service(CoordinatorServicer):
                     await asyncio.sleep(0)  # thousands of slots go into the reply in steps
                 return reply
         except asyncio.CancelledError:
-            # Not while another one is held: a lost connection is often noticed after the worker is back on a new one.
+            # A worker with another heartbeat under way is alive: it has reconnected before the old connection's end was
+            # noticed.
             if self._heartbeats[who] == 1 and not self._closing:
                 registry.worker_hung_up(*who)
             raise
@@ -380,7 +382,8 @@ class Service(CoordinatorServicer):
                 return pb.PutSnapshotReply(refused=refused, free_bytes=self._snapshot_index.free)
             transfer = Transfer("PutSnapshot", header.size)
             async with self._snapshots_in.taken(header.size, credential()):
-                if refused := self._snapshot_index.why_refused(key, header.size):  # by now
+                # checked again, because the budget may have changed during the transfer
+                if refused := self._snapshot_index.why_refused(key, header.size):
                     return pb.PutSnapshotReply(refused=refused, free_bytes=self._snapshot_index.free)
                 with self._snapshot_index.expecting(header.size):
                     transfer.add(first.data)
@@ -399,7 +402,7 @@ class Service(CoordinatorServicer):
             async with self._reads.taken(kept.size, credential()):
                 found = await self._disk.run(self._store.snapshot, key, kept)
                 if found is None:
-                    continue  # dropped since: a newer one that serves as well follows
+                    continue  # dropped since the listing; a newer one that serves as well follows
                 header, data = found
                 yield pb.SnapshotPart(header=header)
                 async for piece in self._read("GetSnapshots", data):
@@ -415,10 +418,10 @@ class Service(CoordinatorServicer):
                 "less in state_dict()"
             )
         if not self._registry.answer_wanted(answer):
-            return pb.PutStateReply()  # late: no query needs its bytes
+            return pb.PutStateReply()  # a late answer: no query needs its bytes
         await self._admitted(answer)
         if not self._registry.answer_wanted(answer):
-            return pb.PutStateReply()  # its callers left while it waited: its bytes would be in no budget
+            return pb.PutStateReply()  # its callers left while it waited, so no query counts its bytes
         transfer = Transfer("PutState", answer.state_bytes)
         try:
             transfer.add(first.data)
@@ -457,7 +460,7 @@ class Service(CoordinatorServicer):
         if not self._snapshot_index.has_blob(name):
             self._check_blob(first)
             async with self._blobs_in.taken(size, credential()):
-                if not self._snapshot_index.has_blob(name):  # another box has sent it meanwhile
+                if not self._snapshot_index.has_blob(name):  # else another box has sent the same blob meanwhile
                     await self._take_blob(first, coming)
         self._registry.blob_stored(name, size, credential())
         return pb.PutBlobReply(blob=name)
@@ -524,7 +527,7 @@ class Service(CoordinatorServicer):
         journal, track = cluster.journal.path, cluster.track(request.run, request.box)
         past = [] if journal is None else await asyncio.to_thread(box_history.past, journal, request.run, request.box)
         for one in past:
-            if track is None or one.attempt != track.attempt:  # else it has ended meanwhile
+            if track is None or one.attempt != track.attempt:  # else the attempt has ended meanwhile
                 yield pb.HistoryPart(history=one)
         if track is not None:
             yield pb.HistoryPart(history=await asyncio.to_thread(track.message))

@@ -1,4 +1,4 @@
-"""Calls that wait for a change of the cluster state, by its topic."""
+"""Calls that wait for a change of the cluster state, by topic."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class TopicWaiter(asyncio.Event):
     """Event of one call that waits for a topic."""
 
     over = False
-    """Whether to answer this call at once, because more calls wait for the topic than allowed."""
+    """True if this call must be answered at once, because more calls wait for the topic than allowed."""
 
 
 class TopicSignals:
-    """Topics and the calls that wait for them, woken in the order in which they came, so that simulated histories can
-    be repeated."""
+    """Topics and the calls that wait for them. Calls are woken in the order of their arrival, so that simulated
+    histories are repeatable."""
 
     def __init__(self) -> None:
         self._waiting: dict[Topic, dict[TopicWaiter, None]] = {}

@@ -1,7 +1,7 @@
 """Transfers of values in parts: held to a minimum rate, and collected up to the declared size.
 
-A sender that is admitted keeps memory from others, so it has to keep up a rate. Only the time that the coordinator
-waits for the sender counts, not the time of the disk or of the coordinator.
+An admitted sender holds memory that others wait for, so it must keep up a minimum rate. Only the time in which the
+coordinator waits for the sender counts, not that of the disk or of the coordinator itself.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Transfer:
     def __init__(self, what: str, size: int) -> None:
         self._what = what
         self._size = size
-        self._data = io.BytesIO()  # a list would take more memory for short pieces than their bytes do
+        self._data = io.BytesIO()  # a list of short pieces would take more memory than their bytes
 
     def add(self, piece: bytes) -> None:
         if self._data.tell() + len(piece) > self._size:
@@ -108,9 +108,9 @@ class TransferReader:
 
 @contextmanager
 def ended_when_slow(what: str, limits: Limits) -> Iterator[TransferReader]:
-    """Cancel the call's task if its reader is below the minimum rate: its value takes memory for which other calls
-    wait. A timeout would not do, because the handler may be waiting inside gRPC. The caller notices at its next read or
-    by its own deadline.
+    """Cancel the call's task if its reader is below the minimum rate, because its value takes memory for which other
+    calls wait. A timeout in the handler would not work, because the handler may be waiting inside gRPC. The caller gets
+    the error at its next read or by its own deadline.
     """
     task, loop, reader = asyncio.current_task(), asyncio.get_running_loop(), TransferReader(limits)
     assert task is not None

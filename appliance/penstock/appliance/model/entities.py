@@ -1,4 +1,5 @@
-"""Entities of the coordinator: runs, attempts, boxes, slots, workers. Data only; state_machine.py changes them.
+"""Entities of the coordinator: runs, attempts, boxes, slots, workers. They hold data only; state_machine.py changes
+them.
 
 Ownership. A run has at most one open attempt; an attempt has an entry for each of its boxes; an opened box has W slots;
 a slot has at most one worker, under a generation that rises each time the slot moves. Calls for an older attempt or
@@ -28,11 +29,11 @@ from penstock.proto.v1 import records_pb2
 from penstock.runtime.telemetry.units import topology
 
 ASSIGNMENTS_MAX = 10 << 20
-"""Bytes of a worker's assignments above which it gets no more slots: all of them are in one reply to a heartbeat, and
-a worker that cannot be answered is lost (REPLY_MAX). 1,024 slots of 10 KiB; to serialise them takes 35 ms."""
+"""Bytes of a worker's assignments above which it gets no more slots. One reply to a heartbeat contains all assignments,
+and a worker is lost if its reply exceeds REPLY_MAX. 10 MiB are 1,024 slots of 10 KiB; serialising them takes 35 ms."""
 
 ASSIGNMENT_BYTES = 256
-"""Bytes of an assignment's numbers, key and names of fields."""
+"""Bytes of an assignment's numbers, key and field names."""
 
 
 class SlotKey(NamedTuple):
@@ -62,7 +63,7 @@ class SlotLoss:
     worker: str
     note: str
     delivered: int
-    """The slot's delivered total as known then: a higher one now means progress."""
+    """The slot's delivered total as known at the loss; a higher one now means progress."""
     making: records_pb2.Skip | None = None
     """Position of the batch that the runner was making when it died, if it was making one."""
 
@@ -98,14 +99,14 @@ class Slot:
     losses: list[SlotLoss] = field(default_factory=list)
     target: MigrationTarget | None = None
     reserved: int = 0
-    """Highest generation reserved for a migration target, journaled, so that it is used once only."""
+    """Highest generation reserved for a migration target. It is journaled, so that no generation is used twice."""
     moved_at: float = 0.0
     """Time of the last change of its worker."""
     left_alone_until: float = 0.0
     unfit: dict[str, str] = field(default_factory=dict)
     """Worker -> its session, for workers that failed to prepare for the slot."""
     migrated: bool = False
-    """Whether the slot's last move was a migration."""
+    """True if the slot's last move was a migration."""
     was_slow_at: frozenset[str] = frozenset()
     """Workers that the slot was moved away from as a straggler."""
     batches_per_s: float = 0.0
@@ -142,7 +143,7 @@ class Slot:
 
     @property
     def next_generation(self) -> int:
-        """Next generation that was never used."""
+        """Next unused generation."""
         return max(self.generation, self.reserved) + 1
 
     def __str__(self) -> str:
@@ -168,13 +169,14 @@ class Box:
     delivered: records_pb2.BoxPosition = field(default_factory=records_pb2.BoxPosition)
     """The newest report; empty before the first one."""
     reported: bool = True
-    """Whether its client has reported since the restart; until then, abandoned epochs and position may be old."""
+    """True if its client has reported since the restart; until then, its abandoned epochs and position may be out of
+    date."""
     restored: bool = False
-    """Whether the box was restored from the journal, which does not record the steps dropped since its epoch start."""
+    """Flag of a box restored from the journal, which does not record the steps dropped since its epoch start."""
     earlier: tuple[records_pb2.BoxPosition, ...] = ()
     """Positions known before the restart: for `penstock replay` alone."""
     settled: bool = False
-    """Whether the box had closed before the restart, at the last position of `earlier`."""
+    """Flag of a box that had closed before the restart, at the last position of `earlier`."""
     epoch_ended: bool = False
     abandoned: dict[int, int] = field(default_factory=dict)
     """Epoch -> last step of it, for epochs abandoned by `break`."""
@@ -186,7 +188,7 @@ class Box:
     waited_share: float = 0.0
     """Share of waiting in the time that steps_per_s refers to."""
     usual_steps_per_s: float = 0.0
-    """Decaying mean of steps_per_s, like `waits`: a single report decides nothing."""
+    """Decaying mean of steps_per_s, like `waits`, so that a single report does not decide anything."""
     usual_span_s: float = 0.0
     """Seconds that usual_steps_per_s refers to, decayed like the mean."""
     rate_from: float = 0.0
@@ -197,7 +199,8 @@ class Box:
     unreachable: dict[str, float] = field(default_factory=dict)
     """Worker -> time when the box last reported that it cannot reach it: see reachability.py."""
     lingers_until: float = 0.0
-    """Time until which a closed box keeps its workers, for the others' state queries; 0 = it has none to keep."""
+    """Time until which a closed box keeps its workers, for state queries of other boxes; 0 = it has no workers to
+    keep."""
     history: deque[Position] = field(default_factory=deque)
     """Reported positions, oldest first; the first is the newest outside the window, or the epoch start."""
 
@@ -235,7 +238,8 @@ class Box:
             self.usual_span_s = before_s + span_s
             usual_steps = before_s * self.usual_steps_per_s + self.rate_steps + steps
             self.usual_steps_per_s = usual_steps / self.usual_span_s
-            self.waited_share = min(1.0, max(0.0, waited_s / span_s))  # each executor counts from 0 again
+            # at most 1, because each new executor counts from 0 again
+            self.waited_share = min(1.0, max(0.0, waited_s / span_s))
             self.rate_from, self.rate_steps, self.rate_waited_s = now, 0, self.waited_s
         else:
             self.rate_steps += steps
@@ -249,17 +253,17 @@ class Box:
     def position_before(self, step: int) -> Position | None:
         """Return the newest position known at or before `step`; None if the step is older than all.
 
-        The record of a step is the position right after it, before any end of an epoch that follows. If the loop had
-        already passed the end of the epoch when it reported, its report has the start of the next epoch. A loader can
-        resume from that, but it is not the record of the step.
+        The record of a step is the position right after it, before an epoch end that follows. If the loop had passed
+        the epoch's end when it reported, its report holds the start of the next epoch. A loader can resume from that
+        position, but it is not the record of the step.
         """
         fits = [at for at in self._known() if at.step < step or (at.step == step and not self.is_fresh(at))]
         return max(fits, key=lambda position: position.step, default=None)
 
     def is_refuted(self, position: Position) -> bool:
         """Return whether a report of a later step shows that this planned position is wrong: the report has fewer
-        batches of a slot, or another start of the same epoch. The end of an epoch that is not known yet causes such a
-        plan."""
+        batches of a slot, or another start of the same epoch. A plan is wrong if it was made before the end of an epoch
+        was known."""
         later = min((at for at in self._known() if at.step >= position.step), key=lambda at: at.step, default=None)
         if later is None:
             return False
@@ -307,7 +311,7 @@ class Attempt:
     ended: set[int] = field(default_factory=set)
     """Boxes whose epoch_ended is set."""
     live: set[int] = field(default_factory=set)
-    """Boxes whose place is LIVE: each close asks for them, and must not look at all boxes for that."""
+    """Boxes whose presence is LIVE, kept so that a close need not look at all boxes."""
     left: dict[int, int] = field(default_factory=dict)
     """Step after which some box abandoned an epoch -> the first box that did."""
     _left: list[int] = field(default_factory=list)
@@ -359,7 +363,7 @@ class Attempt:
 
     def behind(self, box: Box, step: int) -> int | None:
         """Return the first step before `step` after which another box abandoned an epoch and this box may still do so.
-        Until this box reports that it did, or a later step, its position at `step` is unknown."""
+        The position of this box at `step` is unknown until it reports an abandoned epoch there, or a later step."""
         if box.epoch_ended or box.presence is not BoxPresence.LIVE:
             return None
         ahead = self.left_between(box.step, step)
@@ -438,7 +442,8 @@ class Worker:
     local_address: str
     tcp_address: str
     registered: bool
-    """False for one that only the journal has, until it comes back: it keeps its slots and gets no new ones."""
+    """False for a worker restored from the journal until it registers again. Until then it keeps its slots and gets no
+    new ones."""
     lease_until: float
     seen_at: float
     version: int
@@ -451,9 +456,9 @@ class Worker:
     """Processors that it may use; 0 = not known."""
     slots: AssignedSlots = field(default_factory=AssignedSlots)
     more_requests: bool = False
-    """Its last reply had no room for all state requests."""
+    """True if its last reply could not hold all state requests."""
     left: bool = False
-    """The worker announced its shutdown: its silence is no loss."""
+    """True if the worker announced its shutdown, so that its silence does not count as a loss."""
 
     @property
     def load(self) -> float:
@@ -461,12 +466,14 @@ class Worker:
         return len(self.slots) / self.capacity if self.capacity else 1.0
 
     def may_run(self, module: str) -> bool:
-        """Return whether the worker may run the module; one that reported no prefixes checks that itself."""
+        """Return whether the worker may run the module; true for a worker that reported no prefixes, which checks it
+        itself."""
         return not self.allow or under(module, self.allow)
 
     @property
     def free(self) -> int:
-        """Number of slots that it can take: 0 if large arguments already fill a heartbeat's reply."""
+        """Number of further slots that it can take; 0 if the assignments' large arguments already fill a heartbeat's
+        reply."""
         if self.draining or not self.registered or self.slots.size >= ASSIGNMENTS_MAX:
             return 0
         return self.capacity - len(self.slots)

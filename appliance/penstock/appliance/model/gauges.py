@@ -1,8 +1,8 @@
 """Measurements of slots and boxes: how far runners are ahead, and which slots loops wait for. None is journaled.
 
-The slot that a loop waits for at one moment means little: slots are taken in turn, so the next one is waited for, even
-if only for a microsecond. So the box reports how long it has waited for each slot so far, and the gauge keeps seconds
-that decay by half in HALF_S. Their shares tell which slot has been holding the box up lately.
+The slot that a loop waits for at one moment is no evidence: the loop takes slots in turn, and waits for each next one,
+if only for a microsecond. So the box reports its total wait for each slot, and the gauge keeps these seconds with a
+decay by half every HALF_S. Their shares show which slot has been holding the box up lately.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ HALF_S = 15.0
 QUEUE_HALF_S = 5.0
 """Half-life of a queue's mean, in seconds: a queue fills and empties within seconds."""
 AHEAD = 2
-"""Ready batches from which a slot counts as ahead. One proves nothing: its runner may not know yet that it was
-taken."""
+"""Smallest number of ready batches of a slot that counts as ahead. One is not enough: the loop may have taken it
+without its runner having noticed."""
 
 
 @dataclass
@@ -25,8 +25,8 @@ class SlotGauge:
     """Measurements of a slot."""
 
     queued: int = 0
-    """Batches produced and not yet delivered, as of the last heartbeat. At most one too many: a runner within user code
-    does not know yet that its last batch was taken."""
+    """Batches produced and not yet delivered, as of the last heartbeat. It may be one too high, because a runner within
+    user code does not notice yet that its last batch was taken."""
     mean_queued: float = 0.0
     """Mean of `queued` over time."""
     saved_at: float = 0.0
@@ -34,7 +34,7 @@ class SlotGauge:
     lost_at: float = 0.0
     """Time when it lost its last runner; 0 = never, or another runner has taken over."""
     behind: bool = False
-    """Whether its runner is a replacement that has not yet made the batch that the loop waits for next."""
+    """Flag of a replacement runner that has not yet made the batch that the loop waits for next."""
     _at: float = 0.0
 
     def report(self, now: float, produced: int, delivered: int) -> None:
@@ -46,7 +46,7 @@ class SlotGauge:
         self._at = now
 
     def restart(self, now: float) -> None:
-        """Record the loss of the runner; `now` = 0: together with its box, which is not a recovery."""
+        """Record the loss of the runner. `now` is 0 if its box was lost with it, which needs no recovery."""
         self.queued, self.mean_queued, self._at, self.lost_at, self.behind = 0, 0.0, 0.0, now, True
 
 
@@ -66,8 +66,8 @@ class BoxWaits:
 
         Args:
             waited: seconds that the loop has waited so far, by slot. A new executor counts from 0 again.
-            queued: batches that lie ready at each slot.
-            begun: the loop has had a batch.
+            queued: batches that are ready at each slot.
+            begun: whether the loop has received a batch.
         """
         known = begun and len(self._reported) == len(waited)
         before, self._reported = self._reported, list(waited) if begun else []

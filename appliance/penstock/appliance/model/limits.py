@@ -1,4 +1,4 @@
-"""Every chosen number of the coordinator, with the reason. Times are in seconds, sizes in bytes."""
+"""Limits of the coordinator, each with the reason for its value. Times are in seconds, sizes in bytes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ GIB = 1 << 30
 @dataclass(frozen=True)
 class RateLimits:
     """Limits on calls that make the coordinator store something new: registrations of workers and openings of runs.
-    Each costs up to a millisecond, so a peer that makes them in a loop by mistake would delay the others' heartbeats.
-    The bursts let a whole fleet come back at once after a restart."""
+    Each call costs up to a millisecond, so a peer that repeats it in a loop by mistake would delay the others'
+    heartbeats. The bursts let a whole fleet come back at once after a restart."""
 
     peer_per_s: float = 200.0
     peer_burst: int = 12_000
-    """Burst of one address: it may be that of many machines, behind a proxy."""
+    """Burst of one address, which many machines may share behind a proxy."""
     all_per_s: float = 1_000.0
     all_burst: int = 24_000
     peers_max: int = 4096
@@ -31,45 +31,48 @@ class Limits:
     """All limits of a coordinator. Frozen: a coordinator runs with one set; tests make their own."""
 
     worker_lease_s: float = 3.0
-    """Silence after which a worker is taken for dead. The daemon runs no user code and reports three times a lease, so
-    this much silence means that it is dead, stopped or cut off. It grows with the fleet: see lease_policy.py."""
+    """Silence after which a worker is taken for dead. The daemon runs no user code and reports three times per lease,
+    so this much silence means that it is dead, stopped or cut off. The lease grows with the fleet: see
+    lease_policy.py."""
     hung_up_s: float = 1.5
-    """Rest of a worker's lease when its connection ends during a heartbeat. The death of a process shows at once; a
-    worker that lost only its connection is back within half a second. It grows with the lease."""
+    """Remaining lease of a worker whose connection ends during a heartbeat. Its process has probably died; a worker
+    that lost only its connection is back within half a second. This time grows with the lease."""
     client_lease_s: float = 10.0
     """Lease of a training process, which may hold the GIL for seconds (a compile, a large pickle) and not report."""
     return_s: float = 25.0
-    """Shortest leases of all peers in the journal after a start on another host. Nothing tells peers that the old host
-    is down: they notice by pings, after 15 s (channel.py), and give up on a connection after 5 s more; only then do
-    they look up the name again."""
+    """Shortest lease of every peer in the journal after a start on another host. Peers get no signal that the old host
+    is down: they notice by pings, after 15 s (channel.py), and give up on the connection after 5 s more. Only then do
+    they resolve the name again."""
     unreachable_s: float = 600.0
-    """Time that a box's slots are kept from a worker that it could not reach, as long as others have capacity."""
+    """Time for which a box's slots are not placed on a worker that it could not reach, as long as others have
+    capacity."""
     unreachable_again_s: float = 10.0
-    """Time after which one unreachable worker is tried again where the box can reach no other: networks heal."""
+    """Time after which an unreachable worker is tried again if the box can reach no other: the network may have
+    recovered."""
     unreachable_max: int = 8
-    """Largest number of workers that a box is believed not to reach within `unreachable_per_s`."""
+    """Largest number of workers that a box's reports can mark as unreachable within `unreachable_per_s`."""
     unreachable_per_s: float = 60.0
     hold_share: float = 1 / 3
-    """Longest hold of a long poll, as a share of the lease, so that two may be lost without harm."""
+    """Longest hold of a long poll, as a share of the lease, so that a peer may lose two polls in a row without harm."""
     heartbeat_s: float = 1.0
-    """Heartbeat interval in a small fleet, which is also the age of what `penstock status` shows."""
+    """Heartbeat interval in a small fleet, which is also the largest age of the figures in `penstock status`."""
     heartbeats_per_s: float = 2000.0
-    """Heartbeats of the whole fleet: above 2,000 workers interval and lease grow. docs/benchmarks.md has a call's
-    cost."""
+    """Largest rate of heartbeats of the whole fleet: above 2,000 workers their interval and lease grow.
+    docs/benchmarks.md has the cost of a call."""
     watches_per_s: float = 200.0
-    """Watches of all boxes: above 200 boxes their interval grows, above 660 their lease."""
+    """Largest rate of watches of all boxes: above 200 boxes their interval grows, above 660 their lease."""
     shrinks_after_s: float = 60.0
-    """Time after which the lease policy follows a fleet that has shrunk."""
+    """Time after which a shrunken fleet shortens interval and lease."""
     lease_max_s: float = 300.0
     """Longest lease that a peer can claim to have been promised."""
     stall_s: float = 1.0
-    """Gap in the coordinator's own timer after which every lease is extended by it: it was stopped and received no
-    calls. A coordinator that is only late extends them by its delay: the queued calls may hold the very one that it
-    waits for. Such a coordinator loses no peer for less than two leases of silence: see lease_policy.patience_s.
+    """Gap in the coordinator's own timer after which every lease is extended by the gap: the coordinator was stopped
+    and received no calls. If it is only late, it extends leases by its delay, because the awaited call may be among the
+    queued ones. An overloaded coordinator drops no peer before two leases of silence: see lease_policy.patience_s.
     """
     linger_s: float = 60.0
-    """Time that a closed box keeps its workers while others are open: a rank that saves after its last step still gets
-    the state of those that closed before it."""
+    """Time that a closed box keeps its workers while others are open, so that a rank that saves after its last step
+    still gets the state of the boxes that closed before it."""
     abandoned_s: float = 3600.0
     """Time after which an attempt without a live box is closed and its snapshots dropped. Until then it may return."""
 
@@ -81,55 +84,56 @@ class Limits:
     left_alone_s: float = 30.0
     """Time that a slot stays where it is after a failed migration."""
     balance_after_s: float = 30.0
-    """Time that a slot stays where it is before it is moved for balance; 0 = it is never moved. Also the time that
-    loops' waits are measured over. Long compared with a move, which costs a second or so."""
+    """Time that a slot stays where it is before it is moved for balance; 0 = it is never moved. Also the time over
+    which loops' waits are measured. It is long compared with a move, which costs about a second."""
     balance_every_s: float = 5.0
     """Time between two checks of the balance."""
 
     losses: int = 3
     loss_window_s: float = 60.0
     """Window in which a slot may lose its runner `losses` times without a batch delivered in between. A reboot or a
-    preempted node causes fewer losses; a batch that kills its runner each time causes more."""
+    preempted node causes fewer losses; a poison batch causes more."""
 
     budget: int = 4 * GIB
     """Bytes of snapshots and blobs on disk."""
     cadence_share: float = 0.9
-    """Share of the budget for snapshots that only shorten a replay; the rest is for the first one of a slot and for
-    states to resume from, without which nothing can start."""
+    """Share of the budget for snapshots that only shorten a replay. The rest is for the first snapshot of each slot and
+    for states to resume from, without which no run can start."""
     value_max: int = VALUE_MAX
     """Largest snapshot, blob or state. SQLite's own limit on a value is 1,000,000,000."""
     transfers_max: int = 64 * MIB
-    """Bytes of snapshots, and as many of blobs, in memory before they are written: half is reserved for small ones."""
+    """Largest number of bytes of snapshots, and as many of blobs, in memory before they are written. Half is reserved
+    for small ones."""
     part_s: float = 30.0
     """Longest time between two parts of a snapshot or blob, of 512 KiB at most."""
     least_bytes_per_s: int = MIB
-    """Slowest average rate of a snapshot or blob, beyond `part_s`. A slower one delays others that wait for memory: 70
-    MB at a byte in 10 s kept every job from starting."""
+    """Lowest average rate of a snapshot or blob, beyond `part_s`. A slower one delays others that wait for memory: a
+    blob of 70 MB sent at a byte in 10 s kept every job from starting."""
     blob_share: float = 0.9
-    """Share of the budget for blobs: the rest is for snapshots, without which nothing can start."""
+    """Share of the budget for blobs. The rest is for snapshots, without which no run can start."""
     blob_token_share: float = 0.6
-    """Share of the budget for blobs that came with one token, where tokens are told apart."""
+    """Share of the budget for the blobs of one credential token, if the coordinator has several tokens."""
     reads_max: int = 128 * MIB
-    """Bytes of snapshots and blobs in memory for readers: half is reserved for small ones."""
+    """Largest number of bytes of snapshots and blobs in memory for readers. Half is reserved for small ones."""
     blob_idle_s: float = 3600.0
-    """Age at which a blob that no open attempt names is dropped: boxes send it before they open."""
+    """Age at which a blob that no open attempt names is dropped. Boxes send blobs before they open the run."""
     snapshot_bytes_per_s: float = 32 * MIB
     """Largest rate of snapshots of the whole fleet, beyond the first one of each slot. 10,000 of 76 kB take 23 s."""
     snapshots_per_s: float = 400.0
-    """Largest rate of snapshots of the whole fleet: small ones cost the coordinator calls, not bytes."""
+    """Largest rate of snapshots of the whole fleet. For small snapshots the calls are the cost, not the bytes."""
     snapshots_least_per_s: float = 50.0
-    """Lowest rate of snapshots, however many heartbeats there are."""
+    """Rate of snapshots that is always allowed, however many heartbeats there are."""
     calls_per_s: float = 2600.0
     """Calls that a coordinator can answer promptly on one core: see docs/benchmarks.md."""
     snapshot_slot_bytes_per_s: float = 4 * MIB
     snapshot_every_s: float = 1.0
     """Shortest interval between snapshots of one slot, however small the fleet."""
     answers_max: int = 256 * MIB
-    """Bytes of answers to state queries in memory: those to be sent, and those kept for other ranks that ask for the
-    same step. Where it is short, each query may still take the records of one box more."""
+    """Largest number of bytes of answers to state queries in memory: those to be sent, and those kept for other ranks
+    that request the same step. When it is used up, each query may still take the records of one more box."""
     asked_at_once: int = 1024
-    """Slots that a state query asks at once, or one box if that has more: gRPC itself may hold 64 KiB of each incoming
-    answer, and 10,000 answers at once would delay heartbeats."""
+    """Slots whose states a query requests at once, or one box if it has more. gRPC itself may buffer 64 KiB of each
+    incoming answer, and 10,000 answers at once would delay heartbeats."""
 
     closed_s: float = 7 * 86400.0
     """Time for which the last state of an ended run is kept: over a weekend and the days around it."""
@@ -138,57 +142,59 @@ class Limits:
     closed_runs: int = 1000
     """Largest number of ended runs whose last states are kept."""
     json_max: int = 8 * MIB
-    """Largest state of one worker as JSON: to write it takes some 50 ms, in which heartbeats wait."""
+    """Largest state of one worker as JSON. Encoding it takes some 50 ms, in which heartbeats wait."""
 
     past_attempts: int = 16
-    """Number of earlier attempts of a run that are remembered, each by its number, key and clients, so that their late
-    calls are refused."""
+    """Number of earlier attempts of a run that are kept, each by its number, key and clients, so that late calls of
+    theirs are refused."""
     registration_max: int = 16 * KIB
-    """Largest registration of a worker, which is kept in memory and goes into every status."""
+    """Largest registration of a worker, which is kept in memory and is part of every status."""
     capabilities_max: int = 16 * KIB
     """Largest capabilities of a slot's loader, which are kept in memory and in the journal."""
     past_sessions: int = 64
     """Sessions of replaced workers that are kept, so that their late calls are refused."""
     runs_max: int = 100_000
-    """Runs in the journal, open or not: each is kept for its seed, at about 1 KB."""
+    """Largest number of runs in the journal, open or not. Each is kept for its seed and takes about 1 KB."""
     workers_max: int = 100_000
-    """Workers at a time."""
+    """Largest number of workers at a time."""
     admissions: RateLimits = field(default_factory=lambda: RateLimits())
     """Rate of registrations of workers and openings of runs."""
     slots_max: int = 16_384
-    """Boxes times workers of a run, and of all open runs of one token: a mistyped number should be an error, and work
-    that is done once for a whole attempt, when it ends or is superseded, takes up to 1 us per worker."""
+    """Largest number of boxes times workers of a run, and of all open runs of one token. It makes a mistyped number an
+    error, and bounds the work at the end of an attempt, which takes up to 1 us per worker in one go."""
     slots_open_max: int = 65_536
-    """Workers of all open runs. Each takes some 5 KB."""
+    """Largest number of slots of all open runs. Each takes some 5 KB."""
     box_slots_max: int = 256
-    """Workers of a box: to open it, and to send its view, takes 20 us per worker, in which heartbeats wait."""
+    """Largest number of slots of a box. Opening the box, and sending its view, takes 20 us per slot, in which
+    heartbeats wait."""
     worker_slots_max: int = 1024
-    """Slots of a worker: to send it all of them, or to drain or remove it, takes some 20 us each, in which heartbeats
-    wait. Each slot is a runner process of its own, and a machine does not run more of them."""
+    """Largest number of slots of a worker. Sending it all of them, or draining or removing it, takes some 20 us per
+    slot, in which heartbeats wait. Each slot is a process of its own, and a machine does not run more of them."""
     slots_at_once: int = 1024
-    """Slots that are placed, lost or failed in one go, before other calls have their turn: some 20 ms."""
+    """Slots that are placed, lost or failed in one go, which takes some 20 ms, before other calls are served."""
     opening_max: int = 256 * KIB
-    """Largest opening, which is kept in memory and in the journal. Large arguments are uploaded first, as a blob, and
+    """Largest opening, which is kept in memory and in the journal. Larger arguments are uploaded first, as a blob, and
     count in the budget."""
     watches_max: int = 4
-    """Held polls of one box or one worker. One more, and the oldest is answered at once: a peer that calls again has
-    lost the connection of the call before."""
+    """Largest number of held polls of one box or one worker. With one more the oldest is answered at once, because a
+    peer that calls again has lost the connection of its earlier call."""
     queries_of_token_max: int = 1024
     """State queries that one token has open at a time, over all runs."""
     queries_max: int = 64
-    """State queries of a run that are open at a time, and two more for each of its boxes: each of them asks all workers
-    of the run."""
+    """State queries of a run that may be open at a time, plus two for each of its boxes. Each query makes a request to
+    all workers of the run."""
     abandoned_max: int = 1 << 19
     """Epochs that a box may abandon by `break` in one attempt."""
     abandoned_at_once: int = 4096
-    """Largest number of such epochs in one report: to write them to the journal
-    takes 15 ms. A box sends those that are not confirmed."""
+    """Largest number of such epochs in one report. Writing them to the journal takes 15 ms. A box sends those that are
+    not confirmed."""
     ends_max: int = 1 << 20
-    """Ends of epochs that are kept of a box. They go with the retention window; this is for a window without limit."""
+    """Largest number of epoch ends kept of a box. They are dropped with the retention window; this limit is for an
+    unlimited window."""
     answer_ends_max: int = 4096
-    """Ends of epochs in a worker's answer. A worker keeps 1,024."""
+    """Largest number of epoch ends in a worker's answer. A worker keeps 1,024."""
     history_entries: int = 64
-    """Reported positions kept per box, to find the one that lies one retention window back."""
+    """Reported positions kept per box, to find the one that is one retention window back."""
 
     @property
     def tick_s(self) -> float:

@@ -1,7 +1,7 @@
 """Recent events, for the dashboard and the event log: a bounded list of faults and changes, lost with the process.
 
-The same event of many slots, as when a worker with a hundred of them dies, is one event with a count. Nothing depends
-on this list: the journal keeps what must survive.
+The same event of many slots, such as the loss of a worker with a hundred of them, is one event with a count. No
+decision depends on this list: the journal keeps what must survive.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TOGETHER_S = 5.0
 """Seconds within which a repeated event counts as one."""
 _LOOK_BACK = 8
 _TEXT = 400
-"""Longest text or name of an event, in characters: peers choose parts of them."""
+"""Longest text or name of an event, in characters. It is bounded because peers choose parts of them."""
 
 FAULTS = frozenset(
     ("worker lost", "slot lost", "slot failed", "batch quarantined", "box lost", "coordinator restarted")
@@ -43,7 +43,7 @@ class Event:
 
 
 class RecentEvents:
-    """The latest events, the same ones counted as one.
+    """The latest events; repeated ones are one event with a count.
     Args:
         clock: monotonic seconds.
         wall: seconds since the Unix epoch.
@@ -55,7 +55,7 @@ class RecentEvents:
         self._listener: Callable[[Event], None] = lambda event: None
 
     def listen(self, listener: Callable[[Event], None]) -> None:
-        """Call `listener` with each event: those so far now, later ones as they happen."""
+        """Call `listener` with each event: at once with those so far, and with later ones as they happen."""
         self._listener = listener
         for event in self._events:
             listener(event)

@@ -1,5 +1,4 @@
-"""Limits on the numbers and names in requests. Protobuf lets through values that no clock or counter gives: NaN,
-2**64-1.
+"""Limits on the numbers and names in requests. Protobuf accepts values that no clock or counter returns: NaN, 2**64-1.
 
 Such values harm every peer, not only their sender: a hold of NaN seconds is a loop without a pause, a total of 2**64 -
 1 overflows the next message made of it, and SQLite's integers are signed. Names appear in logs, metrics and errors,
@@ -17,7 +16,7 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 
 LONGEST_S = 1e9
 """Largest duration in a request, in seconds: thirty years."""
-SLOTS_TOLD = 2
+REPORTS_PER_SLOT = 2
 """Most slots reported in a heartbeat, per slot of the worker: those that it runs, and those that it could not start."""
 LONGEST_NAME = 200
 """Longest name of a job or worker, in characters: it appears in logs, metrics and every message about it."""
@@ -26,14 +25,14 @@ LONGEST_NAME = 200
 def check_measures(**values: float) -> None:
     """Check seconds and other measurements. Raises InvalidArgumentError for values outside the limits, and for NaN."""
     for name, value in values.items():
-        if not 0.0 <= value <= LONGEST_S:  # false for NaN, too
+        if not 0.0 <= value <= LONGEST_S:  # also false for NaN
             raise InvalidArgumentError(f"{name} must be between 0 and {LONGEST_S:g}, got {value}")
 
 
 def check_reports(reports: Sequence[pb.SlotReport], capacity: int, limits: Limits) -> None:
     """Raise InvalidArgumentError for invalid measurements of a runner, oversized capabilities of a loader, or more
     reports than a worker of this many slots has to make."""
-    check_number("slots in a heartbeat", len(reports), SLOTS_TOLD * capacity)
+    check_number("slots in a heartbeat", len(reports), REPORTS_PER_SLOT * capacity)
     for report in reports:
         check_capabilities(report, limits.capabilities_max)
         check_measures(

@@ -1,15 +1,14 @@
 """Bottleneck of a run: its own loop, one worker, too few of them, or the network between.
 
-A box that seldom waits is bound by its loop, and no faster input would help. For a box that waits, the slot that it
-waits for is only half of the answer. Slots are taken in turn, so where all are equally slow the first one is waited
-for, and the others use that time: the wait alone would blame the wrong slot. Two measurements decide: how far the
-others are ahead, and how long a batch takes each. If they have batches ready while one is waited for, and that one
-takes half as long again for a batch, it holds the box up. A slot that is ahead for being a little faster proves
-nothing, because with time any difference fills a ring. If none is ahead, or all take equally long, there are too few
-slots, or input_fn is too slow. If the very slot that is waited for has batches ready, they are made in time and arrive
-late.
+A box that seldom waits is bound by its loop, and faster input would not help. For a box that waits, the wait alone
+could blame the wrong slot: the loop takes slots in turn, so if all are equally slow it waits for the first one, and the
+others use that time. Two measurements decide: how far the other slots are ahead, and how long each takes for a batch.
+If the others have batches ready while the loop waits for one, and that one takes half as long again for a batch, it
+holds the box up. Being ahead alone proves nothing, because over time any small difference in speed fills a ring. If no
+slot is ahead, or all take equally long, there are too few slots, or input_fn is too slow. If the awaited slot itself
+has batches ready, they are made in time and arrive late.
 
-Boxes of a run run in step as a rule, by their collectives: so the run is as fast as the box that waits most.
+Collectives usually keep the boxes of a run in step, so the run is as fast as the box that waits most.
 
 Pure functions over plain values.
 """
@@ -25,10 +24,10 @@ from penstock.appliance.model.gauges import AHEAD
 from penstock.runtime.telemetry.units import INPUT_BOUND, percent
 
 LEAST_S = 3.0
-"""Shortest time that a decision is based on, in seconds."""
-BLAME = 0.5
-"""Smallest share of a box's waiting for which one slot or worker is to blame."""
-SLOWER = 1.5
+"""Shortest measured time for a decision, in seconds."""
+MIN_BLAME = 0.5
+"""Smallest share of a box's waiting that makes one slot or worker the cause."""
+STRAGGLER_FACTOR = 1.5
 """Smallest factor of the batch time over the others' that makes a straggler."""
 
 
@@ -45,10 +44,10 @@ class SlotFacts:
     late: float = 0.0
     """Share of the waiting for this slot during which its batches were ready."""
     remote: bool = False
-    """Its batches come over a network."""
+    """True if its batches are sent over a network."""
     restarts: int = 0
     behind: bool = False
-    """Its runner is a replacement, which starts or replays."""
+    """True if its runner is a replacement that is still starting or replaying."""
     batch_s: float = 0.0
     """Seconds of work per batch; 0 = not known."""
 
@@ -122,30 +121,30 @@ def _beginning(boxes: Sequence[BoxFacts]) -> str:
 
 
 def _of_phase(box: BoxFacts, top: SlotFacts, waits: str) -> Bottleneck | None:
-    """Return a bottleneck for a slot without a ready runner, or whose runner is not yet where the loop is."""
+    """Return a bottleneck for a slot without a ready runner, or whose replacement runner has not yet caught up."""
     if top.phase == "READY" and not top.behind:
         return None
     blame = _share(top.wait_share, box)
-    of_it = f"{waits}, {percent(blame)} of that for slot {top.slot}"
+    prefix = f"{waits}, {percent(blame)} of that for slot {top.slot}"
     if top.phase == "WAITING":
-        text = f"{of_it}, which no worker has free capacity for: start more workers, or ones with more slots."
+        text = f"{prefix}, which no worker has free capacity for: start more workers, or ones with more slots."
         return Bottleneck("unplaced", text, box.wait_share, box.box, top.slot, "", blame)
     if top.phase == "FAILED":
-        text = f"{of_it}, which has failed for good on worker {top.worker}: see its error."
+        text = f"{prefix}, which has failed for good on worker {top.worker}: see its error."
     elif top.restarts or top.behind:
-        text = f"{of_it}, which another runner is taking over on worker {top.worker}: it starts, or replays."
+        text = f"{prefix}, which another runner is taking over on worker {top.worker}: it starts, or replays."
     else:
-        text = f"{of_it}, whose first batch is being made on worker {top.worker}."
+        text = f"{prefix}, whose first batch is being made on worker {top.worker}."
         return Bottleneck("starting", text, box.wait_share, box.box, top.slot, top.worker, blame)
     return Bottleneck("recovering", text, box.wait_share, box.box, top.slot, top.worker, blame)
 
 
 def _late(box: BoxFacts, top: SlotFacts, waits: str) -> Bottleneck | None:
-    if not top.remote or top.late < BLAME or top.mean_queued < AHEAD:
+    if not top.remote or top.late < MIN_BLAME or top.mean_queued < AHEAD:
         return None
     blame = _share(top.wait_share, box)
     text = (
-        f"{waits}, {percent(blame)} of that for slot {top.slot}, although {top.mean_queued:.1f} batches lie ready "
+        f"{waits}, {percent(blame)} of that for slot {top.slot}, although {top.mean_queued:.1f} batches are ready "
         f"there on average: they come late from worker {top.worker}. Look at the network between, or at how busy that "
         "machine is."
     )
@@ -160,19 +159,20 @@ def _straggler(box: BoxFacts, top: SlotFacts, waits: str) -> Bottleneck | None:
     worker = max(by_worker, key=lambda name: by_worker[name])
     whole = [slot for slot in box.slots if slot.worker == worker]
     rest = [slot for slot in whole if slot is not top]
-    alone = all(slot.mean_queued >= AHEAD and _slower([top], [slot]) for slot in rest)  # the worker itself is not slow
+    # the slot is slow, not its worker
+    alone = all(slot.mean_queued >= AHEAD and _slower([top], [slot]) for slot in rest)
     groups = [[top], whole] if alone else [whole, [top]]
     for group in groups:
         numbers = {slot.slot for slot in group}
         others = [slot for slot in box.slots if slot.slot not in numbers]
         blame = _share(sum(slot.wait_share for slot in group), box)
         ahead = 2 * sum(slot.mean_queued >= AHEAD for slot in others) >= len(others)
-        if blame < BLAME or not others or not ahead or not _slower(group, others):
+        if blame < MIN_BLAME or not others or not ahead or not _slower(group, others):
             continue
         who = f"slot {top.slot} on worker {top.worker}" if len(group) == 1 else f"worker {worker}"
         text = (
             f"{waits}, {percent(blame)} of that for {who}, which is slower than the others: {_mean(group):.1f} "
-            f"batches lie ready there on average, {_mean(others):.1f} at each other slot. Look at that machine, or at "
+            f"batches are ready there on average, {_mean(others):.1f} at each other slot. Look at that machine, or at "
             "what its slot reads."
         )
         return Bottleneck("straggler", text, box.wait_share, box.box, top.slot, group[0].worker, blame)
@@ -182,13 +182,13 @@ def _straggler(box: BoxFacts, top: SlotFacts, waits: str) -> Bottleneck | None:
 def _slower(group: Sequence[SlotFacts], others: Sequence[SlotFacts]) -> bool:
     """Compare batch times; where they are not known, the ready batches alone decide."""
     theirs, usual = ([slot.batch_s for slot in slots if slot.batch_s > 0] for slots in (group, others))
-    return not theirs or not usual or max(theirs) >= SLOWER * median(usual)
+    return not theirs or not usual or max(theirs) >= STRAGGLER_FACTOR * median(usual)
 
 
 def _few(box: BoxFacts, waits: str, busy_cores: int) -> Bottleneck:
     number = len(box.slots)
     many = f"all its {number} slots are busy" if number > 1 else "its one slot is busy"
-    text = f"{waits}, and {many} ({_mean(box.slots):.1f} batches lie ready at each on average)"
+    text = f"{waits}, and {many} ({_mean(box.slots):.1f} batches are ready at each on average)"
     if busy_cores:
         text += (
             f", and the cores are busy: the workers' machines have {busy_cores}, which carry no more such slots. Start "

@@ -1,22 +1,21 @@
 """Lease policy: the heartbeat interval, the lease that goes with it, and each slot's quota of durable snapshots.
 
-In a small fleet heartbeats are as frequent as the leases ask for, so that a death is seen within seconds. A call costs
-a coordinator a fixed time, so from some size on the number of calls a second is kept, and interval and lease grow with
-the fleet: 10,000 workers at 2,000 heartbeats a second have an interval of 5 s and a lease of 15 s. The same holds for
-boxes and their watches, and for snapshots, which have a budget in calls and one in bytes a second.
+In a small fleet heartbeats are frequent, so that a death is noticed within seconds. Each call costs the coordinator a
+fixed time. So in a large fleet the number of calls a second stays constant, and interval and lease grow with the fleet:
+10,000 workers at 2,000 heartbeats a second have an interval of 5 s and a lease of 15 s. The same holds for boxes and
+their watches, and for snapshots, which have a budget in calls and one in bytes a second.
 
-The cost of a call depends on what else the machine does. So the coordinator measures how late its own timer is, and
-asks a large fleet for fewer calls while it is late: an overloaded coordinator would else lose its workers by its own
-fault.
+The cost of a call depends on the machine's other load. So the coordinator measures how late its own timer is, and asks
+a large fleet for fewer calls while it is late. Otherwise an overloaded coordinator would take live workers for dead.
 
 A lease is promised to a peer by the coordinator's last reply, and may be longer than the fleet needs now. So the peer
 sends with each call the lease that it uses, and gets the longer of the two. That needs no memory, and holds over
 restarts and for lost replies.
 
-Polls that were answered together, at the start of a job or after a restart, would end together ever after. So each peer
-has its own moment within the interval, by its name, and a poll is held until then.
+Polls that were answered together, at the start of a job or after a restart, would stay synchronised. So each peer has
+its own moment within the interval, derived from its name, and its poll is held until then.
 
-Pure, but for the note of a promise in the journal.
+Pure, except that promised leases are noted in the journal.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class LeasePolicy:
 
 @dataclass(frozen=True)
 class SnapshotShare:
-    """Quota of one slot in the fleet's durable snapshots. Its first snapshot, which it needs to start, is exempt."""
+    """Quota of one slot for durable snapshots. Its first snapshot, which it needs to start, is exempt."""
 
     every_s: float
     bytes_per_s: float
@@ -75,8 +74,8 @@ def updated_load_factor(load_factor: float, gap_s: float, tick_s: float) -> floa
     """Return the load factor, which divides the number of calls that peers are asked for. `gap_s`: seconds since the
     last tick, or since the last call known to be received.
 
-    It rises fast, by half with each tick that is late by more than its period, and falls slowly, by half in 35 ticks
-    (10 s).
+    The factor rises fast, by half with each tick that is late by more than its period, and falls slowly, by half in 35
+    ticks (10 s).
     """
     if gap_s > 2 * tick_s:
         return min(MOST_LOAD_FACTOR, load_factor * 1.5)
@@ -84,10 +83,10 @@ def updated_load_factor(load_factor: float, gap_s: float, tick_s: float) -> floa
 
 
 def patience_s(load_factor: float, lease_s: float, unreceived_s: float = 0.0) -> float:
-    """Return the seconds that a silent peer has beyond its lease: up to another lease, or the age of queued calls.
+    """Return the seconds by which a silent peer's lease is extended: up to another lease, or the age of queued calls.
 
-    A coordinator that is late cannot tell a silent peer from its own delay: the queued calls may hold the very one that
-    it waits for, and others of its machine may be as late as it is. It is late where the load factor is above 1.
+    A coordinator that is late (load factor above 1) cannot distinguish a silent peer from its own delay: the peer's
+    call may be queued, and peers on the same machine may be as late as the coordinator.
     """
     return max(lease_s * min(1.0, load_factor - 1.0), unreceived_s if load_factor > 1.0 else 0.0)
 
@@ -95,8 +94,8 @@ def patience_s(load_factor: float, lease_s: float, unreceived_s: float = 0.0) ->
 class PromisedLease:
     """Longest lease of a kind that a peer may still use, noted in the journal for the next coordinator.
 
-    It is noted with a margin, so that a growing fleet costs a write now and then. It is shortened once the note is
-    older than that lease: by then every peer that had it has another one, or has lost it.
+    It is noted with a margin, so that a growing fleet seldom causes a write. It is shortened once the note is older
+    than that lease: by then every peer that had the lease has a newer one, or has lost it.
     """
 
     MARGIN = 1.25
@@ -122,7 +121,7 @@ class PromisedLease:
         elif lease_s * self.MARGIN >= self.lease_s:
             self._since = now
 
-    def take_back(self, lease_s: float, now: float) -> None:
+    def shorten(self, lease_s: float, now: float) -> None:
         """Shorten the noted lease once no peer can have it. `lease_s`: what is promised now."""
         if lease_s * self.MARGIN < self.lease_s and now - self._since > self.lease_s:
             self._note(max(lease_s, self._shortest_s), now)
@@ -133,16 +132,16 @@ class PromisedLease:
 
 
 SNAPSHOT_CALLS = 3.0
-"""Cost of a snapshot in heartbeats: a stream, its part of a commit, the thread that writes."""
+"""Cost of a snapshot, counted in heartbeats: a stream, a share of a commit, and the writing thread."""
 
 
 def share(slots: int, calls_per_s: float, limits: Limits) -> SnapshotShare:
-    """Return the quota of a slot. Snapshots get what is left of the coordinator's calls: a busy fleet replays more
-    after a fault rather than having its heartbeats received late.
+    """Return the quota of a slot. Snapshots get the calls per second that heartbeats and watches leave: a busy fleet
+    replays more after a fault, but its heartbeats are not received late.
 
     Args:
         slots: slots that workers have.
-        calls_per_s: what heartbeats and watches take.
+        calls_per_s: calls per second for heartbeats and watches.
     """
     count = max(1, slots)
     each = min(limits.snapshot_slot_bytes_per_s, limits.snapshot_bytes_per_s / count)

@@ -1,19 +1,20 @@
 """Placement: which worker takes a waiting slot, as a pure function, and the heaps that find it fast.
 
-Only a worker that may run the input_fn (penstock.proto.state.allowed_modules); one that did not report what it may run
-refuses by itself. Of these, in this order: a worker where the slot was not lost repeatedly; one on the box's own host,
-where a batch costs one memcpy instead of the network; the one with the smallest share of its capacity in use; the first
-by name, so that the answer does not depend on the order of registration. One loss does not count against a worker: a
-runner that was killed by hand or by the kernel for memory should come back on the same host.
+Only workers that may run the input_fn qualify (penstock.proto.state.allowed_modules); a worker that did not report its
+allowed modules refuses by itself. Of these, the order of preference is: a worker where the slot was not lost
+repeatedly; one on the box's own host, where a batch costs one memcpy instead of a transfer; the one with the smallest
+share of its capacity in use; the first by name, so that the choice does not depend on the order of registration. A
+single loss does not count against a worker, because a runner that was killed by hand or by the kernel for memory should
+restart on the same host.
 
-A slot never moves just because a better worker has come up: a move costs a replay, and order does not depend on place.
+A slot never moves just because a better worker has registered: a move costs a replay, and the order of batches does not
+depend on where a slot runs.
 
-To look at all workers for each slot takes minutes when a job of 10,000 slots starts. Among workers without losses of
-the slot, the best one is the least (load, name) of the box's host, or else of all hosts. Those are kept in heaps, a few
-for each set of prefixes that workers allow, of which there are few, so a choice costs the logarithm of the fleet. An
-entry is never searched for and removed: it counts as long as it matches its worker, and code that changes a worker
-offers it again. A worker where the slot was lost repeatedly is skipped; only if no other is free are such workers
-compared.
+Comparing all workers for each slot would take minutes when a job of 10,000 slots starts. Among workers without repeated
+losses of the slot, the best one has the least (load, name) on the box's host, or else on any host. Heaps keep them in
+that order, a few heaps for each set of allowed prefixes, so a choice costs the logarithm of the fleet's size. An entry
+is valid as long as it matches its worker; a stale one is skipped, and code that changes a worker offers it again.
+Workers where the slot was lost repeatedly are compared only if no other is free.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Poison batches: which batch kills its runner each time, and what to do about it.
+"""Poison batches: which batch kills its runner each time, and the reaction to it.
 
-A runner that dies while it makes a batch reports which one, by its position. When a slot has been lost too often
-without progress and every loss was at the same position, that batch is quarantined. Then the slot fails with an error
-that names the batch, or, by the run's policy, the batch is skipped from then on: every later runner of the slot, and
-every replay, leaves it out, and the next batch takes its number.
+A runner notes the position of the batch that it is making, and its worker reports that position if the runner dies.
+When a slot has been lost too often without progress and every loss was at the same position, that batch is quarantined.
+Then the slot fails with an error that names the batch, or, by the run's policy, the batch is skipped: every later
+runner of the slot, and every replay, omits it, and the next batch takes its number.
 
 Pure functions.
 """
@@ -21,14 +21,15 @@ _MOST_STEPS = 100_000
 """Largest number of steps that a runner can be ahead of the box's report; a position beyond it is invalid."""
 
 
-def is_place(making: records_pb2.Skip) -> bool:
-    """Return whether this can be the position of a batch. User code can overwrite the memory where its runner notes
-    what it makes, and such a value must not become a row that the journal cannot store."""
+def is_valid_position(making: records_pb2.Skip) -> bool:
+    """Return whether this can be the position of a batch. User code can overwrite the memory where its runner notes the
+    position, and the journal could not store such a value."""
     return max(making.epoch, making.total, making.count) <= MOST
 
 
-def still_count(losses: Sequence[SlotLoss], latest: SlotLoss, horizon: float) -> list[SlotLoss]:
-    """Return the losses that count with the latest one: recent or at the same batch, and without progress since."""
+def relevant_losses(losses: Sequence[SlotLoss], latest: SlotLoss, horizon: float) -> list[SlotLoss]:
+    """Return the losses that count together with the latest one: recent or at the same batch, and without progress
+    since."""
     return [
         loss
         for loss in losses
@@ -37,13 +38,13 @@ def still_count(losses: Sequence[SlotLoss], latest: SlotLoss, horizon: float) ->
     ]
 
 
-def culprit(losses: Sequence[SlotLoss]) -> records_pb2.Skip | None:
+def common_position(losses: Sequence[SlotLoss]) -> records_pb2.Skip | None:
     """Return the position of the batch that all losses were at; None if they differ."""
     making = losses[-1].making
     return making if making is not None and all(loss.making == making for loss in losses) else None
 
 
-def leave_out(slot: Slot, place: records_pb2.Skip) -> None:
+def skip_batch(slot: Slot, place: records_pb2.Skip) -> None:
     """Skip one more batch at that position from now on."""
     key = (place.epoch, place.total)
     slot.skips[key] = place.count + 1
@@ -65,8 +66,8 @@ def name_of(box: Box, slot: Slot, place: records_pb2.Skip) -> str:
     return f"batch {number} of {slot}{step}"
 
 
-def verdict(box: Box, slot: Slot, place: records_pb2.Skip | None, window_s: float) -> WorkerLostError:
-    """Return the error of a slot that is given up after its losses."""
+def loss_error(box: Box, slot: Slot, place: records_pb2.Skip | None, window_s: float) -> WorkerLostError:
+    """Return the error of a slot that fails because of its losses."""
     losses = slot.losses
     each = "; ".join(dict.fromkeys(loss.note for loss in losses))
     if place is None:

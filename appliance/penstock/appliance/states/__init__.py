@@ -1,1 +1,1 @@
-"""A run's state at a step: gathered from its slots, kept for a while, sent in parts."""
+"""State of a run at a step: collected from its slots, kept for a while, sent in parts."""

@@ -1,8 +1,8 @@
 """Calls of aggregate_state_dict on a worker, for a training job that cannot build the loader itself.
 
-Usually the client aggregates, with an instance of its own. Where input_fn raises there (its data are only where the
-workers are), the client uploads the workers' states as a blob and asks for their aggregation. Any worker of that box
-can do it, and which one does makes no difference to the result.
+Usually the client aggregates, with a loader of its own. If input_fn raises there, because its data are only on the
+workers' machines, the client uploads the workers' states as a blob and requests their aggregation. Any worker of that
+box can do it, with the same result.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Aggregation(StateQuery):
         return True
 
     def refresh(self, attempt: Attempt, box: int | None = None) -> None:
-        super().refresh(attempt)  # its one request is not stored under the number of its box
+        super().refresh(attempt)  # the query has one box, number 0, whichever box its request is for
 
     def _refresh(self, attempt: Attempt, number: int) -> None:
         box = attempt.boxes.get(self.box)

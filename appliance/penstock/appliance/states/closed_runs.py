@@ -1,10 +1,10 @@
 """Last state of each run that has ended, kept for a while for `penstock state` and other programs.
 
-While a run is open its workers have its states. When it ends they are freed, and the states are lost with them, but for
-the one that was fetched last, usually the job's own last checkpoint: its answer is still in memory then, and is written
-beside the snapshots. It costs training nothing, and is exactly what the job saved.
+While a run is open its workers have its states. When it ends the workers are freed, and the states are lost with them,
+except the one that was fetched last, usually the job's own last checkpoint. Its answer is still in memory then, and is
+written beside the snapshots. That costs training no time, and the state is exactly the one that the job saved.
 
-Pure: it decides what is kept and what may be dropped; the service writes and reads it.
+Pure: this module decides which states are kept and which may be dropped; the service writes and reads them.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class ClosedRuns:
         return dropped
 
     def add(self, new: ClosedRun, gone: Iterable[str]) -> None:
-        """Record that the state is on disk, and that those of the runs `gone` are not any more."""
+        """Record that the state is on disk, and that those of the runs `gone` were removed."""
         for run in gone:
             self._kept.pop(run, None)
         self._kept[new.run] = new
@@ -92,7 +92,7 @@ class ClosedRuns:
 
 
 def parts_of(query: StateQuery) -> list[bytes]:
-    """Return a complete state as messages, each a record with all its data."""
+    """Return a complete state as serialised messages, each a record with all its data."""
     return [
         pb.StatePart(record=record, data=data, position=None if index else state.position).SerializeToString()
         for _, state in sorted(query.boxes.items())

@@ -1,6 +1,6 @@
 """Recent state queries: a training job's checkpoints, and states that operators fetched.
 
-Every rank of a job asks for the same step when it saves. They are one entry, with the number of callers.
+Every rank of a job requests the same step when it saves. These requests are one entry, with the number of callers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class StateFetch:
     callers: int = 1
 
     def of(self, query: StateQuery) -> None:
-        """Set the attempt and step of the query: the request may have asked for "the newest"."""
+        """Set the attempt and step of the query, because the request may have been for the newest step."""
         self.attempt, self.step = query.attempt, query.step
 
     def is_with(self, other: StateFetch) -> bool:
@@ -60,7 +60,8 @@ class RecentQueries:
 
     @contextmanager
     def noted(self, request: pb.FetchStateRequest) -> Iterator[StateFetch]:
-        """Record a query while it is answered, and the error that ends it; a caller that leaves is an error too."""
+        """Record a query while it is answered, and the error that ends it. A caller that cancels its request counts as
+        an error."""
         caller = f"box {request.progress.box}" if request.HasField("progress") else OPERATOR
         fetch = StateFetch(request.run, request.attempt, caller, self._clock(), self._wall(), request.step)
         try:
@@ -73,7 +74,7 @@ class RecentQueries:
             raise
         finally:
             fetch.seconds = self._clock() - fetch.at
-            if not request.aggregate_blob:  # aggregation is part of a training job's handling of a state it already has
+            if not request.aggregate_blob:  # an aggregation fetches no state: the caller has the states already
                 self._enter(fetch)
 
     def _enter(self, fetch: StateFetch) -> None:

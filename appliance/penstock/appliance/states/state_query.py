@@ -1,4 +1,5 @@
-"""State of a run at a step, collected from all its slots. Planning only: waits and deadlines are elsewhere.
+"""State of a run at a step, collected from all its slots. This module only plans; waits and deadlines are in
+edge/service.py.
 
 A box's record at a step follows from an earlier position and from where epochs ended (penstock.proto.state.position).
 The coordinator has positions that the box reported, and learns the ends. So a query runs in rounds: plan with the ends
@@ -6,13 +7,13 @@ known so far, ask every slot's worker for its state at its planned position, and
 earlier", record the end and plan again. Answers for unchanged positions are kept. When every slot has answered for the
 current plan, the record is complete, and it is the same for every caller and at any time.
 
-Why that is enough. A worker checks two things about (epoch, delivered, total): that its epoch began after total -
-delivered batches, and that it did not end before total. If that holds for all slots of a box, then the plan's epoch
-began where it truly did, with all slots live, and no slot ended in it unnoticed; the rest is arithmetic.
+Proof that the record is right. A worker checks two facts about (epoch, delivered, total): its epoch began after total -
+delivered batches, and did not end before total. If both hold for all slots of a box, the plan has the right start of
+the epoch, with all slots live, and includes every slot's end in it; the rest is arithmetic.
 
-Whether a loop abandons an epoch by `break` cannot be known in advance. Boxes do that together, as a rule, and one of
-them first: so the query waits for a box that has not come beyond the step after which another one abandoned an epoch.
-That wait ends, because its loop has no collective before it with the caller.
+Whether a loop will abandon an epoch by `break` is unknown until it does. Usually all boxes do so after the same step,
+but one reports it first. So if a box abandoned an epoch, the query waits for every box that has not yet reported a
+position beyond that step. The wait ends, because no collective with the caller keeps that box's loop from going on.
 
 The query waits for a slot that is being recovered: its request goes to the new owner once that is ready. A box whose
 one epoch is over answers with its final state.
@@ -49,7 +50,7 @@ that would need more is refused."""
 
 @dataclass(frozen=True)
 class SlotStateRequest:
-    """Request for one slot's state, to its present owner."""
+    """Request for one slot's state, sent to its present worker."""
 
     key: SlotKey
     generation: int
@@ -71,7 +72,7 @@ class SlotStateRequest:
 
     @property
     def id(self) -> str:
-        """Id made of the content, so that a repeated or late answer is never taken for another one."""
+        """Id derived from the content, so that a repeated or late answer is never assigned to another request."""
         where = f"{self.key.run}@{self.key.attempt}/{self.key.box}.{self.key.slot}#{self.generation}"
         return f"{where}:{self.step}:{self.epoch}.{self.delivered}.{self.total}:{self.round}:{self.serial}"
 
@@ -119,7 +120,7 @@ class BoxState:
     records: list[tuple[pb.WorkerRecord, bytes]]
     position: records_pb2.BoxPosition | None = None
     final: int | None = None
-    """Last step of a box that had passed its end: the state holds while the box stays there."""
+    """Last step of a box whose epoch was over; the state is valid while the box stays at that step."""
 
     @property
     def size(self) -> int:
@@ -127,7 +128,7 @@ class BoxState:
 
     @cached_property
     def heads(self) -> list[bytes]:
-        """Each record as a serialised StatePart without its data; the first one with the position."""
+        """Serialised StatePart of each record, without its data; the first one has the position."""
         return [
             pb.StatePart(record=record, position=None if index else self.position).SerializeToString()
             for index, (record, _) in enumerate(self.records)
@@ -146,7 +147,7 @@ class GatheredState:
     records: list[tuple[pb.WorkerRecord, bytes]]
     positions: dict[int, records_pb2.BoxPosition]
     finals: dict[int, int]
-    """Box -> its last step, for boxes that had passed their end: the result holds while they stay there."""
+    """Box -> its last step, for boxes whose epoch was over; the result is valid while they stay there."""
 
 
 @dataclass(eq=False)
@@ -155,7 +156,8 @@ class StateQuery:
     attempt: int
     step: int
     serial: int = 0
-    """Serial of this query, unique over all restarts: part of each request, so that one asked again is a new one."""
+    """Serial of this query, unique over all restarts. It is part of each request's id, so that a repeated query makes
+    new requests."""
     num_boxes: int = 1
     at_once: int = 1 << 30
     """Slots that may be asked at the same time."""
@@ -170,11 +172,11 @@ class StateQuery:
     complete: int = 0
     """Number of complete boxes."""
     released: bool = False
-    """Some boxes were sent and released: no caller can join any more."""
+    """True if boxes were sent and released, so that no caller can join any more."""
     sent: dict[int, int] = field(default_factory=dict)
     """Complete box -> number of present callers that have been sent it."""
     coming: dict[str, int] = field(default_factory=dict)
-    """Request -> bytes of its answer, which is being transferred."""
+    """Request id -> bytes of its answer, which is being transferred."""
     held: int = 0
     """Bytes of answers in memory and in transfer."""
     changed: list[SlotStateRequest] = field(default_factory=list)
@@ -183,22 +185,23 @@ class StateQuery:
     """Boxes that became complete since the last announcement."""
     failure: PenstockError | None = None
     _asked_boxes: int = 0
-    """Number of boxes begun; they are asked in their order."""
+    """Number of boxes whose slots have been requested; boxes are begun in order."""
     _open_requests: dict[int, dict[str, SlotStateRequest]] = field(default_factory=dict)
     """Open requests of each box that was begun and is not complete."""
     _answers: dict[tuple[int, int], _Answer] = field(default_factory=dict)
     _rounds: dict[tuple[int, int], int] = field(default_factory=dict)
     _denied: dict[tuple[int, int], tuple[Any, ...]] = field(default_factory=dict)
-    """Position and known ends when a slot answered with an end that was known already: the mistake is with another
-    slot, so it is not asked again before more is known."""
+    """Position and known epoch ends at the time when a slot answered with an end that was known already. Then the plan
+    is wrong because of another slot, so the slot gets no new request before more ends are known."""
     _starts: dict[int, Position] = field(default_factory=dict)
-    """Newest position of each box from which its stream digest was requested. It stays valid when the cluster state
-    has dropped it for a report of a later step."""
+    """Newest position of each box from which its stream digest was requested. It stays valid after the cluster state
+    has replaced it by a report of a later step."""
     _missing: dict[int, list[str]] = field(default_factory=dict)
     """Reasons why each box waits, besides answers."""
 
     def topic(self, box: int) -> tuple[str | int, ...]:
-        """Return the topic announced when the box is complete; a failing query announces those of all boxes."""
+        """Return the topic that is announced when the box is complete; a failing query announces the topics of all
+        boxes."""
         return ("state", self.serial, box)
 
     @property
@@ -212,7 +215,7 @@ class StateQuery:
 
     @property
     def result(self) -> GatheredState | None:
-        """All records, as long as no box was released."""
+        """All records; None once a box was released."""
         if self.failure is not None or len(self.boxes) < self.num_boxes:
             return None
         states = sorted(self.boxes.items())
@@ -258,12 +261,12 @@ class StateQuery:
         try:
             for number in list(self._open_requests) if box is None else [box] if box in self._open_requests else []:
                 self._refresh(attempt, number)
-            self._go_on(attempt)
+            self._begin_boxes(attempt)
         except PenstockError as error:
             self.fail(error)
 
-    def _go_on(self, attempt: Attempt) -> None:
-        """Begin with further boxes, as far as the limit on requests allows."""
+    def _begin_boxes(self, attempt: Attempt) -> None:
+        """Begin further boxes, as far as the limit on requests allows."""
         while self._asked_boxes < self.num_boxes:
             if self._open_requests and len(self.requests) + attempt.num_workers > self.at_once:
                 return
@@ -316,7 +319,7 @@ class StateQuery:
         if behind is not None:
             other = attempt.left[behind]
             missing.append(
-                f"box {number} (it has not come beyond step {behind}, after which box {other} abandoned an epoch)"
+                f"box {number} (it has not reported a step beyond {behind}, after which box {other} abandoned an epoch)"
             )
             self._ask(number, {})
             return
@@ -397,7 +400,7 @@ class StateQuery:
             at = state.final = box.step
         at = max(at, box.start.step)
         start = box.position_before(at)
-        # A coordinator that was restarted has every epoch start, but not what served the steps before the window.
+        # A restarted coordinator has every epoch start, but the workers may have dropped snapshots before the window.
         unkept = box.restored and start is box.start and at < box.step - box.retention
         if start is None or unkept:
             raise StateUnavailableError(
@@ -406,7 +409,7 @@ class StateQuery:
             )
         position = advance(start, at, box.ends, box.abandoned)
         if sum(position.total) - sum(start.total) != at - start.step or box.is_refuted(position):
-            # Some ends are known and others, of earlier epochs, are not: good enough for requests, not for the answer.
+            # Some ends are known and others, of earlier epochs, are not: enough to send requests, not to answer.
             doubtful.append(f"box {box.number}")
         return start, position
 
@@ -416,7 +419,7 @@ class StateQuery:
         return error_named(type(error).__name__, message, error.remote_traceback)
 
     def answered(self, attempt: Attempt, answer: pb.StateAnswer, data: bytes) -> None:
-        """Take a worker's answer; one to a request that is no longer open changes nothing."""
+        """Record a worker's answer; an answer to a request that is no longer open changes nothing."""
         slot_request = self.requests.get(answer.request)
         if slot_request is None or answer.worker != slot_request.worker:
             return
@@ -449,7 +452,8 @@ class StateQuery:
         slot, before = (box.number, slot_request.key.slot), dict(box.ends)
         reported = [(end.epoch, end.total) for end in answer.ends]
         for epoch, total in [*reported, (answer.ended_epoch, answer.ended_total)]:
-            # An abandoned epoch ended there, whatever the worker had produced ahead: the smaller total holds.
+            # An abandoned epoch ended where the loop left it, even if the worker had produced more: the smaller total
+            # counts.
             end = (slot_request.key.slot, epoch)
             box.ends[end] = min(total, box.ends.get(end, total))
         self._rounds[slot] = self._rounds.get(slot, 0) + 1
@@ -459,7 +463,7 @@ class StateQuery:
         self.refresh(attempt, box.number)
 
     def _record_digest(self, box: Box, start: Position, position: Position) -> None:
-        """Compute the box's stream digest, from a position that it reported and the workers' digests since."""
+        """Compute the box's stream digest from a reported position and the workers' digests of the batches since."""
         position.chain = box.chain(position.step)
         if position.chain is None:
             digests: dict[tuple[int, int], int] = {}

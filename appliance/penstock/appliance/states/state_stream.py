@@ -1,9 +1,9 @@
-"""Streaming of states to callers: which messages they become, and when each has its turn.
+"""Streaming of states to callers: the messages that they become, and when each is sent.
 
-Hundreds of boxes that save at one step ask for each other's records at once. Two things let the coordinator still
-receive heartbeats. Records are serialised once for all callers: a caller's messages are put together from those bytes,
-not from messages that would be copied, measured and written again for each. And one turn of the event loop sends one
-large message, so that a heartbeat, which takes some turns to be received and answered, is never behind hundreds.
+Hundreds of boxes that save at one step request each other's records at once. Two measures let the coordinator still
+receive heartbeats. Records are serialised once for all callers, and a caller's messages are joined from those bytes.
+And each turn of the event loop sends one large message, so that a heartbeat, which takes some turns to be received and
+answered, never waits for hundreds of messages.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def parts(states: Iterable[BoxState]) -> Iterator[pb.StatePart]:
 
 
 def packed(states: Iterable[BoxState]) -> Iterator[bytes]:
-    """Yield serialised messages for a caller that takes small parts together (StatePart.parts)."""
+    """Yield serialised messages for a caller that accepts several small parts in one message (StatePart.parts)."""
     pack: list[bytes] = []
     size = 0
     for part in _serialised(states):
@@ -74,8 +74,8 @@ def packed(states: Iterable[BoxState]) -> Iterator[bytes]:
 
 
 def _serialised(states: Iterable[BoxState]) -> Iterator[list[bytes]]:
-    """Yield the parts serialised, in pieces that are not copied: concatenated fields are one message. Only the order of
-    fields differs from SerializeToString."""
+    """Yield each part serialised, as pieces to concatenate, so that no data is copied here. Only the order of fields
+    differs from SerializeToString."""
     number = pb.StatePart.DATA_FIELD_NUMBER
     for state in states:
         for head, (_, data) in zip(state.heads, state.records, strict=True):

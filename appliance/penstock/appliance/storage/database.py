@@ -1,14 +1,14 @@
 """Database of the coordinator: how it is opened, and the number of its last commit, which cannot go back.
 
-SQLite's write-ahead log has checksums, and they decide where it ends: at the first frame that does not fit. A flipped
-bit in a frame in the middle is taken for the end of the log, and the database silently is what it was some commits
-earlier. So each commit has a number, in the database and in a file beside it (`journal.commits`), and a database that
-ends before the recorded number is refused unchanged, before SQLite writes to it or empties its log. The journal's
-number is also sent to workers and training jobs, signed (`CommitMarks`): so they detect commits that a disk has lost
-together with the file, and a copy of the directory that is older than they are.
+SQLite's write-ahead log ends at the first frame whose checksum does not match. So SQLite takes a flipped bit in the
+middle of the log for its end, and the database silently goes back by some commits. Therefore each commit has a number,
+in the database and in a file beside it (`journal.commits`). A database that ends before the recorded number is refused
+unchanged, before SQLite writes to it or empties its log. The journal's number is also sent to workers and training
+jobs, signed (`CommitMarks`). With it a coordinator detects commits that a disk has lost together with the file, and an
+old copy of the directory.
 
-The file is written after the commit and synced only when it is made: it survives the process, and after a loss of power
-it may be a few seconds old, which makes the check weaker and never wrong.
+The file is written after each commit but synced only when it is created. It survives the process; after a loss of power
+it may be a few seconds old, which makes the check weaker but never wrong.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def open_database(path: Path | None, script: str) -> sqlite3.Connection:
         db = sqlite3.connect(name, isolation_level=None, check_same_thread=False, timeout=5.0)
         try:
             (found,) = db.execute("PRAGMA user_version").fetchone()
-            if found == 0:  # only then: on an existing database, which may be damaged, it would be a write
+            if found == 0:  # only for a new database, because it writes, and an existing one may be damaged
                 db.execute("PRAGMA auto_vacuum=INCREMENTAL")
             if path is not None:
                 (mode,) = db.execute("PRAGMA journal_mode=WAL").fetchone()
@@ -223,7 +223,7 @@ def behind(path: Path | str, found: int, expected: int, witness: str) -> Journal
 
 
 def _line(number: int) -> bytes:
-    """Return the line for a number, of constant length within one sector: a write of it is whole or absent."""
+    """Return the line for a number. Its constant length fits into one sector, so a write of it is whole or absent."""
     text = f"{number:020d}"
     return f"{text} {zlib.crc32(text.encode()):08x}\n".encode()
 
@@ -246,12 +246,13 @@ def recorded(file: Path) -> int | None:
 
 
 class CommitMarks:
-    """Signed commit numbers that peers keep: they cannot forge one, and those of another journal are ignored."""
+    """Signed commit numbers that peers keep. Peers cannot forge them, and numbers of another journal are ignored."""
 
     def __init__(self, secret: bytes, process: bytes, found: int) -> None:
         self._secret = secret
         self._process = process
-        """Id of this coordinator process, 8 bytes: its own commits may reuse the numbers of lost ones."""
+        """Id of this coordinator process, 8 bytes. It marks the process's own commits, which may reuse the numbers of
+        lost ones."""
         self._found = found
         """Number of the last commit at its start."""
 

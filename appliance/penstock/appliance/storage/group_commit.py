@@ -1,9 +1,9 @@
-"""Group commit of the journal: many calls share one commit, in a thread of its own.
+"""Group commit of the journal: many calls share one commit, which a thread of its own makes.
 
 A commit takes as long as the disk needs to flush: a tenth of a millisecond on an idle local disk, several on a cloud or
 shared disk. When a job of 10,000 slots starts, each of 30,000 calls has something to write; a coordinator that waited
 for each commit would receive no heartbeats meanwhile and take every peer for dead. So the registry continues with the
-next call, and every reply waits until all that was put before it is on disk.
+next call, and every reply waits until all rows put before it are on disk.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COMMIT_BOUNDS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0
 
 
 class GroupCommit:
-    """Writer of the journal: once made, only this object writes it.
+    """Writer of the journal. Once it exists, only this object writes the journal.
 
     Args:
         journal: its `commit` becomes a no-op.
@@ -43,8 +43,8 @@ class GroupCommit:
 
     @asynccontextmanager
     async def synced(self) -> AsyncIterator[None]:
-        """Enter to make a reply or an error; the exit waits until everything that it may report is on disk. A call that
-        was cancelled does not wait; its rows are written with the next call or tick."""
+        """Return a context in which to make a reply or an error. Its exit waits until all changes so far are on disk. A
+        cancelled call does not wait; its rows are written with the next call or tick."""
         try:
             yield
         except Exception:
@@ -53,7 +53,7 @@ class GroupCommit:
         await self.sync()
 
     async def sync(self) -> None:
-        """Return when everything put so far is on disk.
+        """Wait until everything put so far is on disk.
 
         Raises JournalError if the write failed (the next sync() tries it again), or if earlier commits are missing
         (`Journal.lost`; from then on the coordinator answers no RPC).

@@ -1,14 +1,14 @@
-"""Journal of the coordinator: the cluster state on disk, in SQLite with WAL and synchronous=FULL. One writer, which
-commits before any reply.
+"""Journal of the coordinator: the cluster state on disk, in SQLite with WAL and synchronous=FULL. It has one writer,
+which commits before any reply.
 
 journal.db holds ownership: runs, attempts, boxes, slots, a few rows each, at about 110 us a commit. Rows are written
-whole, and changes collect in memory until `commit`; a failed one (disk full) leaves them there, so that nothing is
-acknowledged and the next call tries again. Snapshots are in a database of their own (snapshot_store.py): large, and
-worth less.
+whole, and changes collect in memory until `commit`. A failed commit (disk full) leaves them there, so that no call is
+acknowledged and the next call tries again. Snapshots, which are large and less valuable, are in a database of their own
+(snapshot_store.py).
 
 A file that cannot be read is never reset: the error names it, and a person decides. WAL does not work on network
-filesystems, where locks and shared memory do not behave as SQLite needs, so those are refused. One state directory has
-one coordinator: an advisory lock that the kernel releases with the process.
+filesystems, whose locks and shared memory do not behave as SQLite needs, so those are refused. One state directory has
+one coordinator, by an advisory lock that the kernel releases with the process.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ TABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # The highest generation reserved for a migration target of a slot: see migration.py.
     "reserved": (("run", "attempt", "box", "slot"), ("generation",)),
     "abandoned": (("run", "attempt", "box", "epoch"), ("step",)),
-    # For `penstock replay` alone: see box_history.py. An attempt that is over has no rows of boxes but these.
+    # For `penstock replay` alone: see box_history.py. These are the only rows of boxes of an attempt that is over.
     "tracks": (("run", "attempt", "box"), ("over", "history")),
 }
 _COLUMNS = {table: (*keys, *values) for table, (keys, values) in TABLES.items()}
@@ -143,15 +143,16 @@ class Journal:
         self._db.row_factory = sqlite3.Row
         self.pending: Rows = {}
         self.deferred = False
-        """`commit` does nothing, because group_commit.py writes the rows."""
+        """True if `commit` does nothing, because group_commit.py writes the rows."""
         self.lost: JournalError | None = None
-        """Error once a peer has shown that commits are missing here: no call is answered any more; the process ends."""
+        """Error set when a peer has shown that commits are missing here. No call is answered after that, and the
+        process ends."""
         try:
             (verdict,) = self._db.execute("PRAGMA integrity_check(1)").fetchone()
             if verdict != "ok":
                 raise sqlite3.DatabaseError(" ".join(str(verdict).split()))
             self.secret = bytes.fromhex(self._meta("secret", secrets.token_hex(32)))
-            """Secret that tickets derive from: the same after a restart, so that lanes stay open."""
+            """Secret that tickets are derived from. It survives a restart, so that lanes stay open."""
             self.marks = CommitMarks(self.secret, secrets.token_bytes(8), self.found)
             self.boots = int(self._meta("boots", "0")) + 1
             """Number of coordinators that have opened this journal. Versions of long polls start above it, so that no
@@ -169,7 +170,7 @@ class Journal:
 
     @property
     def path(self) -> Path | None:
-        """Path of its file; None in memory."""
+        """Path of the journal's file; None in memory."""
         return self._path
 
     @property
@@ -217,11 +218,11 @@ class Journal:
         self._add(("drop", table, *where.items()), f"DELETE FROM {table} WHERE {condition}", tuple(where.values()))
 
     def _add(self, key: tuple[Any, ...], sql: str, values: Any) -> None:
-        self.pending.pop(key, None)  # a row that is written twice is written once, in its last place
+        self.pending.pop(key, None)  # a row put twice is written once, at its latest position in the order
         self.pending[key] = (sql, values)
 
     def commit(self) -> None:
-        """Write everything put or dropped to disk. Raises JournalError if nothing was; the next call tries again."""
+        """Write everything put or dropped to disk. Raises JournalError if that fails; the next call tries again."""
         if not self.pending or self.deferred:
             return
         rows = self.take()
@@ -232,12 +233,12 @@ class Journal:
             raise
 
     def take(self) -> Rows:
-        """Return what waits to be written; the caller now owns it."""
+        """Remove and return all rows that wait to be written; the caller must write them or put them back."""
         rows, self.pending = self.pending, {}
         return rows
 
     def put_back(self, rows: Rows) -> None:
-        """Queue rows again that could not be written; what has been put since takes precedence."""
+        """Queue rows that could not be written again; rows put since then take precedence."""
         newer, self.pending = self.pending, rows
         for key, (sql, values) in newer.items():
             self._add(key, sql, values)

@@ -1,4 +1,4 @@
-"""Rows of the journal, as pure functions of what they describe. recovery.py makes the cluster state of them again."""
+"""Rows of the journal, as pure functions of the entities. recovery.py makes the cluster state from them again."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
 """Index of snapshots.db, without the bytes: which snapshots and blobs are kept, and which may be dropped.
 
-The rule (DESIGN section 4). A slot may have to restart strictly before its last delivered batch, and a state may be
-asked for anywhere in the retention window. So of the snapshots below the window the newest is kept, with all newer
-ones; older ones serve nothing any more. The window's lower edge is taken from positions that the box reported, not from
-a formula: with uneven slots the last live one takes every step.
+Which snapshots are kept. A slot may have to restart strictly before its last delivered batch, and a state may be
+requested for any step in the retention window. So the newest snapshot below the window is kept, with all newer ones;
+older ones are not needed any more. The window's lower edge is taken from positions that the box reported. It does not
+follow from the step alone, because near the end of an epoch the slots that still have batches take the steps of those
+that have ended.
 
-Pure: it decides what to drop; the service drops it from disk, after its replacement is there.
+Pure: the index decides what to drop; the service removes it from disk once its replacement is stored.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ class DurableSnapshot:
     epoch: int
     size: int
     epoch_start: bool = False
-    """Taken at an epoch's start, not after a batch."""
+    """True if it was taken at an epoch's start, not after a batch."""
 
     @property
     def is_sure(self) -> bool:
-        """Whether any loader can restart from this snapshot: see Kept in penstock.worker.slots.snapshots."""
+        """True if any loader can restart from this snapshot: see Kept in penstock.worker.slots.snapshots."""
         return not self.epoch_start or self.epoch == 0
 
 
@@ -74,7 +75,7 @@ class SnapshotIndex:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._snapshots: dict[tuple[str, int], dict[SlotKey, list[DurableSnapshot]]] = {}
-        """(run, attempt) -> snapshots of its slots: an attempt is dropped without a look at the others."""
+        """(run, attempt) -> snapshots of its slots, so that dropping an attempt costs nothing for the others."""
         self._blobs: dict[str, _Blob] = {}
         self._drops: list[Drop] = []
         self.used = 0
@@ -146,7 +147,7 @@ class SnapshotIndex:
                 self.used -= old.size
             else:
                 others.append(old)
-        # By epoch first: an abandoned epoch may have snapshots beyond its last batch, which serve nothing.
+        # Sorted by epoch first: an abandoned epoch may have useless snapshots beyond its last delivered batch.
         of_attempt = self._snapshots.setdefault((key.run, key.attempt), {})
         of_attempt[key] = sorted([*others, kept], key=lambda one: (one.epoch, one.total))
         self.used += kept.size
@@ -155,8 +156,8 @@ class SnapshotIndex:
         """Drop all snapshots before the newest one strictly below `edge`, the slot's total where its window begins, and
         before the newest sure one.
 
-        The newest is that of the latest epoch: one of an earlier epoch with more batches lies beyond its abandoned
-        step.
+        The newest snapshot is one of the latest epoch: a snapshot of an earlier epoch with a higher total was taken
+        beyond the step at which that epoch was abandoned.
         """
         kept = self._of(key)
         if not kept:
@@ -211,7 +212,7 @@ class SnapshotIndex:
         self._drops = [other for other in self._drops if other != drop]
 
     def add_blob(self, name: str, size: int, now: float, credential: str = "") -> None:
-        """Add a blob that is on disk; one that was there already becomes younger."""
+        """Add a blob that is on disk. The age of one that was there already is counted anew."""
         known = self._blobs.get(name)
         if known is not None:
             known.touched = now

@@ -32,8 +32,8 @@ _AT = "run=? AND attempt=? AND box=? AND slot=? AND total=? AND epoch=?"
 PIECE = 256
 """Largest number of rows that one call removes."""
 VACUUM_PAGES = 1024
-"""Pages of 4 KiB that one call returns to the filesystem: new snapshots use free pages, and to return all would move
-the whole file about while they come in."""
+"""Pages of 4 KiB that one call returns to the filesystem. It is bounded because new snapshots reuse free pages, and
+returning all pages would rewrite the whole file while snapshots arrive."""
 
 
 class Store:

@@ -1,9 +1,9 @@
 """Writes of snapshots and blobs to disk: a bound on memory, one thread, and many values in one commit.
 
-A thread, because a commit of megabytes takes as long as the disk does, and leases must not wait for it. One commit for
-all that wait, because its cost is a flush of the disk, whatever its size: with 76 kB each, a commit for every snapshot
-of a fleet would be the larger part of the work. And a bound on memory, because a starting fleet sends as many first
-snapshots as it has slots, at once.
+There is a thread because a commit of megabytes takes as long as the disk needs, and leases must not wait for it. All
+waiting values share one commit because its cost is one flush of the disk, whatever its size: for snapshots of 76 kB, a
+commit each would be the larger part of the work. Memory is bounded because a starting fleet sends the first snapshots
+of all its slots at once.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ SMALL_SHARE = 8
 
 
 class InflowBudget:
-    """Memory budget with a half for small values, and one for large ones: a small one never waits for a large one,
-    however slow its sender is."""
+    """Memory budget with one half for small values and one for large ones, so that a small value never waits for a
+    large one with a slow sender."""
 
     def __init__(self, limit: int) -> None:
         self._small_size = limit // SMALL_SHARE
@@ -44,8 +44,9 @@ class InflowBudget:
 
 
 class MemoryBudget:
-    """Bound on bytes in memory. Waiting values are admitted in turn: first those of the token that holds least, and of
-    one token in the order in which they came. So no token waits for everything that another one has queued."""
+    """Bound on bytes in memory. Of the waiting values, those of the credential token that holds least are admitted
+    first, and those of one token in the order of their arrival. So no token waits for everything that another one has
+    queued."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -109,7 +110,7 @@ class SnapshotWriter:
         self._writing: asyncio.Task[None] | None = None
         self._dropping: asyncio.Task[None] | None = None
         self._spared: set[Drop] = set()
-        """Values under removal that are written again, and kept."""
+        """Values queued for removal that are being written again, and must be kept."""
 
     def close(self) -> None:
         self._thread.shutdown()

@@ -1,6 +1,7 @@
 """Shell completion of the names of runs and workers, from the coordinator.
 
-A person waits for the completion: the coordinator has one second to answer, and after any failure no name is offered.
+A person waits for the completion, so the coordinator has one second to answer, and after any failure no name is
+offered.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The command `penstock`, put together from penstock.deploy.cli.commands.
+"""The command `penstock`, assembled from penstock.deploy.cli.commands.
 
 Nothing heavy is imported before a command needs it: `--help` is text, and `coordinator`, `worker` and `status` never
 import torch.
@@ -96,11 +96,11 @@ def main() -> None:
     for given in sys.argv:
         if not given.isascii() and any(
             "\ud800" <= char <= "\udfff" for char in given
-        ):  # how Python represents such bytes
+        ):  # Python represents bytes that are not UTF-8 as surrogates
             _end(f"an argument must be UTF-8, got {printable(given)}", USAGE)
     if sys.stdout is None:
         _end("standard output is closed; use >/dev/null to discard it", UNSAID)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # names may hold characters that the terminal's encoding lacks
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names may have characters that the terminal's encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
@@ -115,7 +115,8 @@ def main() -> None:
             raise SystemExit(UNSAID) from None
         _end(f"standard output cannot be written: {error.strerror}", UNSAID)
     except SystemExit as end:
-        if isinstance(end.__context__, BrokenPipeError):  # Typer's own exit, after a print that was not buffered
+        # Typer exits by itself after a failed print that was not buffered
+        if isinstance(end.__context__, BrokenPipeError):
             raise SystemExit(UNSAID) from None
         raise
     except KeyboardInterrupt:  # before a command started

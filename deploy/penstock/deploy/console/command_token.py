@@ -1,5 +1,5 @@
-"""Source of a command's token. The token is never an argument, which every user of the machine could read, and is
-never printed or logged. A coordinator without one makes one and logs the name of its file.
+"""Source of a command's token. The token is never an argument, because every user of the machine can read arguments,
+and it is never printed or logged. A coordinator without a token makes one and logs the name of its file.
 """
 
 from __future__ import annotations

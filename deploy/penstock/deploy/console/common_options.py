@@ -105,8 +105,8 @@ _PEER = {**flags_of(PeerSettings), "token_file": TokenFile, **flags_of(TlsSettin
 
 
 def completed(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the command with more options: `--config`, which acts by its callback, those of a parameter `peer`, and
-    those of every parameter that is `Annotated[Flags, ...]`."""
+    """Return the command with more options: `--config`, which takes effect by its callback; those of a parameter
+    `peer`; and those of every parameter that is `Annotated[Flags, ...]`."""
     signature = inspect.signature(command, eval_str=True)
     groups: dict[str, dict[str, Any]] = {}
     options: dict[str, inspect.Parameter] = {}
@@ -152,6 +152,6 @@ def subcommands(cls: type[Group] = Group, **settings: Any) -> App:
 
 
 def quiet_grpc() -> None:
-    """Silence gRPC on standard error, where our errors say the same better. Not for a worker: its runners inherit
-    it."""
+    """Silence gRPC on standard error, because Penstock's errors report the same. A worker must not call it, because its
+    runners would inherit the setting."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")

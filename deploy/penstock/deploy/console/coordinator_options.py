@@ -1,5 +1,5 @@
 """Address and credentials of the coordinator that a command calls. They come from six options, which every such command
-has (see penstock.deploy.console.common_options), and, where those are not given, from variables and the settings
+has (see penstock.deploy.console.common_options); for options that are not given, from variables and the settings
 file."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from penstock.deploy.console.daemon_settings import PeerSettings, TlsSettings, resolve
 
-if TYPE_CHECKING:  # gRPC is imported when a command needs it
+if TYPE_CHECKING:  # at run time gRPC is imported only when a command needs it
     from penstock.proto.rpc.calls import CoordinatorClient
     from penstock.proto.rpc.tls import Tls
 

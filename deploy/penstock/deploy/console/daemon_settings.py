@@ -143,7 +143,7 @@ class TelemetrySettings(Section):
         description="Format of the log: text for people, or json: one object a line, with run, box, slot and step.",
     )
     otel: bool = Field(
-        False, description="Trace calls with OpenTelemetry, as the OTEL_* variables say (docs/metrics.md)."
+        False, description="Trace calls with OpenTelemetry, configured by the OTEL_* variables (docs/metrics.md)."
     )
 
 
@@ -220,12 +220,12 @@ class WorkerSettings(Section):
         600.0,
         ge=1,
         le=86400,
-        description="Seconds that the interpreter of a run's runners may take to start, a tenth of them without using "
-        "processor time; then it is killed, and another one starts.",
+        description="Seconds that the interpreter of a run's runners may take to start, or a tenth of that if it uses "
+        "no processor time; then it is killed and started again.",
     )
     liveness_file: FilePath = Field(
         "",
-        description="File to write at each heartbeat, from which `python -m penstock.deploy.probe` sees that this "
+        description="File to write at each heartbeat, by which `python -m penstock.deploy.probe` checks that this "
         "worker makes progress (default: none).",
     )
     http: PageListen = Field(

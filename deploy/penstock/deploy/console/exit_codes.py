@@ -1,4 +1,4 @@
-"""Exit codes: one table, by the kind of failure, so that a script can decide without reading prose.
+"""Exit codes, in one table, by the kind of failure, so that a script can decide without parsing messages.
 
 Codes below 10 are general (0 success, 1 a bug, 2 usage, 3 TLS); 10 to 19 concern the coordinator, the network and
 runs, 20 to 29 states and user code, 30 and above the findings of `penstock doctor`. A number that is in use never
@@ -183,17 +183,17 @@ def _code_of(command: Callable[[], int | None], *, as_json: bool) -> int:
         return command() or 0
     except PenstockError as error:
         code = exit_code(error)
-        _say(error.message, type(error).__name__, code, as_json)
+        _print_error(error.message, type(error).__name__, code, as_json)
         return code
     except CommandError as error:
-        _say(str(error), None, error.code, as_json)
+        _print_error(str(error), None, error.code, as_json)
         return error.code
     except KeyboardInterrupt:
         return INTERRUPTED
 
 
-def _say(message: str, name: str | None, code: int, as_json: bool) -> None:
-    """Print an error that is being handled, with its traceback and the remote one that it carries if --debug asks."""
+def _print_error(message: str, name: str | None, code: int, as_json: bool) -> None:
+    """Print an error that is being handled; with --debug, also its traceback and the remote one that it carries."""
     if _debug:
         traceback.print_exc()
     line = printable(" ".join(message.split()))

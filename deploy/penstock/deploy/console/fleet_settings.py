@@ -51,7 +51,7 @@ class UpSettings(Section):
     )
     name: Annotated[str, AfterValidator(_fleet_name), Unit("NAME")] = Field(
         "penstock",
-        description="Name of the fleet: small letters, digits and dashes. Workers are called NAME-1, NAME-2.",
+        description="Name of the fleet: lowercase letters, digits and dashes. Workers are called NAME-1, NAME-2.",
     )
     dir: Annotated[str, IsPath(), Unit("DIR")] = Field(
         "",

@@ -1,7 +1,7 @@
 """Typer options made from settings: a flag's help is its field's description, with its variable and its default.
 
-Typer itself gets neither, so that a flag that was not given stays None and penstock.deploy.console.settings_sources
-alone decides the precedence.
+Typer itself gets neither the variable nor the default. So a flag that was not given stays None, and
+penstock.deploy.console.settings_sources alone decides the precedence.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def option(section: type[Section], field: str) -> Any:
         facts.append(f"default: {info.default:g}" if isinstance(info.default, float) else f"default: {info.default}")
     choices = "|".join(get_args(info.annotation)) if get_origin(info.annotation) is Literal else None
     unit = next((fact.name for fact in info.metadata if isinstance(fact, Unit)), choices)
-    # Two names: otherwise Typer adds --no-insecure, which is the same as leaving it out.
+    # The name is given so that Typer does not add a useless --no-insecure.
     return typer.Option(flag(field), metavar=unit, help=f"{info.description} [{'; '.join(facts)}]")
 
 

@@ -93,7 +93,7 @@ def _explain(section: type[Section], error: ValidationError, given: dict[str, An
             parts.append(f"{flag(field)} {detail['input']}: {reason_of(detail)}")
         else:
             source, _ = sources[field]
-            # FILE:LINE needs the name of the setting beside it; a variable carries it.
+            # FILE:LINE does not name the setting, so it is added; the name of a variable does.
             what = f"{source}: {field} = {detail['input']!r}" if ":" in source else f"{source}={detail['input']}"
             parts.append(f"{what}: {reason_of(detail)}")
     return "; ".join(parts)

@@ -22,17 +22,17 @@ def raised(error: Callable[[signal.Signals], BaseException]) -> Iterator[Callabl
     KeyboardInterrupt. Under nohup, which ignores SIGHUP, SIGHUP stays ignored.
 
     Python drops an error that is raised while a finalizer or a weak reference's callback runs. So the error is raised
-    again at the end of the block, and by the yielded function, which callers that loop call.
+    again at the end of the block, and by the yielded function, which a caller with a loop calls in each round.
     """
-    told: list[signal.Signals] = []
+    received: list[signal.Signals] = []
 
     def end(number: int, frame: FrameType | None) -> None:
-        told.append(signal.Signals(number))
+        received.append(signal.Signals(number))
         again()
 
     def again() -> None:
-        if told:
-            raise error(told[0])
+        if received:
+            raise error(received[0])
 
     before = {number: signal.signal(number, end) for number in ending()}
     try:

@@ -1,10 +1,10 @@
 """Tables: drawn by rich on a terminal, aligned text otherwise.
 
-Cells hold text from peers, so control characters in them are made harmless.
+Cells contain text from peers, so control characters in them are replaced.
 
-Text is for grep, awk and bug reports: the title as a line, a header, one line a row, columns two blanks apart, nothing
-cut off. An empty cell is a "-", so that columns can be counted. Text is not laid out by rich, which takes six seconds
-for the 10,000 slots of a fleet, and a tenth of a second to import.
+Plain text is for grep, awk and bug reports: the title as a line, a header, one line per row, columns two blanks apart,
+no cell cut. An empty cell is a "-", so that columns can be counted. rich does not format the text, because it takes six
+seconds for the 10,000 slots of a fleet, and a tenth of a second to import.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def drawn(table: Table, styles: Iterable[str] = (), *, no_wrap: bool = False, **
         right = heading.endswith(">")
         made.add_column(heading.rstrip(">"), justify="right" if right else "left", overflow="fold", no_wrap=no_wrap)
     for row, style in zip_longest(table.rows, styles):
-        # Text: nothing that a peer sent is read as markup.
+        # Text(), so that rich does not interpret text from a peer as markup.
         made.add_row(*(Text(printable(cell) or "-") for cell in row), style=style)
     return made
 

@@ -1,4 +1,4 @@
-"""The input of `penstock demo`: synthetic images in a shuffled order, each of which takes a moment to make."""
+"""Input of `penstock demo`: synthetic images in a shuffled order, each of which takes some milliseconds to make."""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ INPUT = "penstock.deploy.demo.demo_input"
 
 
 class _Demo:
-    def __init__(self, fleet: Fleet, say: Any) -> None:
-        self._fleet, self._say = fleet, say
+    def __init__(self, fleet: Fleet, show: Any) -> None:
+        self._fleet, self._show = fleet, show
         self._token = Path(fleet.token_file).read_text().strip()
         self.killed = ""
         self.recoveries = 0
@@ -86,7 +86,7 @@ class _Demo:
         for daemon in record.about["daemons"]:
             if daemon["name"] == self.killed and daemon["identity"] is not None:
                 Identity(**daemon["identity"]).send(signal.SIGKILL)
-                self._say(f"    step {KILL_AT}: worker {self.killed}, which makes the next batches, is killed")
+                self._show(f"    step {KILL_AT}: worker {self.killed}, which makes the next batches, is killed")
                 return
         raise WorkerLostError(f"worker {self.killed} ended before the demo could kill it: run the demo again")
 
@@ -95,7 +95,7 @@ def run_demo(as_json: bool) -> int:
     """Run the demo; return 0 if the streams are equal, else 1."""
     began = time.monotonic()
 
-    def say(line: str) -> None:
+    def show(line: str) -> None:
         if not as_json:
             print(line, flush=True)
 
@@ -103,26 +103,28 @@ def run_demo(as_json: bool) -> int:
         return f"({time.monotonic() - since:.1f} s)"
 
     for name in [name for name in os.environ if name.startswith("PENSTOCK_")]:
-        del os.environ[name]  # of another installation: the demo has its own and leaves others alone
-    say("Penstock on this machine: a coordinator, two worker daemons, a training loop. All of it ends with the demo.\n")
-    told = raised(lambda number: SystemExit(128 + number))  # so that nothing stays behind after a signal either
-    with told, _fleet() as fleet, warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of the recovery, which this prints in its own words
-        demo = _Demo(fleet, say)
-        say(f"1   penstock up: the coordinator listens on {fleet.coordinator}, with two workers {took(began)}")
+        del os.environ[name]  # variables of another installation, which the demo must not use
+    show(
+        "Penstock on this machine: a coordinator, two worker daemons, a training loop. All of it ends with the demo.\n"
+    )
+    signals = raised(lambda number: SystemExit(128 + number))  # so that a signal ends the daemons too
+    with signals, _fleet() as fleet, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # the warning about the recovery, which the demo reports itself
+        demo = _Demo(fleet, show)
+        show(f"1   penstock up: the coordinator listens on {fleet.coordinator}, with two workers {took(began)}")
         at = time.monotonic()
-        say(f"2   A training loop streams {STEPS} shuffled batches, which both workers make in turn.")
+        show(f"2   A training loop streams {STEPS} shuffled batches, which both workers make in turn.")
         whole, _ = demo.stream("undisturbed", 2)
-        say(f"    digest of the stream: {whole[STEPS]:016x} {took(at)}")
+        show(f"    digest of the stream: {whole[STEPS]:016x} {took(at)}")
         at = time.monotonic()
-        say("3   The same again, with a fault.")
+        show("3   The same again, with a fault.")
         disturbed, state = demo.stream("disturbed", 2, until=SAVE_AT)
-        say(f"    the loop waited {demo.longest_s:.1f} s at most: the coordinator moved the work to another worker")
-        say(f"    step {SAVE_AT}: the loop saves its state and ends {took(at)}")
+        show(f"    the loop waited {demo.longest_s:.1f} s at most: the coordinator moved the work to another worker")
+        show(f"    step {SAVE_AT}: the loop saves its state and ends {took(at)}")
         at = time.monotonic()
-        say("4   Resumed from the state, with three workers instead of two.")
+        show("4   Resumed from the state, with three workers instead of two.")
         resumed, _ = demo.stream("resumed", 3, state=state)
-        say(f"    digest of the stream: {resumed[STEPS]:016x} {took(at)}\n")
+        show(f"    digest of the stream: {resumed[STEPS]:016x} {took(at)}\n")
         both = disturbed | resumed
         same = sum(both.get(step) == digest for step, digest in whole.items())
         checks = {
@@ -131,9 +133,9 @@ def run_demo(as_json: bool) -> int:
             f"worker {demo.killed} was killed, and the loop recovered": demo.recoveries > 0,
         }
     for what, well in checks.items():
-        say(f"{'ok  ' if well else 'BAD '}{what}")
+        show(f"{'ok  ' if well else 'BAD '}{what}")
     seconds = time.monotonic() - began
-    say(f"{seconds:.0f} s. Next: penstock up --allow yourmodule, penstock doctor yourmodule:input_fn, and the README.")
+    show(f"{seconds:.0f} s. Next: penstock up --allow yourmodule, penstock doctor yourmodule:input_fn, and the README.")
     ok = all(checks.values())
     if as_json:
         found = {

@@ -1,8 +1,8 @@
-"""`penstock doctor cluster`: can coordinator and workers be reached from here, and can they run the job?
+"""`penstock doctor cluster`: check whether coordinator and workers can be reached from here, and can run the job.
 
-The steps depend on each other: a name that does not resolve makes all later checks meaningless. So the first step on
-the way to the coordinator that fails is the last finding. The coordinator's view of its workers is then judged for all
-of them, and every worker's lane is tried from here, many at a time.
+The steps of the connection to the coordinator depend on each other: a name that does not resolve makes all later checks
+meaningless. So the first step that fails is the last finding. If all succeed, the coordinator's view of each worker is
+checked, and the lane of every worker is tried from here, many at a time.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ __all__ = ["JobQuestion", "check_cluster", "check_lost", "check_skew", "check_sl
 
 CONNECT_S = 3.0
 """Deadline of a TCP connection within a cluster, in seconds."""
-SILENT = f"it accepts connections, but does not answer within {CONNECT_S:g} s"
+NO_ANSWER = f"it accepts connections, but does not answer within {CONNECT_S:g} s"
 """Finding about a worker that hangs or is stopped: the kernel still accepts connections for it."""
-QUIET_S = 2.0
-"""Seconds since a worker's last heartbeat (there is one each second) above which a warning comes before the lease
-ends."""
-MANY = 1000
-"""Number of workers above which QUIET_S grows in proportion, because heartbeats may be rarer (see lease_policy)."""
+LATE_HEARTBEAT_S = 2.0
+"""Seconds since a worker's last heartbeat above which a warning is given. Heartbeats come each second, and the lease
+has not ended yet."""
+LARGE_FLEET = 1000
+"""Number of workers above which LATE_HEARTBEAT_S grows in proportion: heartbeats are rarer then (see lease_policy)."""
 AT_A_TIME = 64
 SKEW_S, FAR_OFF_S = 2.0, 300.0
-"""Difference of two clocks, in seconds: above SKEW_S it is reported; above FAR_OFF_S certificates may be invalid at one
-end."""
+"""Differences of two clocks, in seconds: above SKEW_S it is reported; above FAR_OFF_S certificates may be invalid at
+one end."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def check_cluster(
     except TlsError as error:
         yield problem("TLS", error.message, "docs/security.md lists the files of each role.")
         return
-    reached = list(_way(address, tls))
+    reached = list(_check_connection(address, tls))
     yield from reached
     if reached and reached[-1].level == "problem":
         return
@@ -93,13 +93,17 @@ def check_cluster(
         answers = pool.map(lambda worker: _lane_error(worker.tcp_address, tls) if worker.live else "", workers)
         for worker, refused in zip(workers, answers, strict=True):
             yield check_worker(
-                worker, refused, worker.host_id == here, reply.version, QUIET_S * max(1.0, len(workers) / MANY)
+                worker,
+                refused,
+                worker.host_id == here,
+                reply.version,
+                LATE_HEARTBEAT_S * max(1.0, len(workers) / LARGE_FLEET),
             )
     yield from check_lost(found)
     yield check_slots(workers, job)
 
 
-def _way(address: str, tls: Tls | None) -> Iterator[Finding]:
+def _check_connection(address: str, tls: Tls | None) -> Iterator[Finding]:
     """Check the connection to the coordinator: name, connection, TLS."""
     if socket_path(address) is not None:
         return
@@ -157,7 +161,7 @@ def _lane_error(address: str | None, tls: Tls | None) -> str:
             lane.sendall(sealed(hello.SerializeToString()))
             return "" if lane.recv(1) else "it closes the connection without an answer"
     except TimeoutError:
-        return SILENT
+        return NO_ANSWER
     except OSError as error:
         return error.strerror or str(error)
 
@@ -197,7 +201,11 @@ def check_skew(ahead_s: float, took_s: float) -> Finding:
     # The coordinator read its clock at some time within the call.
     off = max(0.0, ahead_s - took_s, -ahead_s)
     sign = "ahead of" if ahead_s > 0 else "behind"
-    found = f"the coordinator's clock is {off:.1f} s {sign} this one" if off else "the coordinator's and this one agree"
+    found = (
+        f"the coordinator's clock is {off:.1f} s {sign} this machine's"
+        if off
+        else "the clocks of the coordinator and this machine agree"
+    )
     if off > FAR_OFF_S:
         return problem("clock", found, "timedatectl set-ntp true, on both: each checks certificates by its own clock.")
     if off > SKEW_S:
@@ -205,7 +213,9 @@ def check_skew(ahead_s: float, took_s: float) -> Finding:
     return ok("clock", found)
 
 
-def check_worker(worker: WorkerView, error: str, here: bool, coordinator: str, quiet_s: float = QUIET_S) -> Finding:
+def check_worker(
+    worker: WorkerView, error: str, here: bool, coordinator: str, quiet_s: float = LATE_HEARTBEAT_S
+) -> Finding:
     """Check a worker.
 
     Args:
@@ -222,7 +232,7 @@ def check_worker(worker: WorkerView, error: str, here: bool, coordinator: str, q
         )
     used = f"{worker.slots_used} of {worker.slots} slots used"
     found = f"{worker.state}, last heartbeat {worker.heard_of}, {used}, lanes at {worker.tcp_address or 'no address'}"
-    if error == SILENT:
+    if error == NO_ANSWER:
         return problem(
             check,
             f"{found}; {error}",

@@ -19,7 +19,8 @@ from penstock.worker.tools.loader_children import interpreter, load_input_fn
 __all__ = ["ImportedLoader", "main", "try_import"]
 
 TRACEBACK = 8 << 10
-"""Largest number of characters of a traceback: with the message it fits in a pipe, which is read only at the end."""
+"""Largest number of characters of a traceback. With the message it fits into a pipe's buffer, because the pipe is read
+only at the end."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def try_import(input_fn: str, deadline_s: float) -> ImportedLoader:
             raise DeadlineError(
                 f"importing {module} took more than {deadline_s:g} s: raise --deadline if it needs longer"
             )
-        answer.read()  # once: a descendant in another group may hold the other end
+        answer.read()  # one read, not until end of file: a descendant in another process group may keep the pipe open
     if not answer.rest:
         raise PenstockError(f"the process that imported {module} {exit_words(status)}")
     found = json.loads(answer.rest)

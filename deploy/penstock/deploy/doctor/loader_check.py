@@ -1,16 +1,16 @@
-"""`penstock doctor`: can this loader be saved and resumed exactly, and how? It is tried before a run.
+"""`penstock doctor`: check before a run whether and how a loader can be saved and resumed exactly.
 
-The loader is streamed with a snapshot after every batch, and restored in fresh processes early, in the middle, late, at
-the end of its first epoch and at the start of its epochs. The next batches are compared, one by one, with the batches
-of the first stream. That proves one generation, so chains follow: a state is taken from the restored loader and
-restored in the next process, and once more. A four-method loader whose own states serve only itself is tested by
-launches: all workers' states are aggregated, deaggregated in the processes of a next launch, streamed from, and saved
-again.
+The loader streams batches, with a snapshot after each. It is restored in fresh processes early, in the middle, late, at
+the end of its first epoch and at the start of its epochs, and the next batches are compared, one by one, with those of
+the first stream. That tests one restore, so chains follow: a state is taken from the restored loader and restored in
+the next process, and once more. A four-method loader whose own states work only on the same worker is tested by
+launches: the states of all workers are aggregated, deaggregated in the processes of a next launch, and saved again some
+batches later.
 
-A run does not trust a state either (worker/slots/verification.py): a state that does not lead to the delivered batches
-is not used, and batches are counted and replayed instead. So a loader whose states are wrong can be saved and resumed,
-as long as it yields the same batches again from its start. The verdict names the cost, and the consequences for other
-numbers of workers.
+A run verifies states in the same way (worker/slots/verification.py): a state that does not lead to the delivered
+batches is not used, and the batches are replayed and counted instead. So even a loader with wrong states can be saved
+and resumed, as long as it yields the same batches again from its start. The verdict names the cost, and the
+consequences for other numbers of workers.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ __all__ = [
 ]
 
 STATE, METHODS, REPLAY = "state", "methods", "replay"
-"""Methods of saving a loader: by its own state; by its aggregate and deaggregate; or by counting batches from a
-verified position, and replaying them."""
+"""Methods of saving a loader: by its own state; by its aggregate and deaggregate methods; or by replaying a counted
+number of batches from a verified position."""
 COMPARED = 8
 """Events (batches and ends of epochs) after which the next generation's state is taken."""
 _WHERE = {
@@ -73,7 +73,7 @@ class LoaderQuestion:
     workers: int
     """Number of workers of the box."""
     replay: bool
-    """Flag: a loader without state methods counts as one that can be saved."""
+    """True if a loader without state methods counts as one that can be saved."""
     seed: int
     deadline_s: float
     """Deadline of each child process, in seconds."""
@@ -115,7 +115,8 @@ class LoaderCheck:
     total: int
     """Number of batches of this worker before the restart point."""
     snapshot: bool
-    """Flag: restored from a worker's own state_dict(), not from an epoch's start or by aggregate and deaggregate."""
+    """True if it was restored from a worker's own state_dict(), not from an epoch's start or by aggregate and
+    deaggregate."""
     generation: int = 1
     """Number of loaders restored one after the other."""
     exact: bool = True
@@ -123,7 +124,7 @@ class LoaderCheck:
     """Number of the first batch that differs."""
     what: str = ""
     from_beginning: bool = False
-    """Flag: it reached its next epoch only with a loader that was streamed from the start again."""
+    """True if it reached its next epoch only with a loader that was streamed from the start again."""
     traceback: str = ""
     """Traceback of user code that raised in this process."""
 
@@ -266,7 +267,7 @@ def _chain(trials: TrialProcesses, question: LoaderQuestion, examined: ExaminedL
 
 
 def _up_to_a_batch(events: list[list[Any]]) -> list[list[Any]]:
-    """Return the events up to the last batch: no state is taken at an epoch's end."""
+    """Return the events up to the last batch, because no state is taken at an epoch's end."""
     while events and events[-1][2] is None:
         events = events[:-1]
     return events
@@ -388,15 +389,15 @@ def _verdict(question: LoaderQuestion, loaders: list[ExaminedLoader]) -> tuple[i
     aggregated = [check for check in wrong if not check.snapshot and "aggregate" in check.where]
     if not all(_is_uneven(check) for check in aggregated):
         return DIFFERS, (
-            f"cannot be resumed by its own methods: {_told(aggregated[-1])}. On the same numbers of boxes and workers "
-            "a run finds that out and replays from its beginning; on other ones the methods alone decide"
+            f"cannot be resumed by its own methods: {_describe_failure(aggregated[-1])}. On the same numbers of boxes "
+            "and workers a run detects that and replays from its beginning; on other numbers only the methods are used"
         )
     if wrong and not aggregated:
         return 0, (
-            f"can be saved at any step and resumed exactly, by counted replay: {_told(wrong[0])}. So its own state is "
-            "not used, or only where it is verified: a save or a recovery replays the epoch from its start, or the run "
-            "from its beginning, and takes as long as those batches take. Does it count after its `yield`, prefetch "
-            "in the background, count twice after a restore, or draw numbers that its state omits?"
+            f"can be saved at any step and resumed exactly, by counted replay: {_describe_failure(wrong[0])}. So its "
+            "own state is not used, or only where it is verified: a save or a recovery replays the epoch from its "
+            "start, or the run from its beginning, and takes as long as those batches take. Does it count after its "
+            "`yield`, prefetch in the background, count twice after a restore, or draw numbers that its state omits?"
         )
     return 0, "can be saved at any step and resumed exactly"
 
@@ -410,15 +411,15 @@ def _not_deterministic(capabilities: dict[str, Any], check: LoaderCheck) -> str:
     )
 
 
-def _told(check: LoaderCheck) -> str:
+def _describe_failure(check: LoaderCheck) -> str:
     return f"restored {check.where}, {check.what}"
 
 
 def _warnings(question: LoaderQuestion, loaders: list[ExaminedLoader]) -> Iterator[str]:
     digests = [[event[2] for event in examined.streamed["events"] if event[2] is not None] for examined in loaders]
-    asked = any(examined.streamed["looked_at"] for examined in loaders)
-    if question.workers > 1 and (not asked or all(of_one == digests[0] for of_one in digests)):
-        why = "and all stream the same batches" if asked else "and it never reads its assignment"
+    reads_assignment = any(examined.streamed["looked_at"] for examined in loaders)
+    if question.workers > 1 and (not reads_assignment or all(of_one == digests[0] for of_one in digests)):
+        why = "and all stream the same batches" if reads_assignment else "and it never reads its assignment"
         yield (
             f"there are {question.workers} workers, {why}: each streams the whole input. Shard by "
             "penstock.worker.current_assignment() or torch's get_worker_info()"

@@ -38,8 +38,8 @@ __all__ = ["main"]
 Event = list[Any]
 
 SETTLE_S = 0.05
-"""Pause before a snapshot that is kept, in seconds: a background prefetch gets the time to run ahead that a training
-step gives it. Otherwise its snapshot might be right by chance."""
+"""Pause before a snapshot that is kept, in seconds. In it a background prefetch runs ahead, as during a training step.
+Without the pause a wrong snapshot might be right by chance."""
 
 
 def main() -> None:
@@ -227,7 +227,7 @@ def _resume(
 
 def _compare(source: RestorableLoader, channel: ControlChannel, fields: Mapping[str, Any]) -> None:
     """Compare the next events with those expected, and send the first that differs, if any. If another launch follows
-    (`then`: its number of batches and its step), send a snapshot of that position on the way."""
+    (`then`: its number of batches and its step), send a snapshot of that position too."""
     replay_digest, then = ReplayDigest(), fields.get("then")
     for epoch, total, digest in fields["events"]:
         if not source.is_open:

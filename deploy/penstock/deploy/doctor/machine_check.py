@@ -54,7 +54,7 @@ __all__ = ["MachineQuestion", "check_import", "check_machine"]
 
 @dataclass(frozen=True)
 class MachineQuestion:
-    """Options of the command line; None: the value of the settings."""
+    """Options of the command line. None: the effective setting is used."""
 
     flags: dict[str, Any]
     """Options: listen and state_dir of a coordinator, slots and allow of a worker, the TLS files."""
@@ -64,9 +64,9 @@ class MachineQuestion:
     """Deadline of the import of input_fn, in seconds."""
 
 
-def check_machine(asked: MachineQuestion) -> Iterator[Finding]:
+def check_machine(question: MachineQuestion) -> Iterator[Finding]:
     """Yield all findings, in the order in which a person checks them. Raises InvalidArgumentError for a bad option."""
-    if (listen := asked.flags.get("listen")) is not None:
+    if (listen := question.flags.get("listen")) is not None:
         try:
             listen_address(listen)
         except ValueError as error:
@@ -76,31 +76,31 @@ def check_machine(asked: MachineQuestion) -> Iterator[Finding]:
     yield from machine_findings.check_packages(requires, machine_probes.installed(requires))
     yield machine_findings.check_torch_build(machine_probes.cuda_packages(), machine_probes.nvidia_devices())
     yield machine_findings.check_kernel(platform.release(), machine_probes.kernel_gaps())
-    yield machine_findings.check_cage(sandbox.why_not_whole())
-    yield _groups(off=bool(_value(WorkerSettings, "no_groups", asked)))
-    yield _runner_user(_value(WorkerSettings, "runner_user", asked) or "")
+    yield machine_findings.check_sandbox(sandbox.why_not_whole())
+    yield _groups(off=bool(_value(WorkerSettings, "no_groups", question)))
+    yield _runner_user(_value(WorkerSettings, "runner_user", question) or "")
     yield from _settings()
-    slots = _value(WorkerSettings, "slots", asked) or os.cpu_count() or 1
-    device = _value(JobSettings, "device", asked) or ""
+    slots = _value(WorkerSettings, "slots", question) or os.cpu_count() or 1
+    device = _value(JobSettings, "device", question) or ""
     available = machine_probes.memory_available(Path("/proc/meminfo").read_text())
-    yield machine_findings.check_memory(available, machine_probes.cgroup_room("memory"), slots)
+    yield machine_findings.check_memory(available, machine_probes.cgroup_left("memory"), slots)
     yield machine_findings.check_files(*resource.getrlimit(resource.RLIMIT_NOFILE), slots)
     yield machine_findings.check_processes(
-        resource.getrlimit(resource.RLIMIT_NPROC)[0], machine_probes.cgroup_room("pids"), slots
+        resource.getrlimit(resource.RLIMIT_NPROC)[0], machine_probes.cgroup_left("pids"), slots
     )
     yield machine_findings.check_locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], device)
     now = datetime.datetime.now(datetime.UTC)
     yield machine_findings.check_clock(machine_probes.clock_source(), now, machine_probes.clock_synchronised())
-    state_dir = _value(CoordinatorSettings, "state_dir", asked)
+    state_dir = _value(CoordinatorSettings, "state_dir", question)
     if state_dir is not None and os.fspath(state_dir) != IN_MEMORY:
         yield _disk(Path(state_dir))
     for section in (CoordinatorSettings, WorkerSettings):
-        yield from _port(section, asked, None if state_dir is None else Path(state_dir))
-    yield from _tls(asked, now)
-    yield _token(asked.token_file)
-    if asked.input_fn is not None:
-        allow = _value(WorkerSettings, "allow", asked)
-        yield check_import(asked.input_fn, allow.split(",") if allow else None, asked.deadline_s)
+        yield from _port(section, question, None if state_dir is None else Path(state_dir))
+    yield from _tls(question, now)
+    yield _token(question.token_file)
+    if question.input_fn is not None:
+        allow = _value(WorkerSettings, "allow", question)
+        yield check_import(question.input_fn, allow.split(",") if allow else None, question.deadline_s)
 
 
 def _groups(*, off: bool) -> Finding:
@@ -127,7 +127,7 @@ def _settings() -> Iterator[Finding]:
         file = read_settings_file()
     except PenstockError as error:
         yield problem("settings", error.message, "penstock config --example shows all settings.")
-        os.environ[VARIABLE] = os.devnull  # the rest is checked without it
+        os.environ[VARIABLE] = os.devnull  # the other checks run without the invalid settings file
         return
     sections = (CoordinatorSettings, WorkerSettings, PeerSettings, TlsSettings, JobSettings)
     wrong = {
@@ -143,9 +143,9 @@ def _found(section: type[Section], field: str) -> ResolvedSetting:
     return next(each for each in find(section) if each.field == field)
 
 
-def _value(section: type[Section], field: str, asked: MachineQuestion) -> Any:
+def _value(section: type[Section], field: str, question: MachineQuestion) -> Any:
     """Return a field's value from the command line, else from the settings; None if it is missing or invalid."""
-    given = asked.flags.get(field) if section is not JobSettings else None
+    given = question.flags.get(field) if section is not JobSettings else None
     if given is not None:
         return given
     found = _found(section, field)
@@ -160,10 +160,10 @@ def _disk(path: Path) -> Finding:
     )
 
 
-def _port(section: type[Section], asked: MachineQuestion, state_dir: Path | None) -> Iterator[Finding]:
+def _port(section: type[Section], question: MachineQuestion, state_dir: Path | None) -> Iterator[Finding]:
     """Check the port of a daemon. A port in use is a problem only if that daemon is set up here."""
     name = section.table
-    given = asked.flags.get("listen") if section is CoordinatorSettings else None
+    given = question.flags.get("listen") if section is CoordinatorSettings else None
     listen = given or _value(section, "listen", MachineQuestion({}))
     if not listen:
         return
@@ -202,9 +202,9 @@ def _holder(state_dir: Path) -> str:
     return ""
 
 
-def _tls(asked: MachineQuestion, now: datetime.datetime) -> Iterator[Finding]:
+def _tls(question: MachineQuestion, now: datetime.datetime) -> Iterator[Finding]:
     names = ("tls_ca", "tls_cert", "tls_key", "tls_name")
-    files = {name: str(_value(TlsSettings, name, asked) or "") for name in names}
+    files = {name: str(_value(TlsSettings, name, question) or "") for name in names}
     try:
         tls = load_tls(*files.values())
     except TlsError as error:

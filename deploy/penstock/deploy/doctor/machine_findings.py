@@ -1,4 +1,5 @@
-"""Requirements of Penstock on a machine: values in, findings out. machine_probes.py reads the values.
+"""Requirements of Penstock on a machine, as functions from values to findings. machine_probes.py reads the values.
+machine_probes.py reads the values.
 
 Each number here is a limit below which failures or extreme slowness were seen; what is only slower is a
 warning. Which of them matter depends on the machine's use: `slots` is the number of runners that it shall have.
@@ -14,7 +15,6 @@ from penstock.deploy.doctor.findings import Finding, ok, problem, warning
 from penstock.runtime.telemetry.units import size
 
 __all__ = [
-    "check_cage",
     "check_clock",
     "check_disk",
     "check_files",
@@ -26,6 +26,7 @@ __all__ = [
     "check_processes",
     "check_python",
     "check_runner_user",
+    "check_sandbox",
     "check_tls",
     "check_torch_build",
 ]
@@ -35,11 +36,11 @@ RUNNER_BYTES = 512 * MIB
 """Memory of a runner: 170 MiB are resident with torch alone, 60 of them private; the rest is for its ring, code and
 data."""
 RUNNER_FILES = 24
-"""Descriptors that a daemon holds for a runner: 10 were measured with a lane over TCP; rings grow, and senders
-overlap."""
+"""Descriptors that a daemon needs for a runner. 10 were measured with a lane over TCP; the rest is for rings that grow
+and senders that overlap."""
 DAEMON_FILES = 128
 RUNNER_TASKS = 16
-"""Processes and threads of a runner: one, and those that the daemon and the user's code start for it."""
+"""Processes and threads of a runner: its own, and those that the daemon and the user's code start for it."""
 SPARE_TASKS = 128
 SLOW_SYNC_S = 0.02
 """Longest fsync without a warning, in seconds; a commit waits for one, and a local disk takes 0.1 to 5 ms."""
@@ -152,7 +153,7 @@ def check_files(soft: int, hard: int, slots: int) -> Finding:
     return ok("open files", found)
 
 
-def check_cage(lacking: str) -> Finding:
+def check_sandbox(lacking: str) -> Finding:
     """Check the runner's sandbox. `lacking`: the missing kernel feature."""
     if lacking:
         return warning(
@@ -231,20 +232,22 @@ def _limit(value: int) -> str:
 
 def check_clock(source: str, now: datetime.datetime, synchronised: bool | None) -> Finding:
     """Check the wall clock. `source`: the kernel's clock source, "" if unknown. `synchronised`: None if unknown."""
-    said = f"{now:%Y-%m-%d %H:%M:%S} UTC, clock source {source or 'unknown'}"
+    found = f"{now:%Y-%m-%d %H:%M:%S} UTC, clock source {source or 'unknown'}"
     if now < RELEASED:
-        return problem("clock", said, "The clock is wrong, so certificates are not valid yet: timedatectl set-ntp true")
+        return problem(
+            "clock", found, "The clock is wrong, so certificates are not valid yet: timedatectl set-ntp true"
+        )
     if source in ("hpet", "acpi_pm", "jiffies", "pit"):
         return warning(
-            "clock", f"{said}, where reading it takes microseconds", "Boot with clocksource=tsc (KVM: kvm-clock)."
+            "clock", f"{found}, where reading it takes microseconds", "Boot with clocksource=tsc (KVM: kvm-clock)."
         )
     if synchronised is False:
         return warning(
             "clock",
-            f"{said}, not synchronised by NTP",
+            f"{found}, not synchronised by NTP",
             "timedatectl set-ntp true, on the host if this is a container; leases do not need it, certificates do.",
         )
-    return ok("clock", said if synchronised is None else f"{said}, synchronised by NTP")
+    return ok("clock", found if synchronised is None else f"{found}, synchronised by NTP")
 
 
 def check_disk(path: str, filesystem: str, network: bool, free: int, sync_s: float | None) -> Finding:

@@ -1,7 +1,7 @@
 """Properties of this machine, read from the kernel, the disk and the network, for machine_findings.py to judge.
 
-Each probe does what Penstock does, and undoes it. None needs privileges, and none fails: an unknown value is None, or
-is returned with the reason.
+Each probe does what Penstock does, and undoes it. No probe needs privileges or raises an error: an unknown value is
+None, or is returned with the reason.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from penstock.runtime.process.watch import Process
 
 __all__ = [
     "bind_error",
-    "cgroup_room",
+    "cgroup_left",
     "clock_source",
     "clock_synchronised",
     "cuda_packages",
@@ -154,7 +154,7 @@ def memory_available(meminfo: str) -> int:
     return 0
 
 
-def cgroup_room(what: str, root: Path = CGROUPS) -> tuple[int, int] | None:
+def cgroup_left(what: str, root: Path = CGROUPS) -> tuple[int, int] | None:
     """Return the limit of "memory" or "pids" of the cgroup with the least left, and the rest. None: no limit.
 
     Memory that only caches files counts as free: the kernel reclaims it.
@@ -210,7 +210,7 @@ def clock_synchronised() -> bool | None:
     if sys.maxsize < 1 << 32:
         return None
     libc = ctypes.CDLL(None, use_errno=True)
-    timex = ctypes.create_string_buffer(_TIMEX_BYTES)  # all zero: a query only
+    timex = ctypes.create_string_buffer(_TIMEX_BYTES)  # all zero, which only queries
     if libc.adjtimex(timex) < 0:
         return None
     return not int.from_bytes(timex.raw[_STATUS_AT : _STATUS_AT + 4], sys.byteorder) & _STA_UNSYNC

@@ -37,22 +37,22 @@ class TrialProcesses(ForkingInterpreter):
         Raises the task's error; WorkerLostError if its process died; DeadlineError, with the stack on standard
         error.
         """
-        said = TrialAnswer()
+        answer = TrialAnswer()
         with self.fork() as child:
             child.ask(Task(kind, fields, parts=parts))
             until = time.monotonic() + self._deadline_s
             try:
-                while (message := child.hear(until)) is not None:
-                    said.append(message)
+                while (message := child.receive(until)) is not None:
+                    answer.append(message)
                 child.show_stack()
                 raise DeadlineError(
                     f"{what} took more than {self._deadline_s:g} s (its stack is above): raise --deadline if it needs "
                     "longer"
                 )
             except LaneLostError:
-                how = child.how_it_ended()
-        if said and said.done.kind == "failed":
-            raise error_named(**said.done.fields["error"])
-        if not said or said.done.kind != "done":
+                how = child.exit_description()
+        if answer and answer.done.kind == "failed":
+            raise error_named(**answer.done.fields["error"])
+        if not answer or answer.done.kind != "done":
             raise WorkerLostError(f"{what}: the process that ran it {how}")
-        return said
+        return answer

@@ -1,5 +1,4 @@
-"""Input of an engine (a plan) and its result (a fleet). A plan is frozen data, made from settings; engines carry it
-out.
+"""Input of an engine (a plan) and its result (a fleet). A plan is frozen data, made from settings; an engine starts it.
 
 Penstock schedules no machines: the local engine supervises processes here, and the others submit the same daemons to
 Ray, Slurm or Kubernetes, which place them, restart them, and replace nodes.

@@ -1,9 +1,10 @@
 """A fleet's folder on the machine where it was started: the plan, the record of running daemons, the token, logs.
 
-The kernel decides whether the local engine's supervisor lives, not the record: the supervisor holds a lock on
-`lock`, which ends with the process. `penstock up` takes it first and passes it on, so that a fleet that is being
-started is seen too; the file names the holder. Before a signal is sent, a process id is compared with the start time of
-the process and the boot of the machine. Signals go through a pidfd, so that a reused process id is never hit.
+Whether the local engine's supervisor lives is decided by the lock that it holds on the file `lock`, which the kernel
+releases with the process, not by the record. `penstock up` takes the lock first and passes it on, so that a fleet that
+is being started counts too; the file names the holder. Before a signal is sent, the recorded start time of the process
+and boot id of the machine are compared. Signals go through a pidfd, so that they never reach another process with a
+reused process id.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class FleetFolder:
 
     def make(self) -> None:
         """Make the folder, readable by its owner alone. Raises CommandError if it cannot be made, or if other users
-        can change it, and so the processes that are started from it."""
+        could change it, because processes are started from its content."""
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._refuse_others()
@@ -93,12 +94,12 @@ class FleetFolder:
             raise CommandError(f"{self.path / 'lock'} cannot be written: {error.strerror}", USAGE) from error
 
     def holder(self) -> Identity | None:
-        """Return the process that `hold` recorded last; it may have ended since. Raises CommandError if other users
+        """Return the process that `hold` recorded last, which may have ended since. Raises CommandError if other users
         could have written the record."""
         try:
             self._refuse_others()
             return Identity(**json.loads((self.path / "lock").read_text()))
-        except (OSError, ValueError, TypeError):  # none yet, or just being written
+        except (OSError, ValueError, TypeError):  # there is no record yet, or it is just being written
             return None
 
     @property
@@ -115,7 +116,7 @@ class FleetFolder:
     # ---- content
 
     def save_plan(self, plan: FleetPlan) -> None:
-        """Save the plan. CommandError: it cannot be written, as on a full disk; the same holds for `save` and
+        """Save the plan. Raises CommandError if it cannot be written, e.g. on a full disk; so do `save` and
         `address`."""
         _write(self._plan, _encoded(asdict(plan)))
 

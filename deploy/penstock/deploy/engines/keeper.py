@@ -1,14 +1,14 @@
 """Keeper of one daemon: a real `penstock coordinator` or `penstock worker`, as a child of this process.
 
-The local engine's supervisor and Ray's actors use it. A child ends with this process, however that ends: it watches
-this process by a pidfd (`--parent-pid`). A parent-death signal does that less well, because it fires when the *thread*
-that started the child ends. The child has a session of its own, so that a Ctrl-C reaches only the supervisor, which
-ends its daemons in the right order.
+The local engine's supervisor and Ray's actors use it. A child ends with this process, in whatever way this process
+ends: the child watches it by a pidfd (`--parent-pid`). A parent-death signal is not used, because it fires when the
+*thread* that started the child ends. The child has a session of its own, so that a Ctrl-C reaches only the supervisor,
+which ends its daemons in the right order.
 
-A daemon that dies is started again, after a pause that doubles. A daemon is given up, with its name and last log lines,
-if it dies at once several times in a row, if it reports that it cannot run with its settings (a usage error, an
-unreadable token), or if it dies before it was ready for the first time: then the user who started it can still read
-why.
+A daemon that dies is started again, after a pause that doubles. A daemon is given up, with an error that has its name
+and last log lines, in three cases: it dies soon after its start several times in a row; it reports that it cannot run
+with its settings (a usage error, an unreadable token); or it dies before it was ready for the first time, when the user
+who started it still reads the output.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ __all__ = ["COORDINATOR_GRACE_S", "LONGEST_PAUSE_S", "WORKER_GRACE_S", "FleetKee
 
 _log = logging.getLogger("penstock.deploy.engines")
 
-HOPELESS = frozenset({2, 3, 12, 15, 16})
-"""Exit codes (penstock.deploy.console.exit_codes) of errors that a retry does not mend: usage, TLS, token, version,
+PERMANENT_ERRORS = frozenset({2, 3, 12, 15, 16})
+"""Exit codes (penstock.deploy.console.exit_codes) of errors that a retry does not fix: usage, TLS, token, version,
 unsafe address."""
-QUICK_DEATHS = 5
-"""Number of failed starts in a row before a daemon is given up. With the pauses below that is 8 s of retries."""
+MAX_FAILED_STARTS = 5
+"""Number of failed starts in a row after which a daemon is given up. With the pauses that takes 8 s."""
 STEADY_S = 30.0
 """Lifetime of a daemon that resets the count, in seconds."""
 WORKER_GRACE_S = 20.0
@@ -53,9 +53,9 @@ class FleetKeeper:
 
     Args:
         title: its name for people: "worker fleet-1". command: arguments of `penstock`; called with the line that it
-        printed when it was last ready, "" before. log: file to which its standard error is appended. come_back: start
-        it again also after an orderly end that `stop` did not cause. Not for workers: an operator who told one
-            to end (SIGTERM, `penstock worker drain`) meant it.
+        printed when it was last ready, "" before. log: file to which its standard error is appended. restart_always:
+        start it again also after an orderly end that `stop` did not cause. Not for workers, which an operator may end
+        on purpose (SIGTERM, `penstock worker drain`).
         changed: called whenever `pid`, `line`, `restarts` or `state` changes.
     """
 
@@ -65,7 +65,7 @@ class FleetKeeper:
         command: Callable[[str], Sequence[str]],
         log: Path,
         *,
-        come_back: bool,
+        restart_always: bool,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
         self.title = title
@@ -76,7 +76,7 @@ class FleetKeeper:
         """State: starting, ready, waiting (to be started again), left (stopped on request), failed, ended."""
         self.ready = asyncio.Event()
         """Event that is set when the daemon has printed its line for the first time."""
-        self._command, self._path, self._come_back, self._changed = command, log, come_back, changed
+        self._command, self._path, self._restart_always, self._changed = command, log, restart_always, changed
         self._stopping = asyncio.Event()
         self._child: Spawned | None = None
 
@@ -85,11 +85,11 @@ class FleetKeeper:
         quick, pause = 0, PAUSE_S
         while True:
             began = time.monotonic()
-            code = await self._life()
+            code = await self._run_once()
             if self._stopping.is_set():
                 self._become("ended")
                 return
-            if code == 0 and not self._come_back:
+            if code == 0 and not self._restart_always:
                 _log.info("%s stopped on request", self.title)
                 self._become("left")
                 return
@@ -97,7 +97,7 @@ class FleetKeeper:
                 quick, pause = 0, PAUSE_S
             quick += 1
             how = exit_words(code)
-            if code in HOPELESS or quick >= QUICK_DEATHS or not self.ready.is_set():
+            if code in PERMANENT_ERRORS or quick >= MAX_FAILED_STARTS or not self.ready.is_set():
                 self._become("failed")
                 again = f" ({quick} times in a row)" if quick > 1 else ""
                 raise CommandError(
@@ -133,12 +133,12 @@ class FleetKeeper:
         if self._child is not None:
             self._child.send(number)
 
-    async def _life(self) -> int:
+    async def _run_once(self) -> int:
         """Start the daemon, wait for its end, and return its exit status, negative for a signal."""
         loop = asyncio.get_running_loop()
         self._gone, ended = asyncio.Event(), asyncio.Event()
 
-        def hear() -> None:
+        def read_output() -> None:
             for line in out.read():
                 if self.state != "ready":
                     self.line = line.decode(errors="replace").strip()
@@ -150,7 +150,7 @@ class FleetKeeper:
         with LinePipe() as out:
             command = module("penstock.deploy", *self._command(self.line), "--parent-pid", str(os.getpid()))
             self._child = child = spawn(command, stdout=out.theirs, stderr=open_log(self._path))
-            loop.add_reader(out.fileno(), hear)
+            loop.add_reader(out.fileno(), read_output)
             child.on_end(ended.set)
             self.pid = child.pid
             self._become("starting")

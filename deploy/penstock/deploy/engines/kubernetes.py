@@ -1,7 +1,7 @@
 """Kubernetes: the manifests of `kubernetes_manifests` with a plan's settings, applied with kubectl.
 
-They are the manifests that deploy/kubernetes has as a kustomization and as a Helm chart, with one image for both
-daemons. They are sent as JSON, which kubectl takes as well as YAML, so that no YAML writer is needed.
+deploy/kubernetes has the same manifests as a kustomization and as a Helm chart; here both daemons have one image. The
+manifests are sent to kubectl as JSON, so that no YAML writer is needed.
 """
 
 from __future__ import annotations
@@ -108,11 +108,11 @@ class KubernetesEngine:
         label = ",".join(f"{name}={value}" for name, value in selected.items())
         ended = []
         for kinds in ("deployment", "statefulset,service,networkpolicy,poddisruptionbudget,configmap"):  # workers first
-            said = called(
+            output = called(
                 [*kubectl, "delete", kinds, "--selector", label, "--output", "name", f"--timeout={timeout_s:g}s"],
                 deadline_s=timeout_s + 30,
             )
-            ended += said.split()
+            ended += output.split()
         return ended
 
 
@@ -138,7 +138,8 @@ def _secret(plan: FleetPlan, role: str, name: str) -> str:
 
 
 def _of_workers(tokens: str, file: str) -> str:
-    """Return the part of a token file's text for workers: the lines of their role, or without any the bare tokens.
+    """Return the part of a token file's text for workers: the lines of their role, or the bare tokens if there are
+    none.
 
     Raises CommandError if there are neither: the lines of other roles are not for pods that run user code.
     """

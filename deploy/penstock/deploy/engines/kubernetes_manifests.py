@@ -54,7 +54,7 @@ class FleetSettings:
     coordinator_image: str = "penstock-coordinator"
     worker_image: str = "penstock-worker"
     entry_point: bool = True
-    """Flag: the images' entry point is `penstock`; else the manifests name the command."""
+    """True if the images' entry point is `penstock`; else the manifests name the command."""
     coordinator: str = ""
     """Address of the coordinator, HOST:PORT; "" = the address of its Service."""
     workers: int = 2
@@ -85,7 +85,7 @@ class FleetSettings:
     """Checksum of the ConfigMaps, as an annotation of the pods, so that changed settings replace them; "" = no
     annotation."""
     limit_egress: bool = True
-    """Flag: workers may call only the coordinator, name servers and HTTPS, and coordinators nothing."""
+    """True if workers may call only the coordinator, name servers and HTTPS, and coordinators nothing."""
 
 
 def manifests(fleet: FleetSettings) -> list[Manifest]:

@@ -38,9 +38,10 @@ class LocalEngine:
     """Engine whose `up` starts a supervisor that outlives this process. supervisor.py runs in the foreground."""
 
     def up(self, plan: FleetPlan, folder: Path, *, ends_with_us: bool = False) -> Fleet:
-        """Start the fleet, or change the number of workers of a running one. Raises CommandError, DeadlineError.
+        """Start the fleet, or change the number of workers of a running one. Raises CommandError, DeadlineError. Raises
+        CommandError, DeadlineError.
 
-        ends_with_us: the supervisor ends with this process, however that ends.
+        ends_with_us: whether the supervisor ends with this process.
         """
         where = FleetFolder(folder)
         lock = where.lock()
@@ -52,23 +53,23 @@ class LocalEngine:
                 where.hold(lock, Identity.of(os.getpid()))
                 where.save_plan(plan)
                 process = _begin(where, log, ready.theirs, lock, ends_with_us)
-            finally:  # it holds the lock now, if it lives
+            finally:  # the supervisor holds the lock from here on
                 os.close(lock)
             try:
-                said, in_time = ready.line(plan.timeout_s + 60), True
+                result, in_time = ready.line(plan.timeout_s + 60), True
             except TimeoutError:
-                said, in_time = None, False
+                result, in_time = None, False
             except BaseException:
                 process.send(signal.SIGTERM)
                 process.wait(WORKER_GRACE_S + COORDINATOR_GRACE_S)
                 raise
-        if said is None:
-            told = in_time and process.result() == -signal.SIGTERM
+        if result is None:
+            terminated = in_time and process.result() == -signal.SIGTERM
             process.send(signal.SIGTERM)
-            if told:  # a signal came before it could handle one
+            if terminated:  # a signal arrived before the supervisor could handle it
                 raise CommandError(f"the fleet in {where.path} was ended while it was starting", INTERRUPTED)
             raise CommandError(f"the supervisor of the fleet in {where.path} did not start: {last_words(log)}", BUG)
-        answer = json.loads(said)
+        answer = json.loads(result)
         if "error" in answer:
             process.wait(plan.timeout_s)
             raise CommandError(answer["error"], answer["code"])
@@ -87,7 +88,7 @@ class LocalEngine:
             if holder is not None and _end(holder, deadline):
                 ended = [
                     f"supervisor (pid {holder.pid})"
-                ]  # the last one: a starting process may have become a supervisor meanwhile
+                ]  # the newest record, because a starting process may have become a supervisor meanwhile
             elif time.monotonic() > deadline:
                 raise DeadlineError(f"a fleet in {where.path} is being started, and did not end in {timeout_s:g} s")
             else:
@@ -95,7 +96,7 @@ class LocalEngine:
         for daemon in fleet.about["daemons"] if fleet is not None else ():
             if daemon["identity"] is None:
                 continue
-            # Daemons of a live supervisor have ended with it; those of a killed one end by themselves.
+            # A live supervisor has ended its daemons; those of a killed one detect its death and end.
             _end(Identity(**daemon["identity"]), deadline)
             ended.append(f"{daemon['name']} (pid {daemon['identity']['pid']})")
         where.forget()

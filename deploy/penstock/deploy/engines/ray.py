@@ -1,10 +1,9 @@
 """Ray: coordinator and workers as detached actors, each the parent of a real daemon (ray_actor.py).
 
-The coordinator is bound to one node, the head node by default, because its cluster state is on that node's
-disk: Ray restarts it there, however often it dies, and nowhere else. On another node it would start with empty
-cluster state, and the saved state of runs would be lost silently. Workers go to nodes with free capacity, spread over
-the nodes, or to nodes with a resource or label, such as those of the boxes; when a node is lost, Ray starts its workers
-on others.
+The coordinator is bound to one node, the head node by default, because its cluster state is on that node's disk. Ray
+restarts it there, however often it dies, and on no other node: there it would start with an empty cluster state, and
+the saved state of runs would be lost silently. Workers go to nodes with free capacity, spread over the nodes, or to
+nodes with a resource or label, such as those of the boxes; when a node is lost, Ray starts its workers on others.
 
 Ray stores the arguments of actors in clear text, and everyone with access to the Ray cluster can read them (and run
 code there). So the token is not sent through Ray: its file has the same path on all nodes, unless --send-token is
@@ -35,11 +34,13 @@ _log = logging.getLogger("penstock.deploy.engines")
 NAMESPACE = "penstock"
 """Ray namespace of all fleets' actors, which have the names of their daemons: NAME-coordinator, NAME-1, NAME-2."""
 HEAD = "node:__internal_head__"
-"""Resource with which Ray marks its head node."""
-TRACE = 0.001
-"""Amount of a resource that an actor requests to be placed on its node; small, to leave it to others."""
+"""Resource that only Ray's head node has."""
+NODE_SHARE = 0.001
+"""Amount of a node's resource that an actor requests in order to be placed there. It is small, so that the resource
+stays available to others."""
 GIVE_UP_S = 5.0
-"""Seconds for an actor to end its daemon after a failed start: an actor that was never placed does not answer."""
+"""Seconds for an actor to end its daemon after a failed start. It is short because an actor that was never placed does
+not answer."""
 STOP_S = 40.0
 """Seconds for an actor to end its daemon: more than the daemon's own grace."""
 
@@ -53,7 +54,7 @@ def worker_options(plan: FleetPlan) -> dict[str, Any]:
     if equals:
         where["label_selector"] = {key: value}
     elif near:
-        where["resources"] = {near: TRACE}
+        where["resources"] = {near: NODE_SHARE}
     return {"num_cpus": plan.slots, "scheduling_strategy": "SPREAD", **where, **_LASTING}
 
 
@@ -75,7 +76,7 @@ class RayEngine:
         Raises DeadlineError when Ray has no free capacity for them, CommandError with a daemon's error, PenstockError.
         """
         with _connected(str(plan.options["ray_address"])) as ray:
-            there = _there(ray, plan.name)
+            there = _actors_of(ray, plan.name)
             where, asked = FleetFolder(folder), plan
             _refuse_another_plan(there, where, plan)
             token = _token(plan)
@@ -116,7 +117,7 @@ class RayEngine:
     def down(self, fleet: Fleet, timeout_s: float) -> list[str]:
         """End the workers, then the coordinator; return a line for each."""
         with _connected(fleet.about["ray_address"]) as ray:
-            there = _there(ray, fleet.name)
+            there = _actors_of(ray, fleet.name)
             return _stop(ray, there, timeout_s)
 
 
@@ -146,7 +147,7 @@ def _coordinator_name(fleet: str) -> str:
     return f"{fleet}-coordinator"
 
 
-def _there(ray: Any, fleet: str) -> dict[str, Any]:
+def _actors_of(ray: Any, fleet: str) -> dict[str, Any]:
     """Return the actors of a fleet that Ray knows, by name."""
     names = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True) if one["namespace"] == NAMESPACE]
     found = {}
@@ -225,24 +226,24 @@ def _ready(
     found: dict[str, dict[str, Any]] = {}
     for ref in done:
         try:
-            said = ray.get(ref)
+            status = ray.get(ref)
         except ray.exceptions.RayError as error:
             text = str(error).strip().splitlines()[-1]
             raise PenstockError(f"Ray lost the actor {waits[ref]} before it was ready: {text}") from error
-        if "error" in said:
-            remedy = "; put the token file on every node, or pass --send-token" if said["code"] == 12 else ""
-            raise CommandError(f"on node {said['host']}: {said['error']}{remedy}", said["code"])
-        found[waits[ref]] = said
+        if "error" in status:
+            remedy = "; put the token file on every node, or pass --send-token" if status["code"] == 12 else ""
+            raise CommandError(f"on node {status['host']}: {status['error']}{remedy}", status["code"])
+        found[waits[ref]] = status
     if len(found) < len(waits):
         late = sorted(set(waits.values()) - set(found))
         text = f"Ray did not start {', '.join(late)} within {plan.timeout_s:g} s"
-        if late == [_coordinator_name(plan.name)]:  # which requests nothing but its node
-            raise DeadlineError(f"{text} (--timeout; `ray status` says more)")
+        if late == [_coordinator_name(plan.name)]:  # the coordinator requests only its node, not CPUs
+            raise DeadlineError(f"{text} (--timeout): see `ray status`")
         near = f" on nodes with {plan.options['near']}" if plan.options["near"] else ""
         free = ray.available_resources().get("CPU", 0)
-        text += f": a worker asks for {plan.slots} CPUs{near}; the cluster has {free:g} free now"
+        text += f": a worker requests {plan.slots} CPUs{near}; the cluster has {free:g} free now"
         if not (some and found):
-            raise DeadlineError(f"{text} (--slots, --workers, --near; `ray status` says more)")
+            raise DeadlineError(f"{text} (--slots, --workers, --near): see `ray status`")
         _log.warning(
             "%s. The fleet runs with %d workers; Ray starts the others when it has free resources", text, len(found)
         )

@@ -1,9 +1,9 @@
 """Actor on a Ray node: the parent of one real daemon, which it keeps running.
 
 Ray places actors, and restarts them elsewhere when their node is lost. Each start makes a new daemon under the same
-name, and the coordinator reassigns the old daemon's slots as soon as it registers. The daemon watches the actor's
-process by a pidfd and ends with it, so a killed actor or a lost raylet leaves none behind. Batches and control calls
-have their own connections and never touch Ray's object store: Ray carries only the plan, and the results of these
+name, and the coordinator reassigns the old daemon's slots as soon as the new one registers. The daemon watches the
+actor's process by a pidfd and ends with it, so a killed actor or a lost raylet leaves none behind. Batches and control
+calls have their own connections and never touch Ray's object store: Ray carries only the plan, and the results of these
 methods.
 """
 
@@ -54,7 +54,7 @@ class DaemonActor:
             f"worker {name}" if name else "coordinator",
             lambda line: self._command(name, coordinator),
             self._folder.logs / f"{name or 'coordinator'}.log",
-            come_back=not name,
+            restart_always=not name,
             changed=self._changed,
         )
         self._is_worker = bool(name)
@@ -65,7 +65,7 @@ class DaemonActor:
         host = f"[{self._host}]" if ":" in self._host else self._host
         if name:
             return self._plan.worker_command(name, coordinator, f"{host}:0")
-        # A free port may have been chosen: peers know that one from then on.
+        # If port 0 chose a free port, later starts must use the same, because peers have its address.
         port = self._plan.listen.rpartition(":")[2]
         before = self._folder.address if port == "0" else ""
         return self._plan.coordinator_command(str(self._folder.state_dir), before or f"{host}:{port}")
@@ -81,8 +81,9 @@ class DaemonActor:
         except CommandError as error:
             self._error = error
             self._over.set()
-            # The starter of the fleet reads the error and ends this actor. Otherwise the node does not suit the daemon,
-            # now or any more: Ray restarts the actor, perhaps elsewhere, after a pause.
+            # During the first start, `penstock up` reads the error and ends this actor. Later, the node has become
+            # unfit for the daemon, so this process ends after a pause, and Ray restarts the actor, perhaps on another
+            # node.
             self._loop.call_later(LONGEST_PAUSE_S, os._exit, 1)
 
     def _changed(self) -> None:

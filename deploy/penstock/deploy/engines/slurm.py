@@ -75,8 +75,8 @@ class SlurmEngine:
         where = FleetFolder(folder)
         if not plan.insecure and not plan.tls.get("tls_cert"):
             raise UnsafeBindError(
-                "workers and training jobs on other nodes talk to the coordinator over the network: give --tls-cert, "
-                "--tls-key and --tls-ca, or say --insecure on a network that you trust"
+                "workers and training jobs on other nodes connect to the coordinator over the network: give "
+                "--tls-cert, --tls-key and --tls-ca, or pass --insecure on a network that you trust"
             )
         fleet, before = where.fleet(), where.plan()
         if fleet is not None and _state(fleet.about["job"]):

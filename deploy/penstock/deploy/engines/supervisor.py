@@ -2,9 +2,9 @@
 
     python -m penstock.deploy.engines.supervisor FOLDER --ready-fd FD --lock-fd FD    (what `up --detach` starts)
 
-It holds the folder's lock, keeps the record there up to date, and reads the plan again on SIGUSR1: workers are then
-added, or told to end. SIGTERM and Ctrl-C end all of it, the workers first, because they migrate their slots; the
-coordinator last. If this process is killed, its daemons detect that and end.
+It holds the folder's lock, keeps the record there up to date, and reads the plan again on SIGUSR1, to start or end
+workers. SIGTERM and Ctrl-C end the whole fleet: the workers first, because they migrate their slots, then the
+coordinator. If this process is killed, its daemons detect that and end.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def supervise(
     lock: int | None = None,
     parent_pid: int | None = None,
 ) -> None:
-    """Run the fleet until it is told to end, the process `parent_pid` is gone, or all workers were told to end.
-    `ready` is called once, when coordinator and workers are ready. `lock` is the folder's, if it was taken before.
+    """Run the fleet until a signal ends it, the process `parent_pid` has ended, or all workers have stopped on request.
+    `ready` is called once, when coordinator and workers are ready. `lock`: the folder's lock, if the caller holds it.
 
     Raises CommandError when it does not become ready, when the coordinator is given up, or when no worker is left.
     """
@@ -89,7 +89,7 @@ def _end_leftovers(folder: FleetFolder) -> None:
 class _Supervisor:
     def __init__(self, plan: FleetPlan, folder: FleetFolder, ready: Callable[[Fleet], None]) -> None:
         self._plan, self._folder, self._announce = plan, folder, ready
-        self._tell = asyncio.Event()
+        self._plan_changed = asyncio.Event()
         self._up = False
         self._adjusted = 0
         self._unwritten: asyncio.TimerHandle | None = None
@@ -97,7 +97,7 @@ class _Supervisor:
         self._workers: dict[str, FleetKeeper] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         self._tasks: dict[asyncio.Task[None], FleetKeeper] = {}
-        # Address that training jobs already use, if the port was free to choose: tried before a new one.
+        # With port 0: the address that training jobs already use is tried before a new one.
         before = folder.address
         host, _, port = plan.listen.rpartition(":")
         self._again = before if port == "0" and before.rpartition(":")[0] == host else ""
@@ -110,7 +110,7 @@ class _Supervisor:
                 str(self._folder.state_dir), line or self._again or self._plan.listen
             ),
             self._folder.logs / "coordinator.log",
-            come_back=True,
+            restart_always=True,
             changed=self._record,
         )
 
@@ -124,7 +124,7 @@ class _Supervisor:
                 return
         for number in (signal.SIGINT, *ending()):
             loop.add_signal_handler(number, stop.set)
-        loop.add_signal_handler(signal.SIGUSR1, self._tell.set)
+        loop.add_signal_handler(signal.SIGUSR1, self._plan_changed.set)
         stopped = asyncio.ensure_future(stop.wait())
         living = asyncio.ensure_future(self._live())
         try:
@@ -158,11 +158,11 @@ class _Supervisor:
         self._record()
         self._announce(self._fleet())
         while True:
-            told = asyncio.ensure_future(self._tell.wait())
-            await asyncio.wait([told, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
-            told.cancel()
-            if self._tell.is_set():
-                self._tell.clear()
+            plan_changed = asyncio.ensure_future(self._plan_changed.wait())
+            await asyncio.wait([plan_changed, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
+            plan_changed.cancel()
+            if self._plan_changed.is_set():
+                self._plan_changed.clear()
                 self._plan = self._folder.plan() or self._plan
                 _log.info("changing the number of workers to %d", self._plan.workers)
                 self._adjusted += 1
@@ -220,7 +220,7 @@ class _Supervisor:
                 f"worker {name}",
                 lambda _, name=name: self._plan.worker_command(name, self._coordinator.line, f"{host}:0"),  # type: ignore[misc]
                 self._folder.logs / f"{name}.log",
-                come_back=False,
+                restart_always=False,
                 changed=self._record,
             )
             self._keep(kept)
@@ -298,14 +298,14 @@ def main() -> int:
     parser.add_argument("--parent-pid", type=int)
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    folder, said = FleetFolder(options.folder), False
+    folder, is_sent = FleetFolder(options.folder), False
     os.set_inheritable(options.lock_fd, False)
 
-    def say(what: dict[str, Any]) -> None:
-        nonlocal said
-        if said:
+    def send_result(what: dict[str, Any]) -> None:
+        nonlocal is_sent
+        if is_sent:
             return
-        said = True
+        is_sent = True
         with contextlib.suppress(OSError):  # the command was interrupted
             os.write(options.ready_fd, json.dumps(what).encode() + b"\n")
         os.close(options.ready_fd)
@@ -317,18 +317,18 @@ def main() -> int:
         supervise(
             plan,
             folder,
-            lambda fleet: say({"fleet": asdict(fleet)}),
+            lambda fleet: send_result({"fleet": asdict(fleet)}),
             lock=options.lock_fd,
             parent_pid=options.parent_pid,
         )
     except (CommandError, PenstockError) as error:
         code = error.code if isinstance(error, CommandError) else exit_code(error)
         _log.error("%s", error)
-        say({"error": str(error), "code": code})
+        send_result({"error": str(error), "code": code})
         return code
     except OSError as error:
         _log.exception("the supervisor failed")
-        say({"error": f"the supervisor of {folder.path} failed: {error}", "code": BUG})
+        send_result({"error": f"the supervisor of {folder.path} failed: {error}", "code": BUG})
         return BUG
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -66,21 +66,21 @@ def run_up(
         _refuse_another(folder, plan)
         fleet = ENGINES[settings.engine].up(plan, folder.path)
         folder.save(fleet)
-        _say(fleet, as_json)
+        _print_exports(fleet, as_json)
         return
     loaded = tls.load()
     refuse_unsafe(plan.listen, encrypted=loaded is not None and bool(loaded.cert), insecure=plan.insecure)
     if detach:
-        with _told_to_end(folder) as check:
+        with _signals_as_errors(folder) as check:
             fleet = LocalEngine().up(plan, folder.path)
             try:
                 check()
             except CommandError:
                 LocalEngine().down(folder.path, DOWN_S)
                 raise
-        _say(fleet, as_json)
+        _print_exports(fleet, as_json)
         return
-    supervise(plan, folder, lambda fleet: _say(fleet, as_json))
+    supervise(plan, folder, lambda fleet: _print_exports(fleet, as_json))
 
 
 DOWN_S = 60.0
@@ -91,9 +91,9 @@ def _folder(settings: UpSettings) -> FleetFolder:
     return FleetFolder(Path(settings.dir) if settings.dir else default_folder(settings.name))
 
 
-def _told_to_end(folder: FleetFolder) -> contextlib.AbstractContextManager[Callable[[], None]]:
-    """Turn signals that would end this process at once into an error, as Ctrl-C is: a fleet that is being started
-    ends with it."""
+def _signals_as_errors(folder: FleetFolder) -> contextlib.AbstractContextManager[Callable[[], None]]:
+    """Turn signals that would end this process at once into an error, like Ctrl-C, so that a fleet that is being
+    started is ended too."""
     return raised(
         lambda number: CommandError(
             f"the fleet in {folder.path} was ended by {number.name} while it was starting", INTERRUPTED
@@ -109,7 +109,7 @@ def _refuse_another(folder: FleetFolder, plan: FleetPlan) -> None:
         raise CommandError(f"a fleet already runs in {folder.path}, {what}: end it by `penstock down`", USAGE)
 
 
-def _say(fleet: Fleet, as_json: bool) -> None:
+def _print_exports(fleet: Fleet, as_json: bool) -> None:
     """Print the variables of a training job: the only text on standard output."""
     print(json.dumps(fleet.as_dict(), indent=2) if as_json else exports(fleet), flush=True)
 

@@ -1,7 +1,7 @@
 """Views of a batch for people, for JSON, and as a file: its leaves by name, their values, and one row.
 
-It runs where the batch was made, in the child that holds the user's classes: a namedtuple or a dataclass is taken apart
-there, and the result is plain.
+It runs in the child process that made the batch, because only that has the user's classes: a namedtuple or a dataclass
+is taken apart there, and the result consists of plain values.
 """
 
 from __future__ import annotations

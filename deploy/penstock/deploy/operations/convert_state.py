@@ -1,4 +1,4 @@
-"""`penstock state convert`: a saved state for other boxes and workers, and the consequences for the stream.
+"""`penstock state convert`: convert a saved state to other boxes and workers, and report the consequences.
 
 Loading a state on another topology does the same automatically, and the stream is the same. The command reports
 beforehand whether the conversion is possible, what is kept, and what starts anew.

@@ -1,7 +1,7 @@
 """`penstock worker drain`: a worker migrates its slots, so that its machine can be removed.
 
-The order is given once; afterwards the command only polls. So it does not overrule an --undo given elsewhere, and it
-waits for a coordinator that restarts meanwhile.
+The command sends the order once and then only polls. So it does not override an --undo given elsewhere, and it waits
+for a coordinator that restarts meanwhile.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 
 __all__ = ["drain"]
 
-LOOK_S = 0.3
+POLL_S = 0.3
 """Seconds between two queries."""
 GONE_S = 10.0
 """Seconds after which a worker unknown to the coordinator has ended. A restarted coordinator receives heartbeats of its
@@ -55,12 +55,12 @@ def _wait(
     client: CoordinatorClient, worker: str, left: pb.DrainWorkerReply, until: float, *, quiet: bool
 ) -> pb.DrainWorkerReply:
     """Return the worker's status once it has no slots left, or the deadline has passed."""
-    session, told, seen = left.session, -1, time.monotonic()
+    session, printed, seen = left.session, -1, time.monotonic()
     while left.slots and time.monotonic() < until:
-        if left.slots != told and not quiet:
-            told = left.slots
-            print(f"worker {worker}: {told} slots to move", file=sys.stderr)
-        time.sleep(LOOK_S)
+        if left.slots != printed and not quiet:
+            printed = left.slots
+            print(f"worker {worker}: {printed} slots to move", file=sys.stderr)
+        time.sleep(POLL_S)
         try:
             left = client.drain(worker, look=True)
         except (CoordinatorUnavailableError, DeadlineError):

@@ -49,8 +49,8 @@ def run_coordinator(
     debug: bool,
     parent_pid: int | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT, or until the parent `parent_pid` is gone. The dicts: values from the
-    command line, None for the rest."""
+    """Serve until SIGTERM or SIGINT, or until the process `parent_pid` has ended. The dicts hold the flags; the value
+    of a flag that was not given is None."""
     from penstock.appliance.edge.server import serve
     from penstock.appliance.model.limits import MEMORY_BUDGET, Limits
 
@@ -110,8 +110,8 @@ def run_worker(
     debug: bool,
     parent_pid: int | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT, or until the parent `parent_pid` is gone. The dicts: values from the
-    command line, None for the rest."""
+    """Serve until SIGTERM or SIGINT, or until the process `parent_pid` has ended. The dicts hold the flags; the value
+    of a flag that was not given is None."""
     from penstock.worker.daemon.daemon import serve
     from penstock.worker.daemon.worker_settings import DaemonSettings, own_name
 

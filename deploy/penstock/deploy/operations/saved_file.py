@@ -1,8 +1,8 @@
 """Files with saved states, as training jobs write them: the result of `DataLoader.state_dict()`, alone or
 inside a larger checkpoint, in our envelope (`encode_state`) or by `torch.save`.
 
-A file of torch is read with weights_only=True: tensors and plain values, and no code in it runs. This is the only place
-that calls `torch.load`, and only in commands with a file named by the user.
+A file of torch is read with weights_only=True, which accepts tensors and plain values and runs no code. Only this
+module calls `torch.load`, and only in commands with a file that the user named.
 """
 
 from __future__ import annotations

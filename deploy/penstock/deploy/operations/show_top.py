@@ -31,7 +31,7 @@ from penstock.runtime.telemetry.units import clock, seconds
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["run_top", "told_to_quit"]
+__all__ = ["has_quit_key", "run_top"]
 
 DEADLINE_S = 5.0
 """Deadline of one query, in seconds: a later answer is not a live view."""
@@ -71,14 +71,15 @@ class _Watch:
         self._answered_at = 0.0
 
     def ask(self) -> None:
-        """Query the coordinator. Raises its error, and CoordinatorUnreachableError if it has never answered."""
+        """Query the coordinator. Raises the error of its answer, or CoordinatorUnreachableError if it has never
+        answered."""
         try:
             self._found = view(self._client.status(deadline_s=DEADLINE_S), self._address)
         except AWAY:
             if self._found is None:
                 raise
             self.away_s = time.monotonic() - self._answered_at
-            self._client.reach(0.2)  # lets the channel work on its connection
+            self._client.reach(0.2)  # gives the channel time to reconnect
             return
         self._answered_at, self.away_s = time.monotonic(), 0.0
 
@@ -165,16 +166,16 @@ def _ask(ask: Callable[[], None], quits: Callable[[float], bool]) -> bool:
     """Query the coordinator in a thread and watch the keys meanwhile, because a query may hang. Return False if a key
     ends the command; the query then ends when its client is closed."""
     pool = ThreadPoolExecutor(1, "penstock-top")
-    asked = pool.submit(ask)
+    query = pool.submit(ask)
     pool.shutdown(wait=False)
-    while not asked.done():
+    while not query.done():
         if quits(ESCAPE_S):
             return False
-    asked.result()
+    query.result()
     return True
 
 
-def told_to_quit(keys: bytes) -> bool:
+def has_quit_key(keys: bytes) -> bool:
     """Return whether q or Esc is among the terminal's input, and not only as part of other keys' sequences."""
     plain_keys = _SEQUENCE.sub(b"", keys)
     return any(key in plain_keys for key in (b"q", b"Q", b"\x1b"))
@@ -207,7 +208,7 @@ def _keys() -> Iterator[Callable[[float], bool]]:
                 keys += os.read(fd, 1024)
         except OSError:  # the terminal is gone
             return True
-        return not keys or told_to_quit(keys)
+        return not keys or has_quit_key(keys)
 
     try:
         tty.setcbreak(fd)

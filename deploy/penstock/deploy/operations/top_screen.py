@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 __all__ = ["Screen", "plain"]
 
 LEAST_ROWS = 3
-"""Number of rows of each table before any gets more."""
+"""Number of rows that each table gets before any table gets more."""
 WIDEST = 1000
-"""Width at which a table is drawn and then cut at the right: its first columns matter most."""
+"""Width at which a table is drawn before it is cut at the right, because its first columns matter most."""
 STYLES = {"": "", "info": "cyan", "warn": "yellow", "bad": "red"}
 
 
 @dataclass(frozen=True)
 class Section:
-    """Sorted table of the screen."""
+    """Table of the screen, with its rows sorted by importance."""
 
     columns: Columns[Any]
     headings: Sequence[str]
@@ -54,7 +54,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Screen:
-    """Whole screen, for rich: fits the height and width of the terminal."""
+    """Whole screen, as a renderable of rich that fits the height and width of the terminal."""
 
     found: ClusterView
     away: str = ""

@@ -1,4 +1,4 @@
-"""History of a run for `penstock replay`: from a running coordinator, or from the files of a stopped one."""
+"""History of a run for `penstock replay`, from a running coordinator or from the files of a stopped one."""
 
 from __future__ import annotations
 

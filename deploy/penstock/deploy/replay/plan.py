@@ -1,4 +1,4 @@
-"""Plan of the replay of a delivered batch: the box's position to start from, and how each worker gets there.
+"""Plan of the replay of a delivered batch: the box's position to start from, and how each worker is restored there.
 
 A batch is a function of the stream's start and of the epochs that the loop abandoned by `break`. Which worker made step
 S follows from the lengths of all workers' epochs, which are not recorded. So all workers of the box run again, from the
@@ -23,7 +23,8 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 __all__ = ["KnownPosition", "ReplayPlan", "attempt_of", "plan"]
 
 FURTHER = 1000
-"""Largest number of steps replayed beyond the batch to compare a stream digest; more if more led to the batch."""
+"""Largest number of steps replayed after the batch to reach a known stream digest; more if more steps were replayed
+before it."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,8 @@ def plan(history: pb.History, checkpoints: Sequence[SavedState], step: int) -> R
         for one in known:
             one.position.carry()
     start, snapshots = _start(history, known, abandoned, step)
-    told = [one.position for one in known if one.position.step >= step and one.position.chain is not None]
-    check = min(told, key=lambda position: position.step, default=None)
+    with_digest = [one.position for one in known if one.position.step >= step and one.position.chain is not None]
+    check = min(with_digest, key=lambda position: position.step, default=None)
     unverified = ""
     if start.position.chain is None:
         check, unverified = (
@@ -155,13 +156,14 @@ def _start(
 
 
 def _left(first: int, epoch: int, abandoned: dict[int, int]) -> bool:
-    """Return whether the loop abandoned an epoch in [first, epoch): workers' positions are then unknown beforehand."""
+    """Return whether the loop abandoned an epoch in [first, epoch); then the workers' positions cannot be computed
+    beforehand."""
     return any(first <= abandoned_epoch < epoch for abandoned_epoch in abandoned)
 
 
 def _snapshot(history: pb.History, slot: int, at: Position, abandoned: dict[int, int]) -> pb.SnapshotHeader | None:
-    """Return the newest snapshot from which the slot's position can be reached; durable snapshots were verified. None:
-    start at the attempt's start, as a loader does that is restored by its own methods only."""
+    """Return the newest snapshot from which the slot's position can be reached; all durable snapshots were verified.
+    None: the loader starts at the attempt's start, for example because it is restored by its own methods only."""
     if slot >= len(history.slots):
         return None
     kept = history.slots[slot]

@@ -1,7 +1,7 @@
 """`penstock replay`: recreates a delivered batch here, to show its content.
 
-The loader is user code that the run names: it is imported and run in child processes, and only if the caller allows its
-module, because the name in a journal or in a file may have been written by somebody else.
+The loader is user code that the run names. It is imported and run in child processes, and only if the caller allows its
+module, because another user may have written the name in a journal or a file.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def replay(request: ReplayRequest, archive: Archive | None, forker: ReplayForker
         going = BatchReplay(request, history, way, archive)
         forker = forker or closing.enter_context(ReplayForker())
         processes = closing.enter_context(
-            ReplayProcesses(forker, history.opening.num_workers_per_box, going.until, going.told)
+            ReplayProcesses(forker, history.opening.num_workers_per_box, going.until, going.report_progress)
         )
         return going.run(processes)
 
@@ -217,14 +217,14 @@ class BatchReplay:
             flush=True,
         )
         processes.ask({slot: self._begin(slot) for slot in range(count)})
-        walk = StreamReplay(processes.ask, start, way.abandoned)
-        walk.to(request.step)
-        at, slot = walk.at.copy(), walk.slot
+        stream = StreamReplay(processes.ask, start, way.abandoned)
+        stream.to(request.step)
+        at, slot = stream.at.copy(), stream.slot
         out = None if request.out is None else request.out.absolute()
         part = None if out is None else out.with_name(f".{secrets.token_hex(8)}{out.suffix}")
         try:
             shown = processes.ask({slot: Task("show", {"row": request.row, "out": part and str(part)})})[slot]
-            verified, why = self._verify(walk)
+            verified, why = self._verify(stream)
             if part is not None and out is not None:
                 _publish(part, out)
         finally:
@@ -309,16 +309,16 @@ class BatchReplay:
             )
         return data
 
-    def _verify(self, walk: StreamReplay) -> tuple[bool, str]:
+    def _verify(self, stream: StreamReplay) -> tuple[bool, str]:
         """Return whether the stream digest was compared, and how. Raises ReplayMismatchError if it differs."""
         check, first = self._plan.check, self._plan.start.position.step + 1
         if check is None:
             return False, f"not verified: {self._plan.unverified}"
-        walk.to(check.step)
-        if walk.chain() != check.chain or walk.at.total != check.total:
+        stream.to(check.step)
+        if stream.chain() != check.chain or stream.at.total != check.total:
             raise ReplayMismatchError(
                 f"the stream digest of the replayed steps {first} to {check.step} of box {self._request.box} must be "
-                f"that of what was delivered, {check.chain or 0:016x}, got {walk.chain() or 0:016x}: the data or the "
+                f"that of what was delivered, {check.chain or 0:016x}, got {stream.chain() or 0:016x}: the data or the "
                 f"code have changed, or {self._history.opening.loader.input_fn} is not deterministic (see penstock "
                 "doctor)"
             )
@@ -326,7 +326,7 @@ class BatchReplay:
 
     # ---- progress
 
-    def told(self, slot: int, total: int) -> None:
+    def report_progress(self, slot: int, total: int) -> None:
         """Show the progress of a worker."""
         self._made[slot] = total
         if self._line.due():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Mapping
 
-from penstock.deploy.forking_interpreter import ForkedChild, ForkingInterpreter, Task, wait_for_news
+from penstock.deploy.forking_interpreter import ForkedChild, ForkingInterpreter, Task, wait_for_messages
 from penstock.proto.errors import DeadlineError, LaneLostError, WorkerLostError, error_named
 from penstock.worker.tools.loader_children import ControlMessage
 
@@ -27,11 +27,13 @@ class ReplayForker(ForkingInterpreter):
 class ReplayProcesses:
     """Set of `count` children, one for each worker of the box.
 
-    `until`: monotonic time of the deadline. `told`: called with (slot, total) to report progress.
+    `until`: monotonic time of the deadline. `report_progress`: called with (slot, total) to report progress.
     """
 
-    def __init__(self, forker: ReplayForker, count: int, until: float, told: Callable[[int, int], None]) -> None:
-        self._until, self._told = until, told
+    def __init__(
+        self, forker: ReplayForker, count: int, until: float, report_progress: Callable[[int, int], None]
+    ) -> None:
+        self._until, self._report_progress = until, report_progress
         self._at = [0] * count
         self._children: list[ForkedChild] = []
         for _ in range(count):
@@ -59,25 +61,25 @@ class ReplayProcesses:
         answers: dict[int, ControlMessage] = {}
         while len(answers) < len(tasks):
             waited = {self._children[slot]: slot for slot in tasks if slot not in answers}
-            news = wait_for_news(waited, self._until)
+            news = wait_for_messages(waited, self._until)
             if not news:
                 raise self._late(sorted(waited.values()))
             for child in news:
-                self._hear(waited[child], answers)
+                self._receive_reply(waited[child], answers)
         return answers
 
-    def _hear(self, slot: int, answers: dict[int, ControlMessage]) -> None:
+    def _receive_reply(self, slot: int, answers: dict[int, ControlMessage]) -> None:
         try:
-            while slot not in answers and (message := self._children[slot].said()) is not None:
+            while slot not in answers and (message := self._children[slot].poll()) is not None:
                 if message.kind == "at":
                     self._at[slot] = message.fields["total"]
-                    self._told(slot, self._at[slot])
+                    self._report_progress(slot, self._at[slot])
                 elif message.kind == "failed":
                     raise error_named(**message.fields["error"])
                 else:
                     answers[slot] = message
         except LaneLostError as error:
-            how = f"the process that replayed slot {slot} {self._children[slot].how_it_ended()}"
+            how = f"the process that replayed slot {slot} {self._children[slot].exit_description()}"
             raise WorkerLostError(f"{how}, after batch {self._at[slot]} of the worker or later") from error
 
     def _late(self, slots: list[int]) -> DeadlineError:

@@ -15,7 +15,7 @@ __all__ = ["show_replay", "tables"]
 ROW_TEXT = 160
 """Largest number of characters of a row's values in a table; --json has more of them."""
 ONE_TEXT = 8192
-"""Largest number of characters of a single text: a restore key has some hundreds, and is useful only whole."""
+"""Largest number of characters of a single text. A restore key has some hundreds, and must not be cut."""
 
 
 def show_replay(

@@ -42,7 +42,7 @@ from penstock.worker.tools.user_loaders import (
 
 __all__ = ["main"]
 
-TELL_S = 0.5
+PROGRESS_S = 0.5
 """Seconds between two progress reports of a child."""
 
 
@@ -80,7 +80,7 @@ class _SlotReplay:
         self._digests: list[int] = []
         self._point: RestartPoint | None = None
         self._left: dict[int, int] = {}
-        self._told = 0.0
+        self._reported_at = 0.0
 
     def start(self, parts: Sequence[bytes], fields: Mapping[str, Any]) -> None:
         """Advance from a snapshot, a saved state, or the start, to `total` in epoch `epoch`."""
@@ -120,8 +120,8 @@ class _SlotReplay:
         source.position.samples += samples
         self._batch = batch
         self._digests.append(source.digest)
-        if time.monotonic() - self._told > TELL_S:
-            self._told = time.monotonic()
+        if time.monotonic() - self._reported_at > PROGRESS_S:
+            self._reported_at = time.monotonic()
             self._channel.send("at", total=source.position.total)
 
     def go(self, epoch: int, total: int) -> None:
@@ -129,8 +129,8 @@ class _SlotReplay:
         self._done(ended=not reached)
 
     def leave(self, epoch: int, total: int) -> None:
-        """Abandon the epoch after `total` batches. If the worker has read its input to the end, which the loop had not,
-        replay up to `total` again."""
+        """Abandon the epoch after `total` batches. If the child has already read its input to the end, further than the
+        loop had, replay up to `total` again."""
         source = self._source
         if source.position.epoch > epoch:
             assert self._point is not None

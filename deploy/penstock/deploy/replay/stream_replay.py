@@ -1,8 +1,8 @@
 """Replay of a box's stream: the round robin over workers, which report where their epochs end.
 
-The lengths of epochs are not recorded. So each worker is sent to the box's position under the assumption that
-no further epoch ended. A worker whose input ends before reports that, and the position is computed again. A position
-that all have reached is correct, because a worker that is not at its end only has more batches.
+The lengths of epochs are not recorded. So each worker is first advanced to the box's position under the assumption that
+no further epoch ended. A worker whose input ends earlier reports that, and the position is computed again. A position
+that all workers have reached is correct, because a worker that has not reached its end can only have more batches.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class StreamReplay:
     def _leave(self, epoch: int) -> None:
         if epoch > self.at.epoch:
             raise StateUnavailableError(
-                f"the loop left epoch {epoch} by `break` after step {self.at.step}, before its first batch, so later "
-                "steps cannot be replayed from here: start from a checkpoint of a later step (--checkpoint)"
+                f"the loop abandoned epoch {epoch} by `break` after step {self.at.step}, before its first batch, so "
+                "later steps cannot be replayed from here: start from a checkpoint of a later step (--checkpoint)"
             )
         totals = enumerate(self.at.total)
         self._ask({slot: Task("leave", {"epoch": epoch, "total": total}) for slot, total in totals})

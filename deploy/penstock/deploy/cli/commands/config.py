@@ -1,4 +1,4 @@
-"""`penstock config`."""
+"""Command `penstock config`."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def config(
 ) -> int:
     """Show the effective settings, and the source of each.
 
-    A flag wins over a PENSTOCK_* variable, a variable over the settings file, the file over the default. Flags are
-    not shown: these are the settings of a daemon or a training job started here without any. Secrets are never
-    shown. An invalid setting is shown with the reason, and the exit code is 2; a missing one does not change it.
+    A flag takes precedence over a PENSTOCK_* variable, a variable over the settings file, the file over the default.
+    Shown are the settings of a daemon or a training job that is started here without flags. Secrets are never shown. An
+    invalid setting is shown with the reason, and the exit code is 2; a missing one does not change it.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""`penstock coordinator`."""
+"""Command `penstock coordinator`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`penstock demo`."""
+"""Command `penstock demo`."""
 
 from __future__ import annotations
 

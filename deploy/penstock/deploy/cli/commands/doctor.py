@@ -1,4 +1,4 @@
-"""`penstock doctor`: checks of a machine, a cluster, a loader or a checkpoint."""
+"""Command `penstock doctor`: checks of a machine, a cluster, a loader or a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _DefaultsByTarget(Group):
     """Group that reads `penstock doctor` as `doctor machine`; `penstock doctor TARGET` as `doctor loader TARGET`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if ctx.resilient_parsing and not args:  # completion in a shell: there is no target yet
+        if ctx.resilient_parsing and not args:  # completion in a shell, where the target is not typed yet
             return super().parse_args(ctx, args)
         if not args or args[0] not in (*self.commands, *ctx.help_option_names):
             args = ["loader" if _has_target(args) else "machine", *args]
@@ -31,7 +31,7 @@ class _DefaultsByTarget(Group):
 
 
 def _has_target(args: list[str]) -> bool:
-    """Return whether a loader or a checkpoint comes first, or last and is not an option's value."""
+    """Return whether the first or the last argument is a loader or a checkpoint, and not the value of an option."""
     if not args:
         return False
     before = args[-2] if len(args) > 1 else ""
@@ -49,7 +49,7 @@ InputFn = Annotated[
 
 @doctor.callback()
 def _doctor() -> None:
-    """Check a machine, a cluster, a loader or a checkpoint, and say what to do.
+    """Check a machine, a cluster, a loader or a checkpoint, and print the remedies.
 
     `penstock doctor` alone is `penstock doctor machine`; `penstock doctor MODULE:NAME` and `penstock doctor CHECKPOINT`
     are `penstock doctor loader ...`.
@@ -118,8 +118,8 @@ def doctor_machine(
         "state_dir": state_dir,
         **tls,
     }
-    asked = MachineQuestion(flags, token_file, input_fn, deadline)
-    return show_findings("This machine", list(check_machine(asked)), as_json)
+    question = MachineQuestion(flags, token_file, input_fn, deadline)
+    return show_findings("This machine", list(check_machine(question)), as_json)
 
 
 @doctor.command("cluster")

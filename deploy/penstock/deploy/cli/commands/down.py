@@ -1,4 +1,4 @@
-"""`penstock down`."""
+"""Command `penstock down`."""
 
 from __future__ import annotations
 

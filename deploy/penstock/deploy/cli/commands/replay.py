@@ -1,4 +1,4 @@
-"""`penstock replay`."""
+"""Command `penstock replay`."""
 
 from __future__ import annotations
 

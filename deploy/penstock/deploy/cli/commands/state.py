@@ -1,4 +1,4 @@
-"""`penstock state`, and `penstock state convert`."""
+"""Command `penstock state`, and `penstock state convert`."""
 
 from __future__ import annotations
 

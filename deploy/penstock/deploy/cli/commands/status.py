@@ -1,4 +1,4 @@
-"""`penstock status`."""
+"""Command `penstock status`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`penstock top`."""
+"""Command `penstock top`."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ __all__ = ["top"]
 def top(
     peer: Peer,
     interval: Annotated[
-        float, typer.Option("--interval", metavar="SECONDS", min=0.2, max=3600, help="Time between two looks.")
+        float, typer.Option("--interval", metavar="SECONDS", min=0.2, max=3600, help="Time between two updates.")
     ] = 1.0,
     count: Annotated[
         int | None,
-        typer.Option("-n", "--count", metavar="N", min=1, help="Look N times, then end. Default: until q or Ctrl-C."),
+        typer.Option("-n", "--count", metavar="N", min=1, help="Show N updates, then end. Default: until q or Ctrl-C."),
     ] = None,
-    once: Annotated[bool, typer.Option("--once", help="Look once and print lines: short for -n 1.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print one update as lines: the same as -n 1.")] = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Watch runs: their rates, their waits, and the workers that hold them up.
 
-    On a terminal, a screen that is refreshed every second, the most important first: the sentence that names the
-    bottleneck, the slots that boxes wait for, faults. Elsewhere, or with -n, one line for each run and each
-    event; with --json one object a line. It waits for a coordinator that is away. q or Ctrl-C ends it.
+    On a terminal it is a screen, refreshed every second, with the most important first: the bottleneck in one sentence,
+    the slots that boxes wait for, faults. Elsewhere, or with -n, it prints one line for each run and each event; with
+    --json one object a line. If the coordinator stops answering, it waits. q or Ctrl-C ends it.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""`penstock up`."""
+"""Command `penstock up`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def up(
     tls: Annotated[Flags, TlsSettings],
     detach: Annotated[
         bool,
-        typer.Option("--detach", help="Local: return once it is ready, and leave it running, as other engines do."),
+        typer.Option(
+            "--detach", help="Local: return once the fleet is ready, and leave it running, as other engines do."
+        ),
     ] = False,
-    render: Annotated[
-        bool, typer.Option("--render", help="Slurm, Kubernetes: print what would be submitted, and submit nothing.")
-    ] = False,
+    render: Annotated[bool, typer.Option("--render", help="Slurm, Kubernetes: only print the submission.")] = False,
     token_file: TokenFile = None,
     as_json: AsJson = False,
     debug: Debug = False,

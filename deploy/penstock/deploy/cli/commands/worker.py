@@ -1,4 +1,4 @@
-"""`penstock worker`."""
+"""Command `penstock worker`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _worker(
     """
     if context.invoked_subcommand is not None:
         _refuse_options_of_the_daemon(context)
-        return  # without `guarded`, which ends the command
+        return  # not `guarded`, because the subcommand ends the process
     from penstock.deploy.operations.run_daemon import run_worker
 
     guarded(run_worker)(coordinator, flags, tls, telemetry, token_file, ready_file, debug, parent_pid)
@@ -70,7 +70,7 @@ def drain_worker(
         str,
         typer.Argument(metavar="NAME", help="The worker, as `penstock status` shows it.", autocompletion=worker_names),
     ],
-    undo: Annotated[bool, typer.Option("--undo", help="Let it take slots again.")] = False,
+    undo: Annotated[bool, typer.Option("--undo", help="Let the worker take slots again.")] = False,
     timeout: Annotated[
         float,
         typer.Option("--timeout", metavar="SECONDS", min=0, help="Time to wait until it has no slots; 0: do not wait."),
@@ -82,8 +82,9 @@ def drain_worker(
 ) -> None:
     """Migrate a worker's slots to other workers, so that it can be stopped without a pause in training.
 
-    It gets no new slots. Each of its slots runs on until another worker is ready for it. A slot for which there is
-    no free capacity stays until workers join. The daemon keeps running: stop it once this command has succeeded.
+    The worker gets no new slots. Each of its slots keeps running until another worker is ready for it. A slot for which
+    there is no free capacity stays until workers join. The daemon keeps running: stop it once this command has
+    succeeded.
 
     \b
     Examples:
