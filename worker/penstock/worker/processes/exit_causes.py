@@ -11,7 +11,7 @@ __all__ = ["descriptors_closed", "how_it_ended"]
 
 
 def how_it_ended(status: int | None, name: str, progress_page: ProgressPage) -> str:
-    """Return one line on how the runner of the slot `name` ended, and where it was."""
+    """Return one line that says how the runner of the slot `name` ended, at which batch and in which activity."""
     progress_page.refresh()
     return (
         f"the runner of {name} {describe_exit(status)} at batch {progress_page.total}, in {progress_page.activity[0]}"
@@ -19,7 +19,8 @@ def how_it_ended(status: int | None, name: str, progress_page: ProgressPage) -> 
 
 
 def descriptors_closed(status: int | None, name: str) -> InputFnError | None:
-    """Return the error for a child whose user code closed its control socket, as it would in a replacement runner."""
+    """Return the error for a child whose user code closed its control socket; None for any other end. It is an error of
+    user code, and not a lost worker, because a replacement runner would end in the same way."""
     if status != DESCRIPTORS_CLOSED:
         return None
     return InputFnError(

@@ -1,4 +1,5 @@
-"""The daemon's fork servers: one for each hash seed that its slots need, started when needed, kept for a while."""
+"""The daemon's fork servers: one for each hash seed that its slots need. Each starts with its first slot, and is kept
+for a while after its last."""
 
 from __future__ import annotations
 
@@ -15,16 +16,16 @@ from penstock.worker.resources.turn_queue import TurnQueue
 __all__ = ["ForkServers"]
 
 IDLE_S = 60.0
-"""Seconds that a fork server is kept for after its last slot: to start one takes seconds."""
+"""Seconds that a fork server is kept after its last slot has ended, because starting one takes seconds."""
 IDLE_MOST = 2
-"""Largest number of idle fork servers kept: for a trainer that restarts, with loaders for training and evaluation."""
+"""Largest number of idle fork servers that are kept: one for training and one for evaluation, if a trainer restarts."""
 
 
 class ForkServers:
     """
     Args:
         tempdirs: directories of the runners.
-        starts: queue of starts; it allows one less while a fork server that was killed has not ended.
+        starts: queue of starts. It allows one start less at a time while a killed fork server has not ended.
         deadline_s: seconds that a fork server may take to start; see ForkServer.start.
         caged: whether runners are sandboxed; see sandbox.py.
         user: user of the runners, if not the daemon's own; see runner_user.py.

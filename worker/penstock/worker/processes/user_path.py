@@ -1,8 +1,8 @@
-"""Starts the interpreters that run user code and sets their search path: the working directory comes last.
+"""Command and search path of the interpreters that run user code: the working directory is searched last.
 
 With plain `python -c` the working directory comes first: a torch.py in it would replace torch. Here Python's own
 modules and installed packages come first. A working directory that other users can write to is not searched at all,
-because another user could add a module there, which would run as this user.
+because a module that another user puts there would run as this user.
 """
 
 from __future__ import annotations
@@ -39,6 +39,6 @@ def why_not_searched() -> str:
     except OSError as error:
         return f"the working directory cannot be read: {error.strerror}"
     return (
-        f"the working directory {folder} is not searched, for other users can write to it: start the worker in a "
+        f"the working directory {folder} is not searched, because other users can write to it: start the worker in a "
         "folder of its own, or name the folder in PYTHONPATH"
     )
