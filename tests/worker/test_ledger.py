@@ -10,11 +10,11 @@ from penstock.worker.processes.progress_page import EARLY, ENDS, ENTRIES, BatchR
 def test_the_daemon_reads_what_the_runner_wrote() -> None:
     daemon = ProgressPage.create()
     runner = ProgressPage(os.dup(daemon.fd))
-    runner.stands_at(10, 1, 40)
+    runner.set_position(10, 1, 40)
     runner.record(11, 1, 0xFEED, 44, delivered=9)
     runner.end(1, 11)
     runner.doing("next", delivered=11)
-    runner.saw_look()
+    runner.note_assignment_read()
     daemon.refresh()
     assert (daemon.total, daemon.epoch, daemon.samples, daemon.delivered, daemon.looked) == (11, 1, 44, 11, 1)
     assert daemon.entry(11) == BatchRecord(11, 1, 0xFEED, 44)

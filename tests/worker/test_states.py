@@ -55,7 +55,7 @@ def test_runner_ahead_may_not_know_the_break_yet(progress_page: ProgressPage) ->
     2."""
 
     async def body() -> None:
-        progress_page.stands_at(8, 0, 8)
+        progress_page.set_position(8, 0, 8)
         progress_page.here(0, 0)
         progress_page.end(0, 8)
         answer = pb.StateAnswer()
@@ -63,7 +63,7 @@ def test_runner_ahead_may_not_know_the_break_yet(progress_page: ProgressPage) ->
         await asyncio.wait([asking], timeout=20 * POLL_S)
         assert not asking.done(), f"it took the end that it had reached for the epoch's: {answer}"
         progress_page.cut(0, 2)
-        progress_page.stands_at(2, 0, 2)
+        progress_page.set_position(2, 0, 2)
         assert await asyncio.wait_for(asking, DEADLINE_S)
         assert not answer.ended
 
@@ -75,7 +75,7 @@ def test_begun_epoch_decides_where_it_began(progress_page: ProgressPage, began: 
     """Reject a request that assumes another end, whichever it is."""
 
     async def body() -> None:
-        progress_page.stands_at(end, 1, end)
+        progress_page.set_position(end, 1, end)
         progress_page.end(0, end)
         progress_page.here(1, 0)
         answer = pb.StateAnswer()
@@ -244,7 +244,7 @@ def test_state_behind_break_waits_for_next_epoch(progress_page: ProgressPage) ->
             "ready": ready,
         }
         states = states_of(progress_page, **kept)
-        progress_page.stands_at(3, 0, 3)
+        progress_page.set_position(3, 0, 3)
         progress_page.cut(0, 3)
         asking = asyncio.ensure_future(states._state(request(1, 0, 3), pb.StateAnswer(), 1e12))
         await asyncio.wait([asking], timeout=20 * POLL_S)
@@ -252,7 +252,7 @@ def test_state_behind_break_waits_for_next_epoch(progress_page: ProgressPage) ->
         store.add(StoredSnapshot(1, 0, 3, 0, True, 0, b"second"), 0)
         progress_page.here(1, 0)
         assert await asyncio.wait_for(asking, DEADLINE_S) == b"second"
-        progress_page.stands_at(4, 1, 4)
+        progress_page.set_position(4, 1, 4)
         with pytest.raises(StateUnavailableError, match="the loop left an epoch by `break` after batch 3 of"):
             await states._state(request(1, 1, 4), pb.StateAnswer(), 1e12)
         store.add(StoredSnapshot(1, 1, 4, 0, False, 0, b"third"), 0)

@@ -56,7 +56,7 @@ class LivenessWriter:
                 _log.warning("the liveness file %s cannot be written: %s", self._path, error)
             self._failed = True
 
-    def heard(self) -> None:
+    def note_answer(self) -> None:
         """Record a round that ended with an answer of the coordinator."""
         self._heard = time.monotonic()
         self.turned()

@@ -80,7 +80,7 @@ class Daemon:
         self.settings = settings
         self.name = settings.name or own_name()
         self.coordinator = AsyncCoordinatorClient(settings.coordinator, settings.token, tls=settings.tls)
-        self.scratches = TurnQueue(max(HELPERS_AT_ONCE, cores()))
+        self.helper_turns = TurnQueue(max(HELPERS_AT_ONCE, cores()))
         self.helpers = HelperPool(self.fork_server)
         self.blobs = Blobs(self._connect)
         self.runner_memory = settings.runner_memory
@@ -92,7 +92,7 @@ class Daemon:
             self._tempdirs,
             self.starts,
             settings.start_timeout_s,
-            caged=not settings.no_cage,
+            sandboxed=not settings.no_cage,
             user=user,
             groups=self._groups,
         )
@@ -311,8 +311,8 @@ class Daemon:
     def _note_answer(self) -> None:
         """Record an answer of the coordinator."""
         self.answered_at = time.monotonic()
-        self._heart.heard()
-        self._liveness.heard()
+        self._heart.note_answer()
+        self._liveness.note_answer()
 
     def _take(self, reply: coordinator_pb2.HeartbeatReply) -> None:
         self._hold_s, self._lease_s = intervals(reply)

@@ -92,7 +92,7 @@ class Heartbeats:
         """Send no more heartbeats: the worker is about to end. Returns at once."""
         self._stopped.set()
 
-    def heard(self) -> None:
+    def note_answer(self) -> None:
         """Record an answer of the coordinator to the event loop."""
         self._answered = self._turned = time.monotonic()
 

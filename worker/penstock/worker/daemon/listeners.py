@@ -93,7 +93,7 @@ class LaneListeners:
             tls.check_own("worker")
             self._files, self._context = Renewing(tls, "worker"), tls.server_context()
         self._insecure = insecure
-        self._strangers = RepeatedWarnings(_log)
+        self._refusals = RepeatedWarnings(_log)
         self._sockets: list[socket.socket] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiting: dict[asyncio.Task[None], str] = {}
@@ -178,27 +178,27 @@ class LaneListeners:
                 continue
             address = peer[0] if listener.family != socket.AF_UNIX else "this host"
             while len(self._waiting) >= WAITING:
-                self._turn_out()
+                self._close_oldest()
             task = self._spawn(self._greeted(connection, address, greet))
             self._waiting[task] = address
-            task.add_done_callback(self._no_longer_waits)
+            task.add_done_callback(self._forget_waiting)
 
-    def _turn_out(self) -> None:
+    def _close_oldest(self) -> None:
         """Close the longest-waiting connection of the address that has most of them."""
         (busiest, count), *_ = Counter(self._waiting.values()).most_common(1)
         oldest = next(task for task, address in self._waiting.items() if address == busiest)
         why = f"{count} connections from {busiest} were opened to read batches and sent no request: closing the oldest"
-        self._strangers.warning(f"{busiest} sends nothing", why)
+        self._refusals.warning(f"{busiest} sends nothing", why)
         del self._waiting[oldest]
         oldest.cancel()
 
-    def _no_longer_waits(self, task: asyncio.Task[None]) -> None:
+    def _forget_waiting(self, task: asyncio.Task[None]) -> None:
         self._waiting.pop(task, None)
 
-    def _has_said_hello(self) -> None:
+    def _note_hello(self) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._no_longer_waits(task)
+        self._forget_waiting(task)
 
     async def _greeted(
         self, connection: socket.socket, address: str, greet: Callable[[socket.socket], Awaitable[None]]
@@ -207,7 +207,7 @@ class LaneListeners:
             await greet(connection)
         except (PenstockError, OSError, TimeoutError) as error:
             why = str(error) or "it sent no request in time"
-            self._strangers.warning(address, f"a connection from {address} to read batches was refused: {why}")
+            self._refusals.warning(address, f"a connection from {address} to read batches was refused: {why}")
             connection.close()
         except asyncio.CancelledError:
             connection.close()
@@ -218,7 +218,7 @@ class LaneListeners:
         connection.setblocking(False)
         async with asyncio.timeout(HELLO_DEADLINE_S):
             data = await asyncio.get_running_loop().sock_recv(connection, MAX_FRAME)
-        self._has_said_hello()
+        self._note_hello()
         hello = _parse(data)
         try:
             check_hello(hello)
@@ -235,7 +235,7 @@ class LaneListeners:
             async with asyncio.timeout(HELLO_DEADLINE_S):
                 lane = await self._under_tls(connection)
                 hello = await _read_hello(lane)
-            self._has_said_hello()
+            self._note_hello()
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
                 check_hello(hello)

@@ -337,12 +337,12 @@ def _packer(codecs: Sequence[int]) -> Packer | None:
     """Return the compression for a consumer that accepts these codecs."""
     codec = first_of(codecs)
     if codecs and codec is None:
-        _say_that_it_is_missing(codecs)
+        _warn_missing_codec(codecs)
     return None if codec is None else Packer(codec)
 
 
 @cache  # once for each process
-def _say_that_it_is_missing(codecs: Sequence[int]) -> None:
+def _warn_missing_codec(codecs: Sequence[int]) -> None:
     known = lane_pb2.Codec.DESCRIPTOR.values_by_number
     names = ", ".join(known[number].name.lower() if number in known else str(number) for number in codecs)
     _log.warning(

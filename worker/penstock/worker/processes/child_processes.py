@@ -41,7 +41,7 @@ _log = logging.getLogger("penstock.worker")
 _user_log = logging.getLogger("penstock.user")
 START_DEADLINE_S = 600.0
 """Seconds for a fresh interpreter to import torch from a cold network file system: the default of --start-timeout."""
-STANDS_STILL = 0.1
+IDLE_SHARE = 0.1
 """Share of the start deadline after which a process is killed if it neither ran nor waited for a processor."""
 FORK_DEADLINE_S = 15.0
 """Seconds without an answer after which a fork server that neither runs nor waits for a processor is stopped and not
@@ -206,9 +206,9 @@ class Child:
         """Handle the child's end, as the kernel reports it."""
         self.drain()
         loop = asyncio.get_running_loop()
-        loop.call_later(STATUS_S, self._gone_untold, loop.time() + LAST_STATUS_S)
+        loop.call_later(STATUS_S, self._find_status, loop.time() + LAST_STATUS_S)
 
-    def _gone_untold(self, until: float) -> None:
+    def _find_status(self, until: float) -> None:
         """Find the exit status of a child whose fork server has not reported it. If the fork server is stopped, it has
         not reaped the child, and the kernel still has the status. Otherwise the fork server is busy: wait for its
         report."""
@@ -220,7 +220,7 @@ class Child:
             kill_group(self.pid)
             self.gone(status)
         elif loop.time() < until:
-            loop.call_later(STATUS_S, self._gone_untold, until)
+            loop.call_later(STATUS_S, self._find_status, until)
         else:
             self.gone(None)
 
@@ -318,7 +318,7 @@ class ForkServer:
         seed: int,
         *,
         main_script: bool,
-        caged: bool = True,
+        sandboxed: bool = True,
         user: RunnerUser | None = None,
         deadline_s: float = START_DEADLINE_S,
     ) -> None:
@@ -327,7 +327,7 @@ class ForkServer:
         Args:
             seed: the run's seed.
             main_script: whether input_fn is defined in the trainer's script.
-            caged: whether the children are sandboxed; see sandbox.py.
+            sandboxed: whether the children are sandboxed; see sandbox.py.
             user: user of the children, if not this process's own; see runner_user.py.
             deadline_s: longest time for the start, in seconds. The start also fails if the process neither runs nor
                 waits for a processor for a tenth of it.
@@ -335,11 +335,11 @@ class ForkServer:
         try:
             capabilities = {
                 "main": main_script,
-                "caged": caged,
+                "sandboxed": sandboxed,
                 f"user={user.encode() if user else ''}": user is not None,
             }
             self._start(seed, [trait for trait, given in capabilities.items() if given])
-            still_s = STANDS_STILL * deadline_s
+            still_s = IDLE_SHARE * deadline_s
             await unless_it_stands_still(asyncio.shield(self._up), self.pid, still_s, deadline_s)
         except BaseException as error:
             await self._give_up()

@@ -27,7 +27,7 @@ class ForkServers:
         tempdirs: directories of the runners.
         starts: queue of starts. It allows one start less at a time while a killed fork server has not ended.
         deadline_s: seconds that a fork server may take to start; see ForkServer.start.
-        caged: whether runners are sandboxed; see sandbox.py.
+        sandboxed: whether runners are sandboxed; see sandbox.py.
         user: user of the runners, if not the daemon's own; see runner_user.py.
         groups: control groups of the runners, None without them. See control_groups.py.
     """
@@ -38,14 +38,14 @@ class ForkServers:
         starts: TurnQueue,
         deadline_s: float,
         *,
-        caged: bool,
+        sandboxed: bool,
         user: RunnerUser | None = None,
         groups: ControlGroups | None = None,
     ) -> None:
         self._tempdirs = tempdirs
         self._starts = starts
         self._deadline_s = deadline_s
-        self._caged = caged
+        self._sandboxed = sandboxed
         self._user = user
         self._groups = groups
         self._fork_servers: dict[int, asyncio.Task[ForkServer]] = {}
@@ -67,7 +67,7 @@ class ForkServers:
             await fork_server.start(
                 assignment.seed,
                 main_script=main_script,
-                caged=self._caged,
+                sandboxed=self._sandboxed,
                 user=self._user,
                 deadline_s=self._deadline_s,
             )

@@ -88,7 +88,7 @@ class ProgressPage:
 
     # ---- the runner writes
 
-    def stands_at(self, total: int, epoch: int, samples: int) -> None:
+    def set_position(self, total: int, epoch: int, samples: int) -> None:
         """Record the position where the runner starts, or to which it returns after an abandoned epoch. The page has no
         records of earlier batches."""
         if self._first is None:
@@ -149,7 +149,7 @@ class ProgressPage:
         """Record the epoch of the next batch; `skipped` batches were skipped since the last one."""
         _HERE.pack_into(self._map, _HERE_AT, epoch, skipped)
 
-    def saw_look(self) -> None:
+    def note_assignment_read(self) -> None:
         """Record that user code asked for its assignment."""
         self.looked = 1
         self._write_head()

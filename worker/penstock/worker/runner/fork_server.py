@@ -1,17 +1,19 @@
-"""The process that children are forked from: it has imported torch, and runs no threads and no user code.
+"""The fork server: the process from which a run's runners and helpers are forked. It has imported torch, and runs no
+threads and no user code.
 
 Importing torch takes seconds and 150 MB; forking a process that has done so takes milliseconds, and the pages are
-shared. The daemon itself must never fork, for it runs gRPC; so each run has a fork server, a fresh interpreter (with
-the run's PYTHONHASHSEED, which only a fresh one takes) that imports what runners need, has no threads, no gRPC and no
-user code, and then only forks. A child leads a process group of its own and is a subreaper (see orphans.py), so that
-whatever user code starts can be killed with it, and dies with its fork server.
+shared. The daemon itself must not fork, because it runs gRPC. So each run has a fork server: a fresh interpreter,
+because only a fresh one takes the run's PYTHONHASHSEED. It imports the modules that runners need, without gRPC and
+threads, and then only forks. A child leads a process group of its own and is a subreaper (see orphans.py), so that all
+processes that user code starts can be killed with it. A child dies with its fork server.
 
 The daemon gets a pidfd of each child with the answer to its request. The pidfd shows the child's end, also while the
 fork server is stopped. Only the fork server, as the parent, gets the exit status, and reports it.
 
 A fork server outlives its daemon by a moment, because a killed daemon cannot clean up: when the control socket closes,
-the fork server kills its children, all that they started and their orphans, and ends. So it has a process group of its
-own, or a kill of the daemon's group would kill it too; a stopped fork server is continued when the daemon dies.
+the fork server kills its children, their descendants and orphans, and ends. It has a process group of its own, so that
+a kill of the daemon's group does not kill it too. A fork server that is stopped by a signal is continued when the
+daemon dies.
 """
 
 from __future__ import annotations
@@ -47,9 +49,9 @@ from penstock.worker.processes.stack_dump import write_stacks_to
 __all__ = ["main"]
 
 ORPHANS_S = 0.05
-"""Seconds between two looks at orphans that are about to end."""
+"""Seconds between two checks of orphans that are about to end."""
 LAST_LOOKS = 90
-"""Largest number of checks for orphans at the end; the fork server ends even if a fork bomb is quicker."""
+"""Largest number of checks for orphans at the end. After them the fork server ends, even if a fork bomb still runs."""
 
 
 def main() -> None:
@@ -57,19 +59,19 @@ def main() -> None:
     channel = ControlChannel(socket.socket(fileno=int(sys.argv[1])))
     die_with_parent(int(sys.argv[2]), signal.SIGCONT)
     become_subreaper()
-    gc.disable()  # it would walk, again and again, what is imported to stay: a fifth of the time that torch takes
-    import numpy.random  # noqa: F401  # which numpy itself puts off: 5 ms in each child, for they seed it
+    gc.disable()  # it would scan the imported modules repeatedly: a fifth of the time of importing torch
+    import numpy.random  # noqa: F401  # numpy imports it on first use: 5 ms in each child
     import torch
 
-    # What children need, loaded once.
+    # Modules that children need, imported once here.
     from penstock import data  # noqa: F401
     from penstock.worker.runner import helper_process, replayer, runner  # noqa: F401
 
     if "main" in sys.argv[3:]:
-        # Each runner will load the trainer's main script, that penstock.client, and that pydantic: 0.15 s, once here.
+        # Each runner loads the trainer's script, which imports penstock.client and pydantic: 0.15 s, spent once here.
         import pydantic_settings  # noqa: F401
     torch.set_num_threads(1)
-    gc.freeze()  # garbage too: to find it would take 0.1 s, and it is a mebibyte
+    gc.freeze()  # also garbage: only a mebibyte, and collecting it first would take 0.1 s
     gc.enable()
     deaths, wake = os.pipe()
     for fd in (deaths, wake):
@@ -103,7 +105,7 @@ def main() -> None:
         pass  # the daemon is gone, or ends this process
     finally:
         _end(children, orphans)
-    os._exit(0)  # the interpreter's own shutdown would take half a second for nothing
+    os._exit(0)  # the interpreter's own shutdown would take half a second
 
 
 def _reap(children: dict[int, int], channel: ControlChannel, orphans: Orphans) -> None:
@@ -118,7 +120,7 @@ def _reap(children: dict[int, int], channel: ControlChannel, orphans: Orphans) -
 
 
 def _end(children: Iterable[int], orphans: Orphans) -> None:
-    """Kill all processes below this one: its children, and then the orphans that their death leaves to this process."""
+    """Kill all descendants of this process: its children, and then the orphans that become its children."""
     for pid in children:
         kill_child(pid)
         reap(pid, group=False)
@@ -143,7 +145,7 @@ def _give_up_rights(tempdir: str) -> None:
     for trait in sys.argv[3:]:
         if trait.startswith("user="):
             RunnerUser.decode(trait.removeprefix("user=")).become()
-    if "caged" in sys.argv[3:]:
+    if "sandboxed" in sys.argv[3:]:
         sandbox.enter()
     if tempdir and os.access(tempdir, os.W_OK | os.X_OK):
         multiprocessing.current_process()._config["tempdir"] = tempdir  # type: ignore[attr-defined]
@@ -159,7 +161,7 @@ def _child(parent: int, message: ControlMessage, parents_channel: ControlChannel
     control, output, progress_page, stacks = message.fds
     become_subreaper()
     write_stacks_to(stacks)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's; the daemon stops us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer; the daemon stops this process
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
@@ -167,7 +169,7 @@ def _child(parent: int, message: ControlMessage, parents_channel: ControlChannel
     if message.fields["group"]:
         control_groups.enter(message.fields["group"])
     _give_up_rights(message.fields["tempdir"])
-    die_with_parent(parent)  # again, for a change of user undoes it
+    die_with_parent(parent)  # again, because a change of user undoes it
     from penstock.worker.processes.progress_page import ProgressPage
     from penstock.worker.runner import helper_process, replayer, runner
 
@@ -182,7 +184,7 @@ def _child(parent: int, message: ControlMessage, parents_channel: ControlChannel
     except DescriptorsClosedError:
         return DESCRIPTORS_CLOSED
     finally:
-        channel.sock.detach()  # it closes with the process; if user code closed it, its number is another's by now
+        channel.sock.detach()  # not closed: user code may have, and reused its number
     return 0
 
 
