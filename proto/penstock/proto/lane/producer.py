@@ -193,8 +193,8 @@ class Producer:
         if wanted <= self.delivered or hello.abandons < self.abandons:
             self._refuse(
                 sock,
-                f"a training job requests batch {wanted}, having left {hello.abandons} epochs by `break`, but batch "
-                f"{self.delivered} was already delivered and {self.abandons} epochs were left",
+                f"a training job requests batch {wanted}, having abandoned {hello.abandons} epochs, but batch "
+                f"{self.delivered} was already delivered and {self.abandons} epochs were abandoned",
             )
             return
         self.closed = False

@@ -183,7 +183,7 @@ def _from_the_beginning(source: PositionedLoader, take: Callable[[Any], tuple[in
     if not history.complete:
         raise ReplayMismatchError(
             f"{why}; and its stream cannot be replayed from the beginning, because it began on another topology, or "
-            "more than a thousand epochs were left by `break`. Let its state_dict() contain the epoch and "
+            "more than a thousand epochs were abandoned by `break`. Let its state_dict() contain the epoch and "
             "the position in it, so that a restored loader begins the next epoch as a new one does"
         )
 

@@ -235,7 +235,7 @@ class _Resume:
         catch_up(source, self._then)
 
     def _go(self) -> None:
-        """Replay up to the saved position; leave each abandoned epoch where the loop left it."""
+        """Replay up to the saved position; abandon each epoch where the loop abandoned it."""
         source, digest = self._source, self._part["digest"]
         travel(source, Target(self._epoch, self._total, dict(self._history.abandoned)), self._replay)
         if digest and source.digest and source.digest != digest:

@@ -521,8 +521,8 @@ class _Runner:
             ways.append(BEGINNING)
         if not ways:
             raise StateMismatchError(
-                f"{source.name}: epoch {epoch}, which the loop left by `break`, cannot be ended there: no snapshot of "
-                "it is kept"
+                f"{source.name}: epoch {epoch}, which the loop abandoned by `break`, cannot be ended there: no "
+                "snapshot of it is kept"
             )
         try:
             first_fit(ways, take, UNFIT, lambda mismatch, instead: None)

@@ -279,7 +279,7 @@ class SlotStates:
         slot.drain()
         if not waits or self._start(request) is tried:
             raise StateUnavailableError(
-                f"{slot.name}: the state of step {request.step} is not available yet: the loop left an epoch by "
+                f"{slot.name}: the state of step {request.step} is not available yet: the loop abandoned an epoch by "
                 f"`break` after batch {position.total - position.delivered} of this worker, and its replacement runner "
                 "has not been informed yet. Retry after the next batch of this worker"
             )
