@@ -40,7 +40,7 @@ def test_liveness_file_writes_through_no_link(tmp_path: Path) -> None:
     victim = tmp_path / "thesis"
     victim.write_text("years of work")
     (tmp_path / f".pulse.{os.getpid()}").symlink_to(victim)
-    LivenessWriter(str(tmp_path / "pulse")).heard()
+    LivenessWriter(str(tmp_path / "pulse")).note_answer()
     assert victim.read_text() == "years of work"
     assert read_liveness(str(tmp_path / "pulse")).heard_s_ago < 60
 
@@ -55,7 +55,7 @@ def test_worker_without_coordinator_is_not_ready(
     liveness.turned()
     assert (main(["worker", "live"]), main(["worker", "ready"])) == (0, 1)
     assert "the coordinator has not answered the worker yet" in capsys.readouterr().err
-    liveness.heard()
+    liveness.note_answer()
     assert (main(["worker", "live"]), main(["worker", "ready"])) == (0, 0)
     at(monkeypatch, 1050.0)  # the coordinator went away, and rounds go on
     liveness.turned()
@@ -70,7 +70,7 @@ def test_worker_stuck_in_a_round_is_not_live(
 ) -> None:
     file = tmp_path / "pulse"
     at(monkeypatch, 1000.0)
-    LivenessWriter(str(file)).heard()
+    LivenessWriter(str(file)).note_answer()
     at(monkeypatch, 1121.0)
     assert main(["worker", "live", "--liveness-file", str(file)]) == 1
     assert "the worker has made no progress for 121 s" in capsys.readouterr().err
@@ -90,10 +90,10 @@ def test_missing_or_foreign_target_is_named(tmp_path: Path, capsys: pytest.Captu
 
 def test_unwritable_liveness_file_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     liveness = LivenessWriter(str(tmp_path / "no" / "such" / "folder"))
-    liveness.heard()
-    liveness.heard()
+    liveness.note_answer()
+    liveness.note_answer()
     assert len(caplog.records) == 1
-    LivenessWriter("").heard()
+    LivenessWriter("").note_answer()
 
 
 def test_it_is_quick_to_start() -> None:

@@ -84,7 +84,7 @@ def test_missing_codec_is_logged_once(
     asked: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "lz4", None)
-    sender._say_that_it_is_missing.cache_clear()
+    sender._warn_missing_codec.cache_clear()
     for _ in range(2):
         rig = SenderRig(codecs=asked).start()
         rig.publish(50_000, 50_000)

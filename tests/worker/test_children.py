@@ -105,7 +105,7 @@ def test_kept_fork_server_is_replaced_and_retired(monkeypatch: pytest.MonkeyPatc
     async def body() -> None:
         folders = TemporaryFolders()
         begun = start_fork_server()
-        kept = KeptForkServer(folders, TurnQueue(1), 60.0, caged=True, started=begun)
+        kept = KeptForkServer(folders, TurnQueue(1), 60.0, sandboxed=True, started=begun)
         begun.process.kill()
         with pytest.raises(WorkerLostError, match="died at its start"):
             await kept.get()

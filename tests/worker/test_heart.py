@@ -42,7 +42,7 @@ def test_busy_event_loop_keeps_its_lease() -> None:
 
 def test_thread_beats_for_a_late_loop_that_runs() -> None:
     heart = Heartbeats(Coordinator, pb.HeartbeatRequest, lambda: 3.0)
-    heart.heard()
+    heart.note_answer()
     now = time.monotonic()
     assert not heart.is_due(now, 3.0), "it was heard just now"
     assert heart.is_due(now + 3.0 * LATE + 1, 3.0)

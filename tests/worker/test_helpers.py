@@ -48,7 +48,7 @@ async def test_warm_helpers_answer_like_fresh_children(monkeypatch: pytest.Monke
         return fork_server
 
     helpers = HelperPool(get)
-    host: Any = SimpleNamespace(scratches=TurnQueue(2), fork_server=get, helpers=helpers, blobs=None)
+    host: Any = SimpleNamespace(helper_turns=TurnQueue(2), fork_server=get, helpers=helpers, blobs=None)
     progress_page = ProgressPage.create()
 
     async def burst(of: records_pb2.WorkerAssignment, point: bytes, tasks: int) -> list[ControlMessage]:

@@ -42,7 +42,7 @@ def test_page_counts_batches_made_and_taken(
 ) -> None:
     daemon, runner = progress_pages
     assert counts(daemon) == (0, 0, 0)
-    runner.stands_at(1000, 2, 0)  # resumed there: what was before is not this runner's
+    runner.set_position(1000, 2, 0)  # resumed there: what was before is not this runner's
     assert counts(daemon) == (0, 0, 0)
     for total in range(1001, 1011):
         runner.record(total, 2, 7, total, delivered=max(1000, total - 4))
@@ -53,11 +53,11 @@ def test_abandoned_batches_stay_counted_as_made(progress_pages: tuple[ProgressPa
     """The loop leaves the epoch at batch 4 of 10 that were made: the runner goes on from there, and no counter
     falls."""
     daemon, runner = progress_pages
-    runner.stands_at(0, 0, 0)
+    runner.set_position(0, 0, 0)
     for total in range(1, 11):
         runner.record(total, 0, 7, total, delivered=4)
     assert counts(daemon) == (10, 4, 0)
-    runner.stands_at(4, 1, 4)
+    runner.set_position(4, 1, 4)
     assert counts(daemon) == (10, 4, 0)
     runner.record(5, 1, 7, 5, delivered=4)
     assert counts(daemon) == (11, 4, 0)
@@ -74,7 +74,7 @@ def test_predecessors_batches_are_not_counted(
     for done in range(1, 4):
         runner.replayed()
         assert counts(daemon) == (0, 0, done)
-    runner.stands_at(784, 0, 784)
+    runner.set_position(784, 0, 784)
     assert counts(daemon) == (0, 0, 3)
     runner.record(785, 0, 7, 785, delivered=784)
     runner.doing("next", delivered=785)
@@ -87,11 +87,11 @@ def test_predecessors_batches_are_not_counted(
 def test_the_daemon_reads_what_the_runner_wrote() -> None:
     daemon = ProgressPage.create()
     runner = ProgressPage(os.dup(daemon.fd))
-    runner.stands_at(10, 1, 40)
+    runner.set_position(10, 1, 40)
     runner.record(11, 1, 0xFEED, 44, delivered=9)
     runner.end(1, 11)
     runner.doing("next", delivered=11)
-    runner.saw_look()
+    runner.note_assignment_read()
     daemon.refresh()
     assert (daemon.total, daemon.epoch, daemon.samples, daemon.delivered, daemon.looked) == (11, 1, 44, 11, 1)
     assert daemon.entry(11) == BatchRecord(11, 1, 0xFEED, 44)

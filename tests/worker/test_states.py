@@ -55,7 +55,7 @@ def request(epoch: int, delivered: int, total: int) -> pb.StateRequest:
 async def test_runner_ahead_may_not_know_the_break_yet(progress_page: ProgressPage) -> None:
     """Answer with the loop's end of the epoch: the runner ran to batch 8, the loop abandoned it after the slot's batch
     2."""
-    progress_page.stands_at(8, 0, 8)
+    progress_page.set_position(8, 0, 8)
     progress_page.here(0, 0)
     progress_page.end(0, 8)
     answer = pb.StateAnswer()
@@ -63,7 +63,7 @@ async def test_runner_ahead_may_not_know_the_break_yet(progress_page: ProgressPa
     await asyncio.wait([asking], timeout=20 * POLL_S)
     assert not asking.done(), f"it took the end that it had reached for the epoch's: {answer}"
     progress_page.cut(0, 2)
-    progress_page.stands_at(2, 0, 2)
+    progress_page.set_position(2, 0, 2)
     assert await asyncio.wait_for(asking, DEADLINE_S)
     assert not answer.ended
 
@@ -72,7 +72,7 @@ async def test_runner_ahead_may_not_know_the_break_yet(progress_page: ProgressPa
 @in_loop
 async def test_begun_epoch_decides_where_it_began(progress_page: ProgressPage, began: int, end: int) -> None:
     """Reject a request that assumes another end, whichever it is."""
-    progress_page.stands_at(end, 1, end)
+    progress_page.set_position(end, 1, end)
     progress_page.end(0, end)
     progress_page.here(1, 0)
     answer = pb.StateAnswer()
@@ -217,7 +217,7 @@ async def test_state_behind_break_waits_for_next_epoch(progress_page: ProgressPa
         "ready": ready,
     }
     states = states_of(progress_page, **kept)
-    progress_page.stands_at(3, 0, 3)
+    progress_page.set_position(3, 0, 3)
     progress_page.cut(0, 3)
     asking = asyncio.ensure_future(states._state(request(1, 0, 3), pb.StateAnswer(), 1e12))
     await asyncio.wait([asking], timeout=20 * POLL_S)
@@ -225,8 +225,8 @@ async def test_state_behind_break_waits_for_next_epoch(progress_page: ProgressPa
     store.add(StoredSnapshot(1, 0, 3, 0, True, 0, b"second"), 0)
     progress_page.here(1, 0)
     assert await asyncio.wait_for(asking, DEADLINE_S) == b"second"
-    progress_page.stands_at(4, 1, 4)
-    with pytest.raises(StateUnavailableError, match="the loop left an epoch by `break` after batch 3 of"):
+    progress_page.set_position(4, 1, 4)
+    with pytest.raises(StateUnavailableError, match="the loop abandoned an epoch by `break` after batch 3 of"):
         await states._state(request(1, 1, 4), pb.StateAnswer(), 1e12)
     store.add(StoredSnapshot(1, 1, 4, 0, False, 0, b"third"), 0)
     progress_page.cut(1, 4)
@@ -253,7 +253,9 @@ async def test_earlier_epoch_start_is_no_state(progress_page: ProgressPage) -> N
     states = states_of(progress_page, **kept)
     asked = request(1, 0, 3)
     asked.digests_after = 3
-    with pytest.raises(StateUnavailableError, match="the loop left an epoch by `break` after batch 3 of this worker"):
+    with pytest.raises(
+        StateUnavailableError, match="the loop abandoned an epoch by `break` after batch 3 of this worker"
+    ):
         await states._state(asked, pb.StateAnswer(), 1e12)
 
 

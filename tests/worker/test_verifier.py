@@ -200,6 +200,6 @@ def test_batches_beyond_abandon_are_not_compared() -> None:
     """Ignore batches made ahead of the loop: they stay in the progress page until overwritten."""
     bench = Bench(lambda _: GOOD, batches=30)
     bench.progress_page.cut(0, 22)
-    bench.progress_page.stands_at(22, 0, 22)
+    bench.progress_page.set_position(22, 0, 22)
     bench.make(23, epoch=1)
     assert list(bench.verifier._followers(bench.at(20), 16)) == ["21", "22", "23"]

@@ -33,7 +33,9 @@ SLOTS = 1024
 
 def main() -> int:
     given = json.loads(sys.argv[1])
-    fork_server = start_fork_server(caged=not given["no_cage"], data=given["data"], main_script=given["main_script"])
+    fork_server = start_fork_server(
+        sandboxed=not given["no_cage"], data=given["data"], main_script=given["main_script"]
+    )
     return serve(given, fork_server)
 
 

@@ -5,7 +5,7 @@
     │   └── UnsafeBindError                    listening beyond this machine without TLS
     ├── PortTakenError (OSError)               the address to listen on is in use
     ├── ForkedProcessError (RuntimeError)      used in a forked child of the process that it belongs to
-    ├── AmbiguousContextError (RuntimeError)   several are open, and none of them around this thread
+    ├── AmbiguousContextError (RuntimeError)   several appliances are open: pass the one to use
     ├── JournalError                           the coordinator's state on disk cannot be read or written
     ├── batches
     │   ├── UnsupportedLeafError (TypeError)   a batch holds a value that is not a tensor, array or scalar
@@ -17,7 +17,7 @@
     │   ├── ShardCorruptError                  a shard that does not match its index, or is not readable
     │   └── ShardUnavailableError              a file that could not be fetched; names its address, and why
     ├── state
-    │   ├── UnsupportedStateError (TypeError)  a state holds an object that has no safe encoding
+    │   ├── UnsupportedStateError (TypeError)  a state holds an object without a safe encoding
     │   ├── StateCorruptError (ValueError)     checksum or framing does not match
     │   ├── StateVersionError                  written by a newer Penstock
     │   ├── StateMismatchError                 a state of another loader, seed or topology
@@ -29,13 +29,13 @@
     │   └── CheckpointNotFoundError (FileNotFoundError)  there is none, or not the requested one
     ├── user code
     │   ├── InputFnError                       input_fn or its loader raised; carries the remote traceback
-    │   ├── MemoryLimitError                   a runner holds more than --runner-memory, again and again
+    │   ├── MemoryLimitError                   a runner and its replacement exceed --runner-memory
     │   ├── InputFnNotFoundError               the module or name cannot be imported on the worker
     │   └── InputFnNotAllowedError             the module is under none of the worker's allowed prefixes
     ├── run
     │   ├── UnknownRunError, BoxOutOfRangeError (ValueError), BoxTakenError, SupersededError
     │   ├── UnknownWorkerError                 no worker has that name
-    │   ├── TopologyError                      re-opened with another topology and no state for it
+    │   ├── TopologyError                      opened again with another topology and no state for it
     │   ├── VersionSkewError                   the two ends speak different protocol versions
     │   ├── AuthenticationError                token missing or wrong
     │   ├── NotPermittedError                  the token is for another role
@@ -46,8 +46,8 @@
         ├── DeadlineError (TimeoutError)       a wait that ran out; names the awaited process
         │   └── NoWorkersError                 slots that no worker could take
         ├── WorkerLostError                    a worker died and its slot could not be recovered
-        ├── LaneClosedError                    this side closed it
-        ├── LaneLostError (ConnectionError)    the peer vanished
+        ├── LaneClosedError                    this side closed the lane
+        ├── LaneLostError (ConnectionError)    the peer is gone
         └── ProtocolError                      invalid bytes from a peer
 
 No `grpc.RpcError` leaves Penstock: `penstock.proto.rpc.channel` translates both ways with CATALOGUE. A remote
@@ -143,7 +143,7 @@ class ForkedProcessError(PenstockError, RuntimeError):
 
 
 class AmbiguousContextError(PenstockError, RuntimeError):
-    """Several appliances, or executors, are open, and none of them in this thread's context: pass the one to use."""
+    """Several appliances or executors are open, and none of them in this thread's context. Pass the one to use."""
 
 
 class JournalError(PenstockError):
@@ -255,11 +255,11 @@ class BoxTakenError(PenstockError):
 
 
 class SupersededError(PenstockError):
-    """A newer attempt of the run has replaced this one, which is fenced."""
+    """A newer attempt or generation has replaced this one, whose messages are refused."""
 
 
 class TopologyError(PenstockError):
-    """The run was re-opened with another topology and no state for it."""
+    """The run was opened again with another topology, and without a state that fits it."""
 
 
 class VersionSkewError(PenstockError):
@@ -283,12 +283,12 @@ class CoordinatorUnavailableError(PenstockError, ConnectionError):
 
 
 class OverloadedError(CoordinatorUnavailableError):
-    """The coordinator gets too many requests at a time. Nothing was changed; retry the call after a while."""
+    """The coordinator gets too many requests at a time. Nothing was changed; retry the call after `retry_after_s`."""
 
     LONGEST_S = 60.0
     """Longest wait that a peer's hint can cause, seconds."""
     retry_after_s: float = 1.0
-    """Seconds after which the call will be accepted."""
+    """Seconds to wait before the call is repeated."""
 
 
 class DeadlineError(PenstockError, TimeoutError):
@@ -308,7 +308,7 @@ class LaneClosedError(PenstockError):
 
 
 class LaneLostError(PenstockError, ConnectionError):
-    """The lane's peer vanished without a close frame."""
+    """The lane's peer is gone without a close frame."""
 
 
 class ProtocolError(PenstockError):
@@ -324,7 +324,7 @@ class CatalogueEntry:
     """Name of the grpc.StatusCode."""
 
 
-# Keyed by the class name, which also travels: a peer's name is looked up only here.
+# Keyed by the class name, which is also sent: a peer's name is looked up only here.
 CATALOGUE: dict[str, CatalogueEntry] = {
     entry.error.__name__: entry
     for entry in (
@@ -380,7 +380,8 @@ CATALOGUE: dict[str, CatalogueEntry] = {
 
 
 def error_named(name: str, message: str, remote_traceback: str = "") -> PenstockError:
-    """Return the error that a peer named; an unknown name (a newer peer's) becomes a PenstockError that contains it."""
+    """Return the error of the class that a peer named. An unknown name (of a newer peer) gives a PenstockError whose
+    message contains the name."""
     entry = CATALOGUE.get(name)
     if entry is None:
         return PenstockError(f"{name}: {message}", remote_traceback=remote_traceback)

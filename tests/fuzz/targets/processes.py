@@ -83,7 +83,7 @@ def _progress_page(data: bytes) -> None:
 
 def _progress_page_seeds() -> list[bytes]:
     progress_page = ProgressPage.create()
-    progress_page.stands_at(10, 1, 40)
+    progress_page.set_position(10, 1, 40)
     progress_page.record(11, 1, 5, 44, 9)
     progress_page.end(1, 11)
     progress_page.doing("next", 11)

@@ -318,7 +318,7 @@ class OrderedReader:
     def _first_batch(self, lane: SlotLane, view: pb.SlotView) -> tuple[str, str]:
         """Return what the loop waits for before its first batch, and why that takes time."""
         slots = f" from slot {lane.slot}" if self._run.num_slots > 1 else ""
-        why = f"its lane cannot be opened: {lane.trouble}" if lane.trouble else "its runner makes it"
+        why = f"its lane cannot be opened: {lane.last_failure}" if lane.last_failure else "its runner makes it"
         if view.phase in (pb.SLOT_PHASE_UNSPECIFIED, pb.WAITING):
             why = "no worker has free slots"
         elif view.phase == pb.STARTING:

@@ -1,16 +1,16 @@
-"""Receiving half of flatten.py: shapes and a region of memory -> a batch of views.
+"""Assembly of a received batch: shapes and a region of memory -> a batch whose leaves are views of the region.
 
-Each tensor and array of an assembled batch wraps its own slice of the ring, so that `torch.save` of one leaf saves
+Each tensor and array of an assembled batch wraps its own slice of the ring, so that `torch.save` of one leaf saves only
 that leaf. All have one `_Region` as their base object. When the last leaf and the last view of a leaf are gone, the
-region is deleted and appends the batch's token to `release`. It takes no lock (the garbage collector may run inside
-one), uses no socket, and does nothing in a forked child, which drops views too. A weakref.finalize costs 1.2 us more.
+region is deleted and appends the batch's token to `release`. Its deletion takes no lock (the garbage collector may run
+while a lock is held), uses no socket, and does nothing in a forked child. A weakref.finalize would cost 1.2 us more.
 
 numpy shortens a chain of bases when a base's own base has the type of the new array. That is why the region and the
 ring beneath it are two subclasses of ndarray: with a plain array as ring, the ring would become the base of every leaf
 and the region would be deleted at once (a test holds this).
 
-Everything here but the compiled structure comes from a peer. Dims are multiplied as Python ints, so nothing overflows,
-and compared with the region before memory is touched; a hostile peer gets a ProtocolError.
+All input except the compiled structure comes from a peer. Dims are multiplied as Python ints, which cannot overflow,
+and compared with the region before memory is read; invalid input raises ProtocolError.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ _U8: Final = np.dtype(np.uint8)
 
 
 def _carrier(dtype: torch.dtype) -> tuple[np.dtype[Any], torch.dtype | None]:
-    """Return the numpy dtype that memory is read as, and the torch dtype to view the tensor as (None: it matches)."""
+    """Return the numpy dtype with which memory is read, and the torch dtype to view the tensor as (None: no view
+    needed)."""
     try:
         native = np.dtype(TORCH_NAMES[dtype])
         if torch.from_numpy(np.empty(0, native)).dtype is dtype:
@@ -49,7 +50,8 @@ def _carrier(dtype: torch.dtype) -> tuple[np.dtype[Any], torch.dtype | None]:
 
 
 CARRIERS: Final = {dtype: _carrier(dtype) for dtype in TORCH_NAMES}
-"""torch dtype -> the numpy dtype that its memory is read as, and the dtype to view the tensor as (None: it matches)."""
+"""torch dtype -> the numpy dtype with which its memory is read, and the dtype to view the tensor as (None: no view
+needed)."""
 
 
 class _Ring(np.ndarray[Any, np.dtype[np.uint8]]):
@@ -76,7 +78,8 @@ class _Region(np.ndarray[Any, np.dtype[np.uint8]]):
 
 
 def wrap_buffer(buffer: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return the bytes of an mmap or another writable buffer in the form that `Assembler.assemble` takes fastest.
+    """Return the bytes of an mmap or another writable buffer as an array, the form that `Assembler.assemble` handles
+    fastest.
 
     Call it once per ring. While the result or a view of a batch exists, `mmap.close()` raises BufferError instead of
     unmapping memory in use. Raises InvalidArgumentError for read-only memory.

@@ -1,15 +1,15 @@
-"""Names of namedtuple and dataclass types: how they travel, and which classes a name may find.
+"""Names of namedtuple and dataclass types in batches, and the classes that a received name may refer to.
 
-A batch may hold instances of a user's namedtuple or dataclass. The class name and the field names travel, never code.
-The receiver looks the name up among the classes that its process has already imported or registered; a peer cannot
-cause an import. Attribute access that could import as a side effect (a module's `__getattr__`, importlib's lazy
-modules) is avoided too: only the plain `__dict__` of modules and classes is read.
+A batch may hold instances of a user's namedtuple or dataclass. Only the class name and the field names are sent, never
+code. The receiver looks the name up among the classes that its process has already imported or registered, so that a
+peer cannot cause an import. Attribute access could import as a side effect (a module's `__getattr__`, importlib's lazy
+modules), so only the plain `__dict__` of modules and classes is read.
 
-A class is found for a peer only if it is a namedtuple or dataclass with exactly the announced fields, so a name
-cannot reach anything else. Instances are rebuilt without running `__new__`, `__init__` or `__post_init__`.
+Only namedtuples and dataclasses with exactly the announced fields are accepted, so a name cannot refer to any other
+object. Instances are rebuilt without running `__new__`, `__init__` or `__post_init__`.
 
-A main script has several names: `__main__` where it was started, `__mp_main__` in a multiprocessing child and
-`penstock_main` in a runner. The three are one here.
+A main script has several names: `__main__` in the process that runs it, `__mp_main__` in a multiprocessing child and
+`penstock_main` in a runner. The three are treated as one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 MAIN_MODULES: Final = ("__main__", "__mp_main__", "penstock_main")
-"""Names of one and the same user script in different processes."""
+"""Module names of the user's main script in different processes."""
 
 MAX_NAME: Final = 1024
 """Longest class name, in characters."""
@@ -57,8 +57,8 @@ def qualified(cls: type) -> str:
 def class_fields(cls: type) -> tuple[RecordKind, tuple[str, ...]] | None:
     """Return the kind of record that `cls` is and its field names in order; None if it is neither kind.
 
-    A dataclass that is abstract, or has a base that `object.__new__` cannot make (dict or another class written in C),
-    does not count: it could not be rebuilt from its fields.
+    None, too, for a dataclass that cannot be rebuilt from its fields: it is abstract, or has a base that
+    `object.__new__` cannot make (dict or another class written in C).
     """
     if issubclass(cls, tuple):
         names = getattr(cls, "_fields", None)
@@ -74,7 +74,8 @@ def class_fields(cls: type) -> tuple[RecordKind, tuple[str, ...]] | None:
 
 
 def register_class(cls: T, name: str | None = None) -> T:
-    """Let instances of `cls`, a namedtuple or dataclass, travel under `name` (default "module:qualname").
+    """Register `name` (default "module:qualname") for a namedtuple or dataclass, so that batches may hold its
+    instances.
 
     Needed on both sides, with one name, for classes that cannot be found by an attribute walk from their module:
     those defined inside a function, or imported under different module names. Usable as a decorator. Registering
@@ -99,12 +100,12 @@ def register_class(cls: T, name: str | None = None) -> T:
 
 
 def class_name(cls: type) -> str:
-    """Return the name under which instances of `cls` travel: the registered one, or "module:qualname"."""
+    """Return the name under which instances of `cls` are sent: the registered one, or "module:qualname"."""
     return _names.get(cls) or f"{cls.__module__}:{cls.__qualname__}"
 
 
 def resolve_class(name: str, kind: RecordKind, fields: tuple[str, ...]) -> type:
-    """Return the class of this name in this process, checked to be a `kind` with exactly these `fields`.
+    """Return the class of this name in this process, after a check that it is a `kind` with exactly these `fields`.
 
     Raises UnsupportedLeafError that names the class and the remedy.
     """

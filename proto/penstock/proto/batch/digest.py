@@ -1,24 +1,23 @@
 """Cheap digest of a delivered batch, kept in the stream digest and compared after a replay.
 
-It distinguishes a wrong batch from the right one; it is not a checksum of every byte. It covers the structure, all
-shapes, and data up to 64 KiB in full. Of larger data it covers the first and last 4 KiB and 64 to 127 words of 8 bytes
-spread between: a batch of other samples differs in nearly all of them, and the digest costs 1 to 2 us at any size,
-where all of 1 MiB takes 9 to 18. Up to 64 KiB, right after they were written, all bytes cost no more than the sample.
-The words lie an odd number of words apart, so that with rows of a power of two (images, padded sequences) they do not
-all fall on one column. With DigestCover.FULL it covers every byte of any batch.
+The digest distinguishes a wrong batch from the right one; it is not a checksum of every byte. It covers the structure,
+all shapes, and data up to 64 KiB in full. Of larger data it covers the first and last 4 KiB and 64 to 127 words of 8
+bytes spread between them. A batch of other samples differs in nearly all of these words. The digest costs 1 to 2 us at
+any size; all bytes of 1 MiB would take 9 to 18 us. Data up to 64 KiB are still in the cache, where all bytes cost no
+more than the words. The words lie an odd number of words apart, so that with rows of a power of two (images, padded
+sequences) they do not all fall on one column. With DigestCover.FULL the digest covers every byte of any batch.
 
 The stream digest is the chain of a box's digests in the order of delivery (penstock.proto.state.position): equal chains
 at a step are equal streams up to it.
 
 With DigestCover.ROWS the digest is a sum over the rows of the batch, of every byte of each row in all tensors and
-arrays that have as many rows. It identifies the rows that a step delivered, however they are shared among boxes. It
-does not cover the order of the rows within the batch, nor values that are not rows (a number, a text, a tensor of other
-length).
+arrays that have as many rows. It identifies the rows that a step delivered, on any number of boxes. It does not cover
+the order of the rows within the batch, nor values that are not rows (a number, a text, a tensor of other length).
 
 The runner computes it once, when the batch lies in its ring. The frame carries it, and the reader that delivers the
 batch compares it with the bytes: see penstock.client.stream.lane_reader.
 
-xxh3 of the same bytes is the same on every machine of one byte order; Python's own hash() is not.
+The hash is xxh3, because it gives the same value on every machine of one byte order; Python's own hash() does not.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class DigestCover(IntEnum):
 
 
 def cover_of(options: records_pb2.Options) -> DigestCover:
-    """Return the cover that a run's options ask for."""
+    """Return the cover that a run's options select."""
     if options.row_digest:
         return DigestCover.ROWS
     return DigestCover.FULL if options.full_digest else DigestCover.SAMPLE
@@ -78,13 +77,13 @@ WORDS: Final = 64
 
 _LAYOUTS_KEPT: Final = 1024
 _layouts: dict[tuple[int, int, tuple[int, ...]], tuple[int, bytes]] = {}
-"""Number of layouts remembered, those seen last; a stream has few of them."""
+"""Number of layouts that are cached, the newest; a stream has few of them."""
 _DIMS_KEPT: Final = 64 << 10
-"""Largest size of the dims that a reader remembers, bytes; as shapes they take about six times as much."""
+"""Largest size of the dims that a reader caches, bytes; as shapes they take about six times as much."""
 
 
 def layout(structure_key: int, nbytes: int, shapes: Sequence[int]) -> tuple[int, bytes]:
-    """Return the seed of a batch's digest, and its shapes as they travel. structure_key: Structure.key."""
+    """Return the seed of a batch's digest, and its shapes as sent. structure_key: Structure.key."""
     key = structure_key, nbytes, tuple(shapes)
     found = _layouts.get(key)
     if found is None:
@@ -96,7 +95,7 @@ def layout(structure_key: int, nbytes: int, shapes: Sequence[int]) -> tuple[int,
 
 
 class Layouts:
-    """Cache of `layout` for a receiver of batches of one structure, by shapes as they travel."""
+    """Cache of `layout` for a receiver of batches of one structure. The key is the shapes as sent."""
 
     __slots__ = ("_held", "_key", "_known")
 
@@ -106,7 +105,8 @@ class Layouts:
         self._held = 0
 
     def find(self, nbytes: int, dims: bytes) -> tuple[list[int], int]:
-        """Return the shapes, not to be changed, and the seed of the digest. dims: integers of 8 bytes."""
+        """Return the shapes, which the caller must not change, and the seed of the digest. dims: integers of 8
+        bytes."""
         found = self._known.get((nbytes, dims))
         if found is None:
             shapes = list(struct.unpack(f"<{len(dims) >> 3}Q", dims))

@@ -1,4 +1,4 @@
-"""Digest of a batch that is replayed and not sent: flattened into private memory instead of a ring."""
+"""Digest of a batch that is replayed and not sent. The batch is flattened into private memory instead of a ring."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["ReplayDigest"]
 
 
 class ReplayDigest:
-    """Digests of batches, which are flattened into a scratch buffer that grows as needed."""
+    """Computation of digests of batches, in a buffer that grows as needed."""
 
     def __init__(self, flattener: Flattener | None = None, *, cover: DigestCover = DigestCover.SAMPLE) -> None:
         self._flattener = flattener or Flattener()

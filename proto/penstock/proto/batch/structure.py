@@ -4,9 +4,9 @@ A `Structure` is the tree of containers, and for each leaf its kind, dtype and r
 it: they travel with each batch, so variable lengths and changing strings announce nothing new. The two ends agree on a
 Structure once and then name it by an id.
 
-On the wire it is JSON: a format number and one node. JSON because it is safe to read from any peer, keeps int, str,
-bool and None keys apart, and is read once per structure, where speed does not count. `from_bytes` accepts only what
-`to_bytes` would write, so a structure has one encoding and the hash of that encoding (`key`) is its identity.
+On the wire it is JSON: a format number and one node. JSON is safe to read from any peer, and keeps int, str, bool and
+None keys apart; it is read once per structure, so its speed does not matter. `from_bytes` accepts only what `to_bytes`
+would write, so a structure has one encoding and the hash of that encoding (`key`) is its identity.
 
     [1,["d",["x","y"],[["t","float32",2],["a","<i8",1]]]]
 
@@ -76,16 +76,16 @@ MAX_INT_BYTES: Final = 1 << 20
 
 MAX_STRUCTURE_BYTES: Final = 4 << 20
 MAX_BRACKETS: Final = 1 << 19
-"""Limits of an announcement, which is refused above them before it is parsed; 65,536 dicts of one leaf take 2**18
-brackets."""
+"""Largest number of brackets in an announced structure, which is checked before parsing; 65,536 dicts of one leaf have
+2**18 brackets."""
 
 MAX_TEXT: Final = 2000
 """Largest length of describe(), characters."""
 
 FORMAT: Final = 1
 
-# Names, for a process without torch, and bytes of an element. Sub-byte (uint4), bits8 and quantized dtypes are left
-# out: torch itself cannot copy the former, and the latter mean nothing without their scales.
+# Name -> bytes of an element, for a process without torch. Sub-byte dtypes (uint4) and bits8 are left out because torch
+# itself cannot copy them, quantized dtypes because their values mean nothing without their scales.
 TORCH_DTYPES: Final[dict[str, int]] = {
     "bool": 1, "uint8": 1, "int8": 1, "uint16": 2, "int16": 2, "uint32": 4, "int32": 4, "uint64": 8, "int64": 8,
     "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex32": 4, "complex64": 8, "complex128": 16,
@@ -122,7 +122,8 @@ def render_path(path: Path) -> str:
 
 
 def numpy_dtype_name(dtype: np.dtype[Any]) -> str:
-    """Return a dtype's name on the wire: numpy's `str` form with byte order, "<q" for the C long long it hides."""
+    """Return a dtype's name on the wire: numpy's `str` form with byte order; "<q" for the C long long, whose `str` is
+    that of int64."""
     name = dtype.str
     return name if np.dtype(name).char == dtype.char else name[0] + dtype.char
 
@@ -142,7 +143,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """Value whose data travel in the region."""
+    """Value whose data are in the region."""
 
     kind: str
     """Kind of leaf: t tensor, a array, n numpy scalar, or one of the letters in this module's docstring."""
@@ -153,12 +154,13 @@ class Leaf:
 
     @property
     def dims(self) -> int:
-        """Return the count of its numbers in `shapes`: its rank; 1 (byte length) for str, bytes and int; else 0."""
+        """Return how many numbers of `shapes` belong to this leaf: its rank; 1 (the byte length) for str, bytes and
+        int; else 0."""
         return self.rank if self.kind in _ARRAYS else int(self.kind in _ONE_DIM)
 
     @property
     def itemsize(self) -> int:
-        """Return the bytes of one element; of the whole value where it takes no dims."""
+        """Return the bytes of one element; for a leaf without dims, of the whole value."""
         if self.kind == "t":
             return TORCH_DTYPES[self.dtype]
         if self.kind in "an":
@@ -218,7 +220,8 @@ class Structure:
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> Structure:
-        """Return the structure that a peer announced. Classes are not looked up: a forwarding process lacks them.
+        """Return the structure that a peer announced. Classes are not looked up, because a process that only forwards
+        batches does not have them.
 
         Raises ProtocolError for anything that `to_bytes` would not have written.
         """
@@ -348,7 +351,7 @@ def path_steps(kind: str, keys: Sequence[Key], count: int) -> Iterator[str]:
 
 
 def allowed_key(key: object) -> bool:
-    """Return whether a dict key other than a str may travel."""
+    """Return whether a batch may hold this dict key, which is not a str."""
     return key is None or type(key) is bool or (type(key) is int and -(1 << 63) <= key < 1 << 63)
 
 
@@ -413,7 +416,7 @@ def _describe(tree: Tree, budget: list[int]) -> str:
         text = label + _describe(child, budget)
         if parts and parts[-1][0] == text:
             parts[-1] = (text, parts[-1][1] + 1)
-            budget[0] = before  # a run of equal elements is written once
+            budget[0] = before  # equal elements in a row are written once
         else:
             parts.append((text, 1))
     inside = ", ".join(text if times == 1 else f"{text} x {times}" for text, times in parts)

@@ -1,17 +1,16 @@
-"""Compression of payloads on the TCP lane: lz4 or zstd between sender and receiver, if the consumer requests it.
+"""Compression of payloads on the TCP lane by lz4 or zstd, from sender to receiver, if the consumer requests it.
 
-The format is in lane.proto: pieces of PIECE bytes, their lengths on the wire in front. Pieces rather than one long
-stream: memory is bounded by a piece on both sides whatever a peer claims, all lengths are checked against the batch
-before decompression, a piece is still in the processor's cache when it is copied into its entry, and decompression runs
-while the rest is being received. It costs no ratio: pieces of 256 KiB compress as well as 8 MiB.
+The format is in lane.proto: a table of compressed lengths, then pieces of PIECE bytes before compression. Pieces have
+four advantages over one long stream: memory is bounded by a piece on both sides, all lengths are checked against the
+batch before decompression, a piece is still in the processor's cache when it is copied into its entry, and
+decompression runs while the rest is being received. The ratio is the same: pieces of 256 KiB compress as well as 8 MiB.
 
 Some data is sent uncompressed: batches below SMALLEST, and batches and pieces that stay above ENOUGH of their size. A
 stream that does not compress is tried less and less often: after a failed batch 1 batch is not tried, after the next
 failure 2, then 4, up to MOST_SKIPPED; a batch that compresses resets this.
 
-A piece is copied before it is compressed. The ring is shared with a process that runs user code, and compressors do not
-guarantee to stay within their memory when their input changes meanwhile. The copy runs at 20 GB/s, the compressor below
-1.
+A piece is copied before it is compressed, because user code can write into the ring at any time, and compressors may
+write outside their memory if their input changes meanwhile. The copy runs at 20 GB/s, the compressor below 1 GB/s.
 
 Both packages are optional (the extra `compression`), and imported only when requested. Both release the
 interpreter lock while they work.
@@ -37,10 +36,10 @@ SMALLEST = 2 << 10
 """Smallest batch that is compressed, bytes. Of 1 KiB of token ids lz4 takes 3.6 us on the slower side to save
 3.3 us of a 1 Gbit/s network, zstd 7.4 for 5.5; of 2 KiB 4.5 for 6.9, and 9.6 for 11.3 (benchmarks/compression.md)."""
 ENOUGH = 7 / 8
-"""Largest share of its size that a compressed batch or piece may have. The case is noisy float32 images: zstd saves
-12 % of them at 1.2 GB/s, which pays only below 1 Gbit/s, and little there."""
+"""Largest share of its size that a compressed batch or piece may have. Noisy float32 images decided the value: zstd
+saves 12 % of them at 1.2 GB/s, which pays only below 1 Gbit/s, and little there."""
 MOST_SKIPPED = 64
-"""Largest number of batches between two tries: a try costs next to nothing then, and a change is noticed soon
+"""Largest number of batches between two tries: the tries then cost almost nothing, and a change is detected soon
 enough."""
 ZSTD_LEVEL = 1
 """Compression level of zstd. Levels 2 and 3 are slower and leave token ids larger, not smaller (438 and 386 MB/s with a
@@ -59,14 +58,15 @@ class Codec:
     number: int
     compress: Callable[[Buffer], bytes]
     decompress: Callable[[Buffer, int], bytes]
-    """Function of a piece and its decompressed length; allocates no more than that. Raises ProtocolError."""
+    """Function of a compressed piece and its decompressed length; allocates no more than that length. Raises
+    ProtocolError."""
 
 
 def _lz4() -> Codec:
     from lz4 import block
 
     def compress(piece: Buffer) -> bytes:
-        # Faster modes gain nothing on pieces that compress, and the others take no time anyway.
+        # Faster modes gain nothing: pieces that do not compress are fast already.
         return bytes(block.compress(piece, store_size=False))
 
     def decompress(packed: Buffer, size: int) -> bytes:
@@ -86,7 +86,7 @@ def _zstd() -> Codec:
 
     def decompress(packed: Buffer, size: int) -> bytes:
         try:
-            # A frame without its length counts as -1, one that lies about it fails below.
+            # -1 for a frame without its length. A frame with a wrong length fails below.
             claimed = zstandard.frame_content_size(packed)
             if claimed != size:
                 raise ProtocolError(f"a piece must have {size} bytes, but its zstd frame says {claimed}")
@@ -102,7 +102,7 @@ _MAKERS = {lane_pb2.LZ4: _lz4, lane_pb2.ZSTD: _zstd}
 
 def load(number: int) -> Codec | None:
     """Return a codec for one lane and one thread. None if it is unknown, or its package is missing."""
-    maker = _MAKERS.get(number)  # type: ignore[call-overload]  # of any number that a peer names
+    maker = _MAKERS.get(number)  # type: ignore[call-overload]  # a peer may name any number
     try:
         return None if maker is None else maker()
     except ImportError:

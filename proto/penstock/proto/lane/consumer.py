@@ -1,16 +1,17 @@
-"""Consumer: the end of a lane that reads; the training loop's, and for another host the sender's.
+"""Consumer: the reading end of a lane. The training loop has one; for a consumer on another host the sender has one.
 
-The hot path is one `recv_into` for a packet of frames, and for each of them one `unpack` and the checks that keep a
-faulty peer from causing reads outside its ring; everything rarer is below it. Two rules follow from what a peer may be
-doing meanwhile:
+The hot path is one `recv_into` for a packet of frames, and for each frame one `unpack` and the checks that keep a
+faulty peer from causing reads outside its ring. Rarer cases are handled further below. Two rules follow from the fact
+that a peer may stop reading or sending at any time:
 
-A ring's descriptor comes in the packet after its RING frame. The producer's socket may have taken only the first, and
-the producer may then be in user code for minutes; so this end never waits for the second packet, it only records that
-the next one must be it.
+A ring's descriptor comes in the packet after its RING frame. The producer may send the first packet, and then be in
+user code for minutes before it sends the second. So this end never blocks for the second packet; it only records that
+the next packet must hold the descriptor.
 
-Acks gather in one message until `flush`. While an earlier message waits for the socket they keep gathering, so a
-producer that does not read costs no memory here; only an abandon, whose order among the others matters, closes the
-message at once. The sender, which forwards another process's acks, bounds them by `backlog`.
+Acks are collected in one message until `flush`. While an earlier message waits for the socket, acks are still added to
+the same message, so a producer that does not read costs no memory here. Only an abandon ends the message at once,
+because its order among the other acks matters. The sender, which forwards another process's acks, limits them by
+`backlog`.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Consumer:
         self.name = name
         """Name for messages: worker, box and slot at the other end."""
         self.rings: dict[int, Ring] = {}
-        """Id -> ring, for those that a frame may still name: the one of the last batch and newer ones."""
+        """Id -> ring, for the rings that a frame may still name: that of the last batch, and newer ones."""
         self.structures: dict[int, bytes] = {}
         self.compiled: dict[int, Any] = {}
         """Id -> the reader's object for a structure; dropped when the structure is forgotten or announced again."""
@@ -75,7 +76,7 @@ class Consumer:
         self._sock = sock
         self._buffer = bytearray(MAX_PACKET)
         self._view = memoryview(self._buffer)
-        self._begin = self._at = self._end = 0  # in the buffer: the frame received last, what follows it, and its end
+        self._begin = self._at = self._end = 0  # offsets in the buffer: last frame, next frame, end of packet
         self._ring_id = 0  # of the last batch
         self._ring: Ring | None = None
         self._newest = 0
@@ -104,10 +105,10 @@ class Consumer:
     def receive(self) -> Frame | None:
         """Return the next BATCH, END, ERROR or CLOSE frame, or None while there is none.
 
-        END and ERROR may come again after a reconnect: they are resent until a later batch is delivered.
+        END and ERROR may be repeated after a reconnect: they are resent until a later batch is delivered.
 
         Raises:
-            LaneLostError: the peer vanished; raised after everything it sent has been read.
+            LaneLostError: the peer is gone; raised after everything that it sent has been read.
             ProtocolError: it sent invalid frames.
         """
         while True:
@@ -118,7 +119,7 @@ class Consumer:
     def receive_any(self) -> Frame | None:
         """Return also RING (once its descriptor arrived) and STRUCTURE frames, for a caller that forwards frames.
 
-        `framed` is the frame as it came.
+        `framed` returns its bytes.
         """
         view = self._view
         while self._coming is None:
@@ -154,7 +155,7 @@ class Consumer:
             if kind == BATCH:
                 if frame.abandons < self.abandons:
                     self._unused += 1
-                    continue  # of an abandoned epoch: the producer has taken its entry back already
+                    continue  # belongs to an abandoned epoch: the producer has already taken the entry back
                 ring = self._ring if frame.ring == self._ring_id else self._turn_to(frame.ring)
                 # `size` is the number of dims after the batch in its entry.
                 if ring is None or frame.entry >= ring.entries or frame.nbytes + 8 * frame.size > ring.entry_bytes:
@@ -186,12 +187,12 @@ class Consumer:
 
     @property
     def framed(self) -> memoryview:
-        """Return the last received frame as it came, with its length in front; valid until the next call."""
+        """Return the bytes of the last received frame, with the length in front; valid until the next call."""
         return self._view[self._begin : self._at]
 
     @property
     def frame_bytes(self) -> bytes:
-        """Return the last received frame as it came, without that length."""
+        """Return the bytes of the last received frame, without the length."""
         return self._view[self._begin + HEAD.size : self._at].tobytes()
 
     def _receive_packet(self) -> bool:
@@ -214,7 +215,8 @@ class Consumer:
         return True
 
     def _after_error(self, error: OSError) -> int | None:
-        """Handle an error of a receive. A killed peer causes one ECONNRESET before its last frames: read on."""
+        """Receive once more after an error, because a killed peer causes one ECONNRESET before its last frames. Return
+        the received bytes; None if nothing can be read now."""
         if self.closed:
             raise LaneClosedError(f"{self.name}: the lane is closed") from None
         try:
@@ -336,8 +338,8 @@ class Consumer:
                 except BlockingIOError:
                     return False
                 except OSError as error:
-                    # The peer is gone; receive() raises after its last frames. For any other reason an ack is lost too,
-                    # and with it credits, so the lane is closed: the next one sends everything again.
+                    # If the peer is gone, receive() raises after its last frames. After any other error acks are lost,
+                    # and with them free entries: close the lane, because the next lane sends everything again.
                     if error.errno not in LOST:
                         _log.warning("%s: an ack could not be sent, the lane is closed: %s", self.name, error)
                         self._sock.shutdown(socket.SHUT_RDWR)
@@ -350,7 +352,8 @@ class Consumer:
             self._seal()
 
     def _seal(self) -> None:
-        """Close the message that acks gather in. Of too many numbers, the first are sent in earlier messages."""
+        """End the message to which acks are added. If it has too many numbers, the first of them go into messages
+        before it."""
         unsent, released, wanted = self._unsent, self._released, self._wanted
         while len(released) > _GROUP or len(wanted) > _GROUP:
             first = Ack(self._delivered, released=released[:_GROUP], wanted=wanted[:_GROUP])

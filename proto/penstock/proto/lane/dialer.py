@@ -1,9 +1,9 @@
-"""Connects to a worker's host, with a short timeout if the host has just fallen silent.
+"""Connections to a worker's host, with a short timeout if the host has just stopped answering.
 
-A first connection may have a long round trip: it gets `CONNECT_S`, in which the kernel sends two SYNs. A host that has
-acknowledged nothing for two seconds, or has not answered a try, gets a short try from each of its lanes before another
-worker is requested. A short try makes a few connections, `AGAIN_S` apart, so that one lost packet moves no slot, and
-lasts three of the host's round trips. After `SOON_S` tries have the long timeout again.
+The first connection may have a long round trip, so its timeout is `CONNECT_S`, in which the kernel sends two SYNs. If a
+host has acknowledged nothing for two seconds, or has not answered a try, each of its lanes makes one short try before
+it requests another worker. A short try makes a few connections, `AGAIN_S` apart, so that one lost packet moves no slot,
+and lasts three of the host's round trips. After `SOON_S` seconds, tries have the long timeout again.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from penstock.proto.rpc.tls import Renewing, Tls, explain, host_of
 __all__ = ["SHAKE_S", "Dialer", "LaneDialer"]
 
 CONNECT_S = 1.25
-"""Timeout of a connection to an address of a daemon, seconds: the kernel repeats a SYN after one. A consumer retries at
-once."""
+"""Timeout of a connection to a daemon, seconds. The kernel repeats a SYN after one second; a consumer retries at once
+after a timeout."""
 LOOK_S = 0.45
 """Smallest timeout of a short try, seconds, if three round trips take less."""
 AGAIN_S = 0.12
 """Seconds between the connections of a short try."""
 SOON_S = 1.0
-"""Seconds after a host fell silent in which tries are short."""
+"""Seconds after a host stopped answering in which tries are short."""
 SHAKE_S = 10.0
 """Deadline of each step of TLS, seconds."""
 _MOST = 64
-"""Largest number of hosts remembered; the oldest are dropped first."""
+"""Largest number of hosts that are kept; the oldest are dropped first."""
 
 
 class Dialer:
@@ -38,17 +38,17 @@ class Dialer:
 
     def __init__(self) -> None:
         self._silent: dict[tuple[str, int], tuple[float, float]] = {}
-        """Address -> (timeout of a short try in seconds, when it ends)."""
+        """Address -> (timeout of a short try in seconds, monotonic time until which tries are short)."""
 
     def fell_silent(self, where: tuple[str, int], sock: socket.socket | None = None) -> None:
-        """Record that a host has acknowledged nothing for long. `sock`: the connection that showed it."""
+        """Record that a host has stopped answering. `sock`: the connection on which that was detected."""
         rtt = 0.0 if sock is None else round_trip_s(sock)
         self._silent[where] = min(CONNECT_S, max(LOOK_S, 3 * rtt)), time.monotonic() + SOON_S
         for old in list(self._silent)[:-_MOST]:
             self._silent.pop(old, None)
 
     def connect(self, where: tuple[str, int]) -> socket.socket:
-        """Return a connection, which blocks. Raises OSError; TimeoutError if nothing answered."""
+        """Return a blocking connection. Raises OSError; TimeoutError if the host did not answer."""
         look_s, until = self._silent.get(where, (0.0, 0.0))
         if time.monotonic() < until:
             return _look(where, look_s)
@@ -67,7 +67,7 @@ class LaneDialer(Dialer):
         self._files = None if tls is None else Renewing(tls)
 
     def open(self, address: str) -> socket.socket:
-        """Return a lane to a worker at host:port, which blocks. Raises OSError, TlsError, BatchCorruptError."""
+        """Return a blocking lane to a worker at host:port. Raises OSError, TlsError, BatchCorruptError."""
         where = host_of(address)
         sock = self.connect(where)
         sock.settimeout(SHAKE_S)

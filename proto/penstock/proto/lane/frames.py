@@ -1,12 +1,12 @@
-"""Frames and acks as bytes, limits, shapes in the entry, and the check of peers: common to both ends of a lane.
+"""Frames, acks, limits and checks that both ends of a lane share.
 
 Frames and acks are fixed headers, as lane.proto describes them: one `struct` call writes or reads one, in a quarter of
 the time of a protobuf message, and without memory that stays allocated. (A protobuf message that is reused keeps memory
 of everything that it ever parsed: 57 bytes a batch with one dim, 1,000 with 120.)
 
 The limits bound the memory that a peer can cause this process to hold: a frame, the pieces of one structure, the rings
-and structures that are remembered. They are the same on the Unix socket and over TCP, so that a process between the two
-can forward frames verbatim.
+and structures that are kept. They are the same on the Unix socket and over TCP, so that a process between the two can
+forward frames unchanged.
 """
 
 from __future__ import annotations
@@ -76,15 +76,16 @@ MAX_DIMS = 65_536 * 32
 MAX_STRUCTURE = 4 << 20
 """Largest structure, bytes: the limit of penstock.proto.batch.structure."""
 MAX_RINGS = 64
-"""Largest number of rings in use at once. Each is at least twice its predecessor, so an honest peer stays far below."""
+"""Largest number of rings in use at once. The entries of each new ring are at least twice as large, so no correct peer
+reaches it."""
 KNOWN_STRUCTURES = 64
-"""Largest number of structures that both ends remember; both drop the least recently announced first."""
+"""Largest number of structures that both ends keep; both drop the least recently announced first."""
 KNOWN_BYTES = 8 << 20
-"""Largest size of all remembered structures, bytes: two of the largest. Compiled they take up to sixty times as much.
+"""Largest size of all kept structures, bytes: two of the largest. Compiled structures take up to sixty times as much.
 An ordinary structure has some hundred bytes."""
 MAX_UNUSED = 1 << 16
-"""Largest number of frames in a row without a batch. A reconnect brings a few thousand at most: 64 structures in 128
-pieces each. A peer that sends nothing else would keep its reader busy for ever."""
+"""Largest number of frames in a row without a batch, so that a peer cannot keep its reader busy for ever. A reconnect
+sends a few thousand at most: 64 structures in 128 pieces each."""
 
 BATCH, RING, STRUCTURE, END, ERROR, CLOSE = range(1, 7)
 """Kinds of frames."""
@@ -101,12 +102,12 @@ def framed(message: bytes) -> bytes:
 
 
 def pack_shapes(shapes: Sequence[int]) -> bytes:
-    """Return shapes as they travel: little-endian u64."""
+    """Return shapes as sent: little-endian u64."""
     return struct.pack(f"<{len(shapes)}Q", *shapes)
 
 
 def unpack_shapes(packed: bytes) -> list[int]:
-    """Return shapes from the bytes that travelled."""
+    """Return shapes from their bytes as sent."""
     if len(packed) & 7:
         raise ProtocolError(f"dims must be whole numbers of 8 bytes, got {len(packed)} bytes")
     return list(struct.unpack(f"<{len(packed) >> 3}Q", packed))
@@ -122,7 +123,7 @@ _pack_frame, _unpack_frame, _new = _FRAME.pack, _FRAME.unpack_from, tuple.__new_
 class Frame(NamedTuple):
     """Frame of a producer. The fields are those of the header, in order; lane.proto documents them for each kind.
 
-    Immutable and made anew for each frame, so it may be kept.
+    A Frame is immutable and each one is a new object, so the caller may keep it.
     """
 
     kind: int = 0
@@ -204,7 +205,7 @@ def read_frame(view: memoryview, start: int, stop: int) -> Frame:
 
 
 class Ack(NamedTuple):
-    """Ack of a consumer, in groups; fields that are 0 or empty bring nothing new."""
+    """Ack of a consumer. Fields that are 0 or empty bring nothing new."""
 
     delivered: int = 0
     """Largest total delivered to the training loop."""
@@ -220,7 +221,8 @@ class Ack(NamedTuple):
     """True if the consumer closes the lane on purpose."""
 
     def encode(self) -> bytes:
-        """Return the bytes; empty if nothing is new: an empty packet would read as the end of the lane."""
+        """Return the ack as bytes; b"" if it brings nothing new, and then it must not be sent: an empty packet means
+        the end of the lane."""
         if not any(self):
             return b""
         released, wanted = self.released, self.wanted

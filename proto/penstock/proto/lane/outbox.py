@@ -1,8 +1,8 @@
 """Queue of frames to a consumer of the local lane, sent several to a packet.
 
-The largest cost of a small batch on the local lane is neither its bytes nor its frame but waking the consumer: 5 us of
-the producer's time for each packet to a sleeping peer (2-core AMD EPYC, a virtual machine), against 7 us for everything
-else. So frames gather here until `flush`, and are sent as one packet: one system call, one wake-up.
+The largest cost of a small batch on the local lane is waking the consumer: 5 us of the producer's time for each packet
+to a sleeping peer (2-core AMD EPYC, a virtual machine), against 7 us for everything else. So frames are collected here
+until `flush`, and sent as one packet: one system call, one wake-up.
 
 A packet holds whole frames, each with its length in front as over TCP, at most MAX_PACKET bytes. A descriptor travels
 alone, after the packet that ends with its RING frame.
@@ -34,7 +34,7 @@ class Outbox:
     def add(self, message: bytes | int) -> None:
         """Queue a framed message, or a file descriptor.
 
-        Raises ProtocolError for a message larger than a packet, which only another peer can have made.
+        Raises ProtocolError for a message larger than a packet; only a peer whose frames are forwarded can cause that.
         """
         if not isinstance(message, int) and len(message) > MAX_PACKET:
             raise ProtocolError(f"a frame must have at most {MAX_PACKET} bytes, got {len(message)}")
@@ -46,8 +46,8 @@ class Outbox:
     def flush(self, sock: socket.socket) -> None:
         """Send as much as the socket takes; never blocks.
 
-        Raises OSError when the peer is gone, or the socket fails for another reason: the order cannot be kept then, so
-        the queue is cleared.
+        Raises OSError when the peer is gone, or the socket fails for another reason. The queue is then cleared, because
+        the order of messages cannot be kept.
         """
         unsent = self._unsent
         try:

@@ -1,4 +1,4 @@
-"""Producer: the end of a lane that owns the rings; the runner's, and for its consumer the receiver's.
+"""Producer: the end of a lane that owns the rings. A runner has one, and a receiver has one for the training loop.
 
 A ring entry is in one of four states, and this module moves it between them exactly once:
 
@@ -57,15 +57,15 @@ __all__ = ["FreeEntry", "Producer", "check_size"]
 _log = logging.getLogger(__name__)
 
 GROUPS = 4
-"""Smallest number of packets for a ring of batches: of four, one can be released while one is read, one sent and one
-filled."""
+"""Smallest number of packets that a ring's batches are divided into: with four, one can be released while one is read,
+one sent and one filled."""
 CROWD = 1024
-"""Largest number of frames that wait for a consumer that does not read. A ring has 32 entries: more are the pieces of a
-large structure, or a peer that sends without end."""
+"""Largest number of frames that wait for a consumer that does not read. A ring has at most 32 entries, so more frames
+are pieces of a large structure, or come from a peer that sends without end."""
 MOST_WANTED = 4096
-"""Largest number of snapshots announced and not yet taken: an honest consumer names a hundred or two."""
+"""Largest number of requested snapshots that are not taken yet; a correct consumer requests at most 200."""
 MOST_ABANDONED = 1 << 16
-"""Largest number of abandoned epochs that the runner has not processed yet; it may be in user code for long."""
+"""Largest number of abandoned epochs that the runner has not processed yet, because it may be in user code for long."""
 MOST_ABANDONS = (1 << 32) - 1
 """Largest value of Frame.abandons."""
 _RESERVED = 1 << 64
@@ -91,7 +91,7 @@ class FreeEntry:
 
     @property
     def offset(self) -> int:
-        """Return its offset in the ring's mapping, bytes."""
+        """Return the entry's offset in the ring's mapping, bytes."""
         return self.entry * self.ring.entry_bytes
 
     @property
@@ -113,7 +113,7 @@ class _Kept:
     """Ring entry of a BATCH; None for END and ERROR."""
     structure: int
     last: bool = False
-    """True for ERROR: nothing comes after it, so it outlives its epoch."""
+    """True for ERROR, which is the last frame, and so is kept even if its epoch is abandoned."""
 
 
 class Producer:
@@ -130,8 +130,8 @@ class Producer:
         self.open_epochs = 0
         """Largest epoch that may be opened."""
         self.abandoned: deque[int] = deque()
-        """Epochs that the consumer abandoned; the runner takes them from here, continues with the epoch after the last
-        of them and ignores those that are past already."""
+        """Epochs that the consumer abandoned. The runner removes them, continues with the epoch after the last of them,
+        and ignores those that are over already."""
         self.wanted: dict[int, list[int]] = {}
         """total -> steps for which the consumer will request the state after that batch."""
         self.delivered = 0
@@ -142,9 +142,9 @@ class Producer:
         """Number of abandons received; frames carry it, so that the consumer can distinguish abandoned epochs'
         frames."""
         self.on_ack: Callable[[Ack], None] | None = None
-        """Called with each ack once it has been applied, for who passes them on."""
+        """Function that is called with each ack after it was applied, for a process that forwards acks."""
         self._sent_total = 0
-        """Largest total of what was sent."""
+        """Largest total that was sent."""
         self._sock: socket.socket | None = None
         self._met = False
         self._rings: dict[int, Ring] = {}
@@ -172,12 +172,14 @@ class Producer:
 
     @property
     def blocked(self) -> bool:
-        """Return whether frames are left after a `flush`: poll for writing too, and `flush` again."""
+        """Return whether frames are left after a `flush`. The caller must then poll for writing too, and `flush`
+        again."""
         return len(self._unsent) > 0
 
     @property
     def crowded(self) -> bool:
-        """Return whether more frames wait than a ring has batches: then take none from their sender."""
+        """Return whether more frames wait than a ring has batches. The caller must then accept none from their
+        sender."""
         return len(self._unsent) > CROWD
 
     def attach(self, sock: socket.socket, hello: lane_pb2.Hello) -> None:
@@ -191,8 +193,8 @@ class Producer:
         if wanted <= self.delivered or hello.abandons < self.abandons:
             self._refuse(
                 sock,
-                f"a training job requests batch {wanted}, having left {hello.abandons} epochs by `break`, but batch "
-                f"{self.delivered} was already delivered and {self.abandons} epochs were left",
+                f"a training job requests batch {wanted}, having abandoned {hello.abandons} epochs, but batch "
+                f"{self.delivered} was already delivered and {self.abandons} epochs were abandoned",
             )
             return
         self.closed = False
@@ -209,7 +211,7 @@ class Producer:
             if total <= self.delivered and (ring_id, entry) not in held
         ]:
             self._give_back(ring_id, entry)
-        # The effect of `abandon_epoch` is in `abandons`.
+        # Without `abandon_epoch`: `abandons` has the same information.
         self._apply(Ack(hello.delivered, hello.open_epochs, wanted=hello.wanted))
         self._announced.clear()
         for ring_id in self._rings:
@@ -228,7 +230,7 @@ class Producer:
         self.detach()
 
     def detach(self) -> None:
-        """Detach the consumer; everything that it has not delivered is kept."""
+        """Detach the consumer; all batches that were not delivered are kept."""
         if self._sock is not None:
             self._sock.close()
             self._sock = None
@@ -261,7 +263,7 @@ class Producer:
                     )
                 self._apply(ack)
             except ProtocolError as error:
-                # Not this end's failure: the batches are kept for a valid consumer.
+                # Only the consumer failed: keep the batches for the next one.
                 _log.warning(
                     "a connection that reads batches was closed, because it sent an invalid acknowledgement: %s",
                     str(error),
@@ -281,7 +283,8 @@ class Producer:
         except OSError as error:
             if error.errno in LOST:
                 return  # its last acks may still be readable; take_acks sees the end of file after them
-            # No buffers, too many descriptors in flight: frames are lost, so the lane is closed, and the next gets all.
+            # For example no buffers, or too many descriptors in flight. Frames are lost, so close the lane: the next
+            # one sends everything again.
             _log.warning("a connection that reads batches was closed, because a frame could not be sent: %s", error)
             self.detach()
 
@@ -342,8 +345,8 @@ class Producer:
     def know_structure(self, structure: int, data: bytes) -> None:
         """Register a structure under an id before a batch that uses it.
 
-        Once is not enough: above KNOWN_STRUCTURES the oldest that no batch needs are dropped, or a loader whose every
-        batch has another structure would fill the memory. Cheap enough to be called before each `publish`.
+        Call it before each `publish`, which is cheap: above KNOWN_STRUCTURES the oldest structures that no batch needs
+        are dropped, because a loader with a new structure for every batch would fill the memory otherwise.
         """
         known = self._structures
         if structure not in known and (
@@ -372,8 +375,8 @@ class Producer:
     ) -> None:
         """Send the batch that was written into `reserved`, and keep it until it is delivered.
 
-        dims: its shapes, packed (frames.pack_shapes). more: another one follows at once, or `flush` is called: it may
-        go in one packet with the next. cover: the cover of `digest`.
+        dims: the batch's shapes, packed (frames.pack_shapes). more: the batch may share a packet with the next one,
+        because another `publish` or a `flush` follows at once. cover: the cover of `digest`.
         """
         count = len(dims) >> 3
         if count > LONG_SHAPES:
@@ -392,8 +395,8 @@ class Producer:
         self._keep_and_send(reserved, total, epoch, structure, message, more)
 
     def forward(self, reserved: FreeEntry, frame: Frame, more: bool = False) -> None:
-        """Send a BATCH frame that another producer made, with its entry changed to `reserved`, where the batch lies
-        uncompressed. more: as in `publish`."""
+        """Send a BATCH frame that another producer made, with its entry changed to `reserved`, which holds the
+        uncompressed batch. more: as in `publish`."""
         _, _, flags, _, _, structure, abandons, size, total, epoch, nbytes, digest, _, dims = frame
         message = framed_batch(
             flags, reserved.ring_id, reserved.entry, structure, abandons, size, total, epoch, nbytes, digest, dims
@@ -419,7 +422,7 @@ class Producer:
         self.forward_end(Frame(END, epoch=epoch, total=total, abandons=self.abandons))
 
     def fail(self, epoch: int, total: int, error: records_pb2.ErrorDetail) -> None:
-        """Send that the input failed after batch `total`, as the last frame."""
+        """Send an ERROR frame, the last frame: the input failed after batch `total`."""
         self.forward_end(
             Frame(ERROR, epoch=epoch, total=total, abandons=self.abandons, rest=_that_fits(error).SerializeToString())
         )
@@ -502,11 +505,11 @@ class Producer:
         sock.close()
 
     def _catch_up(self, hello: lane_pb2.Hello) -> None:
-        """Apply epochs that the consumer abandoned without this end's knowledge.
+        """Apply epochs that the consumer abandoned before this end received the message.
 
-        Usually the lane broke before the abandon arrived: everything kept is of an abandoned epoch, or follows one. But
-        a producer with its first consumer may have started after all of them, and then its batches are wanted: it only
-        takes over their number.
+        Usually the lane broke before the abandon arrived: then all kept frames belong to an abandoned epoch or to one
+        after it, and are dropped. But a producer with its first consumer may have started after all of these epochs.
+        Its batches are then needed, and only the number of abandons is taken over.
         """
         left = hello.abandon_epoch - 1
         fresh = not self._met and all(kept.epoch > left for kept in self._kept)
@@ -568,7 +571,7 @@ class Producer:
     def _release(self, ring_id: int, entry: int) -> None:
         total = self._lent.get(ring_id, {}).get(entry)
         if total is None:
-            return  # repeated, or of a ring that is not, or no longer, this producer's
+            return  # repeated, or of a ring that this producer does not have (any more)
         if total > self.delivered:
             raise ProtocolError(f"it released the ring entry of batch {total}, which it has not delivered")
         self._give_back(ring_id, entry)
@@ -588,7 +591,7 @@ class Producer:
 
 
 def _that_fits(error: records_pb2.ErrorDetail) -> records_pb2.ErrorDetail:
-    """Return the error truncated so that its frame stays below MAX_FRAME: the end of a long traceback matters more."""
+    """Return the error, truncated so that its frame stays below MAX_FRAME. Of a long traceback the end is kept."""
     return records_pb2.ErrorDetail(
         name=error.name[:256],
         message=error.message.encode()[:16384].decode(errors="ignore"),

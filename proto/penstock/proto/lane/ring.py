@@ -4,13 +4,13 @@ A ring is one `memfd`: it has no name, so nothing is left under /dev/shm and not
 with the last process that holds it. It is sealed against shrinking, growing and further seals before it is passed on,
 and the reader checks those seals before it maps: a ring that its peer could truncate would kill the reader with SIGBUS.
 
-Its maker allocates all pages, so that a lack of memory is an error and not a SIGBUS later, and they are faulted in when
-the ring is mapped: page faults on fresh shared memory, not the copy, make torch's own DataLoader slow at large batches.
-The reader checks that the pages exist: a ring with holes costs its maker nothing at any size, while the reader would be
-charged for every page.
+Its maker allocates all pages, so that a lack of memory is an error at once and not a SIGBUS later. The pages are
+faulted in when the ring is mapped: page faults on fresh shared memory, not the copy, make torch's own DataLoader slow
+at large batches. The reader checks that the pages exist, because a peer could announce a large ring of holes, which
+costs the peer nothing, while the reader's accesses would allocate every page.
 
-A mapping is never closed explicitly. Tensors that the training loop still holds are views of it, so it exists exactly
-as long as the last of them; `Ring` only drops its own reference.
+A mapping is never closed explicitly: tensors that the training loop still holds are views of it, and it ends with the
+last of them. `Ring` only drops its own reference.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ FEWEST_ENTRIES = 3
 """Smallest number of entries where memory is short: with fewer, a loop that holds its last batch would leave none to
 fill."""
 GIANT_BYTES = 512 << 20
-"""Smallest batch, bytes, that has a ring for itself: one entry on each side, of which the loop gets a copy. Three
-entries, and as many in the receiver, would take six times its size, all of it allocated."""
+"""Smallest batch, bytes, for which a ring has a single entry; the loop then gets a copy of the batch. Three entries,
+and three more in the receiver, would take six times the batch's size."""
 RING_BYTES = 8 << 20
-"""Target size of a ring, bytes: small enough to stay in the last-level cache, where the reader finds the bytes."""
+"""Target size of a ring, bytes: small enough to stay in the last-level cache, from which the reader then reads."""
 LOOKED_AT_BYTES = 64 << 20
 """Largest ring, bytes, that is made without a check of free memory. The check takes 0.1 to 0.4 ms."""
 MOST_OF_FREE = 0.75
@@ -59,13 +59,13 @@ def grown(nbytes: int, previous: int, most: int) -> int:
 
 
 def ring_bytes(rings: int) -> int:
-    """Return the bytes that each of the `rings` of a box may take, unless FEWEST_ENTRIES of its batches need more."""
+    """Return the bytes that each of the `rings` of a box may take; FEWEST_ENTRIES batches may take more."""
     return BOX_BYTES // max(rings, 1)
 
 
 def entries_for(entry_bytes: int, limit: int = BOX_BYTES) -> int:
-    """Return the number of entries of this size: RING_BYTES of them, within [MIN_ENTRIES, MAX_ENTRIES], but no more
-    than `limit` bytes, down to FEWEST_ENTRIES; and one for giants."""
+    """Return the number of entries of this size: as many as RING_BYTES hold, but within [MIN_ENTRIES, MAX_ENTRIES];
+    fewer if they exceed `limit` bytes, down to FEWEST_ENTRIES; one from GIANT_BYTES on."""
     size = max(entry_bytes, 1)
     if size >= GIANT_BYTES:
         return 1
@@ -100,8 +100,8 @@ class Ring:
     def create(cls, entry_bytes: int, entries: int) -> Ring:
         """Return a new, sealed, zeroed ring; `entry_bytes` is rounded up to whole pages.
 
-        Raises OSError if memory is short. Free memory is checked first: all pages are taken at once, and too many would
-        make the kernel kill some process. In the receiver a peer chooses their number.
+        Raises OSError if memory is short. Free memory is checked first, because all pages are allocated at once, and
+        too many would make the kernel kill a process; in the receiver a peer chooses the size.
         """
         entry_bytes = max(PAGE, (entry_bytes + PAGE - 1) // PAGE * PAGE)
         size = entry_bytes * entries
@@ -128,9 +128,8 @@ class Ring:
     def open(cls, fd: int, entry_bytes: int, entries: int) -> Ring:
         """Map a ring that a peer made.
 
-        Raises ProtocolError unless it is sealed, of ordinary pages, as large as announced and fully allocated;
-        LaneLostError where this process cannot map it, for example for lack of address space: that is not the peer's
-        fault.
+        Raises ProtocolError unless the ring is sealed, of ordinary pages, as large as announced and fully allocated;
+        LaneLostError if this process cannot map it, for example because it lacks address space.
         """
         try:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
@@ -141,8 +140,8 @@ class Ring:
                 "the ring that the other end passed must be sealed, or it could be truncated while read"
             )
         if (page := os.fstatvfs(fd).f_bsize) != PAGE:
-            # Its maker can punch a hole into it and take the last free huge page: then a read of it ends the reader
-            # with SIGBUS, which no seal prevents.
+            # With huge pages the maker could punch a hole and use up the last free huge page: a read of the hole would
+            # then end the reader with SIGBUS, which no seal prevents.
             raise ProtocolError(f"a ring must be of pages of {PAGE} bytes, got huge pages of {page}")
         status = os.fstat(fd)
         size = status.st_size
@@ -152,8 +151,8 @@ class Ring:
             )
         if entries > MAX_ENTRIES:
             raise ProtocolError(f"a ring must have <= {MAX_ENTRIES} entries, got {entries}")
-        # Half, because st_blocks is not exact (once it was a page short), and half of it costs the maker as much as
-        # this end.
+        # Half, because st_blocks is not exact (it was once a page short). Half is enough: a peer then pays as much
+        # memory as this end.
         if status.st_blocks * _BLOCK < size // 2:
             raise ProtocolError(
                 f"the {size} bytes of a ring must be allocated, got {status.st_blocks * _BLOCK} allocated bytes"
@@ -179,8 +178,8 @@ class Ring:
 
 
 class RingBudget:
-    """Budget of bytes for all rings of a process together, while views of them exist. For rings whose sizes a peer
-    chooses: each alone fits into the free memory, but all together do not.
+    """Budget of bytes for all rings of a process together, while views of them exist. It is for rings whose sizes a
+    peer chooses: each alone may fit into the free memory, but all together not.
 
     limit: bytes; by default a part of the memory that is free now.
     """

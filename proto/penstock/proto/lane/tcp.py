@@ -1,19 +1,19 @@
-"""Frames of a lane over TCP: each sealed, and a BATCH frame followed by its payload.
+"""Frames of a lane over TCP: each has a checksum, and a BATCH frame is followed by its payload.
 
-Frames and payloads flow to the consumer, one Hello and then acks to the producer. The sender and the receiver share
-this framing and nothing else. A stream has no packet borders, so both read into a `SealedInbox`: one large receive
-takes in many small messages, and whole messages are returned in place.
+Frames and payloads flow to the consumer; one Hello and then acks flow to the producer. The sender and the receiver
+share only this framing. TCP has no packet borders, so both read into a `SealedInbox`: one large receive takes in many
+small messages, and whole messages are returned without a copy.
 
 **Damage is detected.** TCP's own checksum has 16 bits, and a switch or a proxy that damages a packet recomputes it. So
-each message carries its length twice (with a damaged one its reader would wait for bytes that never come) and an xxh3
-of itself, and so does each payload whose batch digest does not cover every byte. Any difference is a BatchCorruptError:
-the connection is closed, and the consumer fetches again what it has not received. xxh3 takes 16 us for 1 MiB (60 GB/s
-from a cache, 33 from memory, on a 2-core AMD EPYC); crc32c in hardware takes 37.
+each message carries its length twice (with a damaged length the reader would wait for bytes that never come) and an
+xxh3 of its bytes. A payload carries an xxh3 too, unless the batch's digest covers every byte. Any difference is a
+BatchCorruptError: the connection is closed, and the consumer fetches again what it has not received. xxh3 takes 16 us
+for 1 MiB (60 GB/s from a cache, 33 from memory, on a 2-core AMD EPYC); crc32c in hardware takes 37.
 
-Dead peers. Keepalive detects one while the lane is idle, TCP_USER_TIMEOUT one that does not acknowledge data. The
-latter is for the receiver's end only: the kernel counts a closed window as silence too, and the sender's peer closes
-its window while its training loop pauses. A sender whose peer is gone holds only its own memory until the kernel gives
-up, after a quarter of an hour at most.
+**Dead peers are detected** by keepalive while the lane is idle, and by TCP_USER_TIMEOUT if they do not acknowledge
+data. The latter is set at the receiver's end only: the kernel also counts a closed window as silence, and a receiver
+closes its window while its training loop pauses. A sender whose peer is gone holds only its own memory until the kernel
+gives up, after a quarter of an hour at most.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 SEAL = struct.Struct("<IIQ")
-"""Seal in front of a message: its length, the complement of that, and its xxh3."""
+"""Seal in front of a message: the message's length, the complement of the length, and the message's xxh3."""
 CHECK_BYTES = 8
 """Size of the check after a payload, bytes: its xxh3, little endian."""
 _ALL = (1 << 32) - 1
@@ -53,10 +53,10 @@ _SEAL_BYTES, _seal, _unseal = SEAL.size, SEAL.pack, SEAL.unpack_from
 
 KEEPALIVE_IDLE_S, KEEPALIVE_EVERY_S, KEEPALIVE_TRIES = 10, 5, 4
 PROBE_EVERY_S, USER_TIMEOUT_S = 1, 2
-"""Seconds without acknowledgement after which the receiver's end counts its peer as unreachable. Another lane, from
-here or to another worker, costs less than waiting for this one."""
+"""Seconds between keepalive probes, and seconds without acknowledgement after which the receiver's end counts its peer
+as unreachable. A new lane, to this worker or another, costs less than waiting longer."""
 NEAR_US = 100
-"""Longest round trip of a near peer, microseconds, by the shortest one measured."""
+"""Largest round trip of a near peer, microseconds; the shortest measured one counts."""
 NEAR_BUFFER = 256 << 10
 """Send buffer for a near peer, bytes, which the kernel doubles for its own use. Half of it is slower, twice no
 better."""
@@ -86,7 +86,8 @@ def unreachable(address: str, error: OSError) -> DeadlineError | LaneLostError:
 
 
 def silence(address: str, error: OSError) -> DeadlineError | None:
-    """Return the error if the kernel ended the connection for lack of acknowledgements; None for another end."""
+    """Return the error if the kernel ended the connection because acknowledgements were missing; None for another
+    cause."""
     if error.errno not in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH):
         return None
     return DeadlineError(f"{address} has acknowledged nothing for {USER_TIMEOUT_S} s: {error}")
@@ -135,10 +136,10 @@ def read_hello(sock: socket.socket, timeout: float) -> lane_pb2.Hello:
     """Return the Hello that opens a TCP lane, reading no further byte; `timeout` seconds for all of it, however slow.
 
     Raises:
-        DeadlineError: it did not come in time.
-        LaneLostError: the peer vanished.
-        BatchCorruptError: it was damaged on its way.
-        ProtocolError: it is not a Hello.
+        DeadlineError: the Hello did not arrive in time.
+        LaneLostError: the peer is gone.
+        BatchCorruptError: the Hello was damaged in transit.
+        ProtocolError: the message is not a Hello.
     """
     deadline = time.monotonic() + timeout
     reading = HelloReader()
@@ -162,12 +163,12 @@ class HelloReader:
 
     def __init__(self) -> None:
         self.missing = SEAL.size
-        """Largest number of bytes to receive next; 0 once it is whole."""
+        """Largest number of bytes to receive next; 0 once the Hello is whole."""
         self._data = b""
         self._seal = b""
 
     def add(self, piece: bytes) -> None:
-        """Add received bytes; none means that the peer is gone."""
+        """Add received bytes; b"" means that the peer is gone."""
         if not piece:
             raise LaneLostError("the other end closed the connection before it sent a request")
         self._data += piece
@@ -191,9 +192,9 @@ class HelloReader:
 def fit_send_buffer(sock: socket.socket) -> None:
     """Limit unsent data to a near peer to the size of a processor's cache. `sock` is connected.
 
-    By default the kernel has 4 MiB in flight, which then go through memory: on the loopback, 8 MiB batches took
-    1,370 us of the sender's processor instead of 1,050. A bounded buffer also bounds the speed, to its size in each
-    round trip; at NEAR_US that is 3 GB/s, more than a lane moves, so a peer further away keeps the kernel's choice.
+    By default the kernel has 4 MiB in flight, which do not fit into the cache: on the loopback, 8 MiB batches took
+    1,370 us of the sender's processor time instead of 1,050. A bounded buffer also limits the speed to its size per
+    round trip: 3 GB/s at NEAR_US, more than a lane needs. For a peer further away the kernel's default stays.
     """
     min_rtt_us = _min_rtt_us(sock)
     if min_rtt_us is not None and min_rtt_us < NEAR_US:
@@ -251,7 +252,7 @@ class SealedInbox:
     def take(self) -> memoryview | None:
         """Return the next whole message, valid until the next `room`; None while it is incomplete.
 
-        Raises BatchCorruptError if it was damaged on its way, ProtocolError if it is longer than any frame.
+        Raises BatchCorruptError if the message was damaged in transit, ProtocolError if it is longer than any frame.
         """
         buffer, begin = self._buffer, self._start
         start = begin + _SEAL_BYTES

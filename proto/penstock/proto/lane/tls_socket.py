@@ -1,15 +1,15 @@
 """TLS over a lane's TCP connection, with the interface of the plain socket that sender and receiver use.
 
-`TlsSocket` differs from Python's in four ways. Where nothing can be read or written now it raises BlockingIOError, as
-sockets do. It has `sendmsg` and `recvmsg_into`, over several buffers. It keeps bytes that OpenSSL began but could not
-send, and sends them first next time, as OpenSSL requires; the caller may pass the same bytes in other pieces. And
-`shutdown` ends the TCP direction and does not affect reading.
+`TlsSocket` differs from Python's SSLSocket in four ways. If nothing can be read or written now, it raises
+BlockingIOError, as sockets do. It has `sendmsg` and `recvmsg_into`, over several buffers. It keeps bytes that OpenSSL
+began but could not send, and sends them first next time, as OpenSSL requires; the caller may pass the same bytes in
+other pieces. And `shutdown` ends the TCP direction and does not affect reading.
 
-One receive returns at most one record, 16 KiB; the part of it that did not fit stays inside, invisible to poll: call
-`pending`. Small buffers are sent together, because each record costs 22 bytes and a call of the cipher.
+One receive returns at most one record, 16 KiB. A part of the record that did not fit stays inside, where poll does not
+report it: call `pending`. Small buffers are sent together, because each record costs 22 bytes and a call of the cipher.
 
-A connection that just ends is not an error here: lanes have frames for their ends, and an end without one is a lost
-peer.
+A connection that ends without TLS's own closing message is not an error here: lanes have frames for their ends, and a
+missing frame shows that the peer was lost.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ __all__ = [
 
 
 def check_damage(error: OSError, *, heard: bool) -> None:
-    """Raise BatchCorruptError if TLS found damage. heard: data arrived before, so any TLS error is damage."""
+    """Raise BatchCorruptError if TLS found damage. heard: whether data arrived before; then any TLS error means
+    damage."""
     ended = isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError | ssl.SSLSyscallError)
     if is_damage(error) or (heard and isinstance(error, ssl.SSLError) and not ended):
         raise BatchCorruptError(f"TLS data was damaged in transit: {error}") from error
@@ -44,14 +45,14 @@ def check_damage(error: OSError, *, heard: bool) -> None:
 JOINED = 16 << 10
 """Size up to which small buffers are sent together, bytes: one record."""
 AT_ONCE = 256 << 10
-"""Bytes passed to OpenSSL in one call, which makes records of them without a return to Python for each."""
+"""Bytes passed to OpenSSL in one call, which makes several records of them without a return to Python for each."""
 PEEKED = 3
-"""Number of bytes that distinguish a TLS client from a plain one: a handshake record begins with 22, 3, 1 (or more), a
-Hello with its length, whose third byte is 0 wherever the first two are 22, 3."""
+"""Number of bytes that distinguish a TLS client from a plain one. A handshake record begins with 22, 3 and a third byte
+>= 1. A Hello begins with its length, whose third byte is 0 if the first two are 22, 3."""
 
 
 class TlsSocket(WrappedSocket):
-    """Socket as the module describes. Made by an SSLContext whose `sslsocket_class` it is."""
+    """TLS socket with the differences that the module describes. An SSLContext makes it as its `sslsocket_class`."""
 
     _held: bytes | memoryview | None = None
     """Bytes that OpenSSL has begun to send."""
@@ -108,9 +109,9 @@ def _wrapped(context: ssl.SSLContext, sock: socket.socket, **options: Any) -> Tl
 
 
 def connect_tls(sock: socket.socket, tls: Tls, host: str) -> TlsSocket:
-    """Return TLS over a connection that this end began; the socket's timeout applies to each turn of the handshake.
+    """Return TLS over a connection that this end opened. The socket's timeout applies to each message of the handshake.
 
-    Raises OSError, which `tls.explain` explains. The socket is closed then.
+    Raises OSError, for which `tls.explain` gives the reason, and closes the socket.
     """
     wrapped = _wrapped(tls.client_context(), sock, server_hostname=tls.expected("worker") or host)
     try:
@@ -129,7 +130,7 @@ def looks_like_tls(first: bytes) -> bool:
 async def accept_tls(sock: socket.socket, context: ssl.SSLContext) -> TlsSocket:
     """Return TLS over an accepted non-blocking connection. The caller sets a deadline around it.
 
-    Raises TlsError for a refused peer. The socket is closed then.
+    Raises TlsError for a refused peer, and closes the socket.
     """
     wrapped = _wrapped(context, sock, server_side=True)
     try:

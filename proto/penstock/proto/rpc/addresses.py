@@ -1,7 +1,7 @@
 """Addresses: their forms, the machines and users that can reach them, and whether two processes share a host.
 
 An address is "host:port" or "unix:/path", a socket in a private folder of its user. (An abstract name would leave no
-file behind; but any user of the network namespace could take it first, and pose as a coordinator.)
+file behind, but any user of the network namespace could bind it first and pose as a coordinator.)
 """
 
 from __future__ import annotations
@@ -79,10 +79,9 @@ def refuse_unsafe(listen: str, *, encrypted: bool, insecure: bool) -> None:
 
 
 def host_id() -> str:
-    """Return an id that two processes share exactly when one can reach an abstract Unix socket of the other.
-
+    """Return an id that is the same in two processes exactly if one can reach an abstract Unix socket of the other.
     They then share the boot of a kernel and the network namespace. Hostnames show neither: two containers of one pod
-    have one network and may have two names, two containers of one machine the reverse.
+    share a network and may have two names; two containers of one machine may have one name and two networks.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

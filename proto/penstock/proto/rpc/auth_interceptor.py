@@ -2,12 +2,11 @@
 
 Every call carries "authorization" and "penstock-protocol: N" as metadata: a proof that its caller knows a token (see
 penstock.proto.rpc.credentials.token_proof), or "Bearer TOKEN" from programs without the proof. Both are checked before
-anything of the request is read, so a call without a token costs its caller's headers and nothing else. Calls that only
-read (roles.READ_ONLY) need no protocol number. Health checks need no token: probes have none, and learn nothing but
-"serving".
+the request's body is read, so a call without a token costs only its headers. Calls that only read (roles.READ_ONLY)
+need no protocol number. Health checks need no token, because probes have none; the reply is only "serving".
 
-The clients of penstock.proto.rpc.calls add the metadata to each call themselves; interceptors would work on sync
-channels, but on asyncio ones each of them costs a task per call and hides cancellation.
+The clients of penstock.proto.rpc.calls add the metadata to each call themselves. On asyncio channels a client
+interceptor would cost a task for each call, and hide cancellation.
 """
 
 from __future__ import annotations
@@ -44,32 +43,32 @@ __all__ = ["SERVICE", "AuthInterceptor", "alone", "credential"]
 SERVICE = "penstock.proto.v1.Coordinator"
 _OURS = f"/{SERVICE}/"
 _HEALTH = f"/{health.SERVICE_NAME}/Check"
-"""Health check without a token; not Watch, a stream that any caller could leave open."""
+"""Health check without a token. Its method Watch is refused, because any caller could leave that stream open."""
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 """Served where grpcio-reflection is installed: see reflection.py."""
 _Context = grpc.aio.ServicerContext[Any, Any]
 _SHOWN_NAMES = "x509_subject_alternative_name"
 """Property of gRPC with the names in a caller's certificate."""
 MAX_SHOWN = 200
-"""Longest text of a peer about itself in an error, characters."""
+"""Longest text from a peer that an error quotes, characters."""
 
 
 class AuthInterceptor(grpc.GenericRpcHandler):
-    """Checks of token, role and protocol number, and translation of errors, around every method but health.
+    """Handler that checks token, role and protocol number, and translates errors, around every method but health.
 
-    To services it looks like the server that they are added to; to the server it is the only handler. An interceptor
-    would do the same in a task and some awaits for each call, 40 us, a third of what gRPC itself takes.
+    Services are added to it as to a server, and the server has it as the only handler. gRPC's own interceptors would
+    take a task and several awaits for each call: 40 us, a third of the time of gRPC itself.
 
-    door: verifier of tokens.
+    verifier: verifier of tokens.
     calls: counters of answered calls.
-    connections: record of the connections of calls, and whether they showed a token.
+    connections: record of connections, and of whether a call on them had a token.
     tls: names that callers' certificates must have, if certificates are requested.
     """
 
     def __init__(
-        self, door: TokenVerifier, calls: CallCounters, connections: Connections, tls: Tls | None = None
+        self, verifier: TokenVerifier, calls: CallCounters, connections: Connections, tls: Tls | None = None
     ) -> None:
-        self._door = door
+        self._verifier = verifier
         self._calls = calls
         self._connections = connections
         self._tls = tls if tls is not None and tls.ca and tls.by_role else None
@@ -78,13 +77,13 @@ class AuthInterceptor(grpc.GenericRpcHandler):
 
     def _caller(self, sent: Mapping[str, Any]) -> Caller | Challenged | None:
         shown = sent.get("authorization")
-        return self._door.caller(shown) if isinstance(shown, str) else None
+        return self._verifier.caller(shown) if isinstance(shown, str) else None
 
     def _refusal(self, method: str, sent: Mapping[str, Any], caller: Caller | None) -> PenstockError | None:
         if caller is None:
             said = "the token is wrong" if "authorization" in sent else "no token was sent"
             return AuthenticationError(f"{said}: both ends need the same PENSTOCK_TOKEN or PENSTOCK_TOKEN_FILE")
-        if method == REFLECTION:  # what the .proto files say is for all who may call anything
+        if method == REFLECTION:  # any role may read the .proto files
             return None
         if method not in METHODS or _OURS + method not in self._handlers:
             return VersionSkewError(
@@ -111,15 +110,16 @@ class AuthInterceptor(grpc.GenericRpcHandler):
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
         """Add a service's methods."""
-        connection = partial(self._connections.heard, proven=service != health.SERVICE_NAME)
+        connection = partial(self._connections.note_call, proven=service != health.SERVICE_NAME)
         for name, handler in handlers.items():
-            heard = partial(self._heard, name, connection)
-            self._handlers[f"/{service}/{name}"] = _translated(name, handler, self._calls, heard, self._large)
+            on_call = partial(self._accept, name, connection)
+            self._handlers[f"/{service}/{name}"] = _translated(name, handler, self._calls, on_call, self._large)
 
-    def _heard(self, name: str, connection: Callable[[str], None], context: _Context) -> None:
+    def _accept(self, name: str, connection: Callable[[str], None], context: _Context) -> None:
         """Record the caller of an accepted call, and send this end's proof.
 
-        Raises NotPermittedError if its certificate is for another role: gRPC does not report it earlier.
+        Raises NotPermittedError if the caller's certificate is for another role; gRPC does not report the certificate
+        earlier.
         """
         connection(context.peer())
         caller = self._caller(dict(context.invocation_metadata() or ()))
@@ -147,12 +147,12 @@ class AuthInterceptor(grpc.GenericRpcHandler):
         if method.startswith(_OURS) or method == REFLECTION:
             sent = dict(handler_call_details.invocation_metadata)
             caller = self._caller(sent)
-            if isinstance(caller, Challenged):  # part of how a caller proves itself: no call yet, and not counted
+            if isinstance(caller, Challenged):  # the challenge is part of the proof, not a call: do not count it
                 asked = ((CHALLENGE_KEY, caller.challenge),)
                 return _refusing(AuthenticationError("the token must be proven: answer the challenge"), asked)
             refusal = self._refusal(called, sent, caller)
             if refusal is not None:
-                if called in METHODS:  # other names are the caller's, and as many as it likes
+                if called in METHODS:  # a caller could send any number of other names
                     self._calls.add(called, status_of(refusal), 0.0)
                 return _refusing(refusal, _proof(caller))
         elif method != _HEALTH:
@@ -186,18 +186,19 @@ def _short(said: object) -> str:
 
 
 def _refusing(error: PenstockError, trailing: tuple[tuple[str, str], ...]) -> grpc.RpcMethodHandler[Any, Any]:
-    """Return a refusing handler, stream to stream for any method: this kind reads nothing before it answers."""
+    """Return a refusing handler. It is of the kind stream to stream for any method, because that kind answers before it
+    reads the request."""
 
     async def refuse(_: Any, context: _Context) -> AsyncIterator[None]:
         context.set_trailing_metadata(trailing)
         await abort(context, error)
-        yield  # never come to: it makes this what an interceptor takes a handler of streams for
+        yield  # never reached: it makes this function an async generator
 
     return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 def _serialised(serialise: Callable[[Any], bytes], said: Any) -> bytes:
-    """Return the serialised reply; a handler may yield one that is serialised already, once for many callers."""
+    """Return the serialised reply. A handler may yield bytes, which it serialised once for many callers."""
     return said if isinstance(said, bytes) else serialise(said)
 
 
@@ -209,7 +210,7 @@ class _Call:
 
 @contextmanager
 def _counted(calls: CallCounters, method: str) -> Iterator[_Call]:
-    """Count a call when it is over. One that is neither answered nor refused was cancelled."""
+    """Count a call when it is over. A call that was neither answered nor refused counts as cancelled."""
     began, call = time.perf_counter(), _Call()
     try:
         yield call
@@ -223,9 +224,9 @@ def _counted(calls: CallCounters, method: str) -> Iterator[_Call]:
 
 
 def _translated(
-    name: str, handler: Any, calls: CallCounters, heard: Callable[[_Context], None], large: LargeRequests
+    name: str, handler: Any, calls: CallCounters, on_call: Callable[[_Context], None], large: LargeRequests
 ) -> grpc.RpcMethodHandler[Any, Any]:
-    """Return `handler` with its errors put into status and trailing metadata. `heard`: called for each call."""
+    """Return `handler` with its errors converted to status and trailing metadata. `on_call`: called for each call."""
     parse = handler.request_deserializer
 
     def read(request: Any, count: Callable[[int], None]) -> Any:
@@ -234,8 +235,8 @@ def _translated(
         count(len(request))
         return parsed_request(name, parse, request)
 
-    # Requests are parsed here: what a deserializer raises before the handler runs would be UNKNOWN to the caller, and a
-    # traceback in our log; of a part of a stream it would be None.
+    # Requests are parsed here, and not by gRPC's deserializer: an error there would be UNKNOWN to the caller and a
+    # traceback in the log, and for a part of a stream None.
     codecs = {
         "request_deserializer": None,
         "response_serializer": partial(_serialised, handler.response_serializer),
@@ -246,8 +247,8 @@ def _translated(
         async def stream(request: Any, context: _Context) -> AsyncIterator[Any]:
             with _counted(calls, name) as call:
                 try:
-                    heard(context)
-                    # Its reader takes no part without a proof, and the end is far: see authenticated_calls.py.
+                    on_call(context)
+                    # The reader accepts no part before it has the proof: see authenticated_calls.py.
                     await context.send_initial_metadata(context.trailing_metadata())
                     with large.answering(credential()) as count:
                         said = read(request, count)
@@ -271,9 +272,9 @@ def _translated(
     async def unary(request: Any, context: _Context) -> Any:
         with _counted(calls, name) as call:
             try:
-                heard(context)
+                on_call(context)
                 if handler.request_streaming:
-                    # A peer that still sends parts when the answer comes may lose what stands at its end: `answer_of`.
+                    # A peer that is still sending parts may lose the trailing metadata of the answer: see `answer_of`.
                     await context.send_initial_metadata(context.trailing_metadata())
                 with large.answering(credential()) as count:
                     said = read(request, count)

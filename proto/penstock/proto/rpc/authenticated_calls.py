@@ -1,9 +1,9 @@
 """Authenticated calls of both clients of penstock.proto.rpc.calls: only an end that knows the token can answer.
 
-See penstock.proto.rpc.credentials.token_proof for the rule. This module applies the rule to gRPC: to the metadata that
-a call shows, and the trailing metadata in which a challenge or a proof comes back. Parts of a stream are taken only
-after a proof in the initial metadata: a server that does not know the token could otherwise fill the caller's memory
-with parts until the deadline.
+penstock.proto.rpc.credentials.token_proof describes the rule. This module applies it to gRPC: to the metadata that a
+call sends, and to the trailing metadata with a challenge or a proof. Parts of a stream are accepted only after a proof
+in the initial metadata, because a server that does not know the token could otherwise fill the caller's memory with
+parts until the deadline.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Answer = tuple[Any, Trailing]
 """Reply, and its trailing metadata."""
 _RELEASE = ((PROTOCOL_KEY, str(PROTOCOL)), (VERSION_KEY, VERSION))
 _OWN_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
-"""Statuses that gRPC itself gives a call that no coordinator answered. They need no proof of the token."""
+"""Statuses that gRPC itself sets if no coordinator answered. They need no proof of the token."""
 
 
 class AuthenticatedCall:
@@ -67,19 +67,20 @@ class AuthenticatedCall:
         return None if self._files is None else self._files.tls
 
     def _open(self) -> None:
-        """Open a channel with the files as they are."""
+        """Open a channel with the current certificate files."""
         raise NotImplementedError
 
     def _renew_files(self) -> None:
         """Connect with new certificates after a failed call, if the files have changed.
 
-        Calls under way keep the channel that they have.
+        Calls under way keep their channel.
         """
         if self._files is not None and not self._closed and self._files.renew():
             self._open()
 
     def renew_token(self) -> bool:
-        """Load the token's file again after a refusal. Return whether it has another token, which is then used."""
+        """Load the token's file again after a refusal. Return whether it has another token, which is used from now
+        on."""
         token = read_again(self._token)
         if token == self._token:
             return False
@@ -87,8 +88,9 @@ class AuthenticatedCall:
         return True
 
     def wrong_server_error(self, words: str = "") -> PenstockError:
-        """Return the error for an answer of a process that does not know the token. A coordinator that answered before
-        may still return: until then it is unavailable. `words`: text of the error that it sent."""
+        """Return the error for an answer of a process that does not know the token. If the coordinator has answered
+        before, it may return, so the error is CoordinatorUnavailableError. `words`: text of the error that the process
+        sent."""
         kind = CoordinatorUnavailableError if self._reached else AuthenticationError
         return kind(
             f"the process that answers at {self.address} does not prove that it has the token, so it is not the "
@@ -96,8 +98,8 @@ class AuthenticatedCall:
         )
 
     def _tls_trouble(self, error: CoordinatorUnavailableError) -> TlsError | None:
-        """Return the TLS error that explains why there was never an answer. A coordinator that answered before is
-        unavailable, whatever the reason: it may return with another certificate."""
+        """Return the TLS error that explains why the coordinator never answered; None if it has answered before,
+        because it may return with another certificate."""
         if self._reached or isinstance(error, OverloadedError):
             return None
         return diagnose(self.address, self._tls, f"the coordinator at {self.address}", DIAGNOSE_S)
@@ -118,7 +120,8 @@ class Call:
         self.metadata: Metadata = (("authorization", self._shown.header), *_RELEASE)
 
     def again(self, error: grpc.RpcError) -> bool:
-        """Return whether to repeat a failed call, after answering the challenge that refused it."""
+        """Return whether the caller must repeat a failed call, because this method has answered the challenge that
+        refused it."""
         if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
             return False
         trailing = error.trailing_metadata() or ()
@@ -136,13 +139,14 @@ class Call:
         return True
 
     def require_proof(self, metadata: Trailing, words: str = "") -> None:
-        """Raise an error unless the metadata proves that the server knows the token. `words`: text of its error."""
+        """Raise an error unless the metadata proves that the server knows the token. `words`: text of the server's
+        error."""
         if not self._shown.proven_by(_found(metadata, PROOF_KEY)):
             raise self._client.wrong_server_error(words)
 
 
 def _words(error: grpc.Call | grpc.aio.AioRpcError) -> str:
-    """Return the text of an error without a proof, safe to print: gRPC's own text may help, as for a reply that is too
+    """Return the escaped text of an error without a proof. It may be gRPC's own and help, for example if a reply is too
     large."""
     return f" (it says {error.code().name}: {ascii((error.details() or '')[:SHOWN])[1:-1]})"
 
@@ -152,7 +156,8 @@ def _found(trailing: Trailing, name: str) -> Any:
 
 
 class Streams(grpc.UnaryStreamClientInterceptor):
-    """Stream that each thread reads, recorded below OpenTelemetry, which passes on only its parts."""
+    """Record of each thread's last stream. It lies below OpenTelemetry's interceptor, which passes on only the
+    parts."""
 
     def __init__(self) -> None:
         self._of_thread = threading.local()

@@ -1,12 +1,12 @@
-"""Clients of the coordinator: a blocking one for the training job, an asyncio one for the worker daemon.
+"""Clients of the coordinator: a blocking one for training jobs and commands, an asyncio one for the worker daemon.
 
-Both wrap the generated stub and add what every call needs: the metadata, a deadline (no wait without one), translation
-of errors (penstock.proto.rpc.channel.translating) and the cutting of large values into parts. They keep no state and do
-not retry: only the caller knows whether it may wait for a coordinator that restarts ("reconnecting, n s") and what it
-has to send again. Every call is idempotent, so a caller may repeat any of them after CoordinatorUnavailableError or
-DeadlineError. `deadline_s` is in seconds throughout; long polls add their `hold_s`, state queries their own deadline.
+Both wrap the generated stub and add the metadata, a deadline, the translation of errors
+(penstock.proto.rpc.channel.translating) and the cutting of large values into parts. They keep no state and do not
+retry, because only the caller knows whether it may wait for a coordinator that restarts, and what it has to send again.
+Every call is idempotent, so a caller may repeat any of them after CoordinatorUnavailableError or DeadlineError.
+`deadline_s` is in seconds throughout; long polls add their `hold_s`, state queries their own deadline.
 
-A value that travels in parts is checked against the size that its header declares; a blob against its name.
+A value that comes in parts is checked against the size that its header declares; a blob is checked against its name.
 """
 
 from __future__ import annotations
@@ -50,11 +50,12 @@ from penstock.runtime.process import forks
 __all__ = ["AsyncCoordinatorClient", "CoordinatorClient", "FetchedState", "blob_name"]
 
 DEADLINE_S = 10.0
-"""Seconds that a call may take, beyond any hold: the coordinator answers in milliseconds, or is stopped or far gone."""
+"""Seconds that a call may take, without the hold of a long poll. A coordinator that works answers in milliseconds."""
 TRANSFER_DEADLINE_S = 120.0
-"""Seconds for a call that moves a state or a snapshot: 1 GiB over 10 MB/s."""
+"""Seconds that a call with a state or a snapshot may take: 1 GiB at 10 MB/s."""
 ARGUMENTS_INLINE = 4 * 1024
-"""Bytes of a loader's arguments above which they travel as a blob: the spec is repeated for every slot."""
+"""Bytes of a loader's arguments above which they are sent as a blob, because the loader's spec is repeated for every
+slot."""
 
 
 @dataclass
@@ -71,14 +72,15 @@ class FetchedState:
 
 
 def pieces(data: bytes) -> Iterator[bytes]:
-    """Yield `data` in pieces of CHUNK bytes; none for no bytes."""
+    """Yield `data` in pieces of CHUNK bytes; nothing if it is empty."""
     view = memoryview(data)
     for start in range(0, len(view), CHUNK):
         yield bytes(view[start : start + CHUNK])
 
 
 def _first(data: bytes) -> tuple[bytes, Iterator[bytes]]:
-    """Return the bytes that go with the header, so that a small value is one message, and the rest."""
+    """Return the first bytes, which are sent with the header so that a small value is one message, and the remaining
+    pieces."""
     if len(data) <= CHUNK:
         return data, iter(())
     return b"", pieces(data)
@@ -111,8 +113,8 @@ def answer_parts(answer: pb.StateAnswer, data: bytes) -> Iterator[pb.AnswerPart]
 
 
 def _sendable(address: str, method: str, request: Any) -> Any:
-    """Return the request. Raise InvalidArgumentError for one that no coordinator takes: gRPC would refuse it without a
-    proof of the token, as a stranger's server would."""
+    """Return the request. Raise InvalidArgumentError if it is larger than a coordinator accepts: gRPC would refuse it
+    without a proof of the token, and the refusal would look like that of another server."""
     if isinstance(request, Message) and (size := request.ByteSize()) > REQUEST_MAX:
         raise InvalidArgumentError(
             f"{method} to the coordinator at {address} is too large: a request must have at most {REQUEST_MAX} bytes, "
@@ -130,7 +132,7 @@ _Part = TypeVar("_Part")
 _Reply = TypeVar("_Reply")
 
 _unusable: ForkedProcessError | None = None
-"""Error that calls raise in a forked child of a connected process; else None."""
+"""Error that calls raise in a forked child of a connected process; None elsewhere."""
 
 
 class CoordinatorClient(AuthenticatedCall):
@@ -186,7 +188,7 @@ class CoordinatorClient(AuthenticatedCall):
                     return reply
 
     def _ask(self, method: str, deadline_s: float, request: Callable[[], Any], _: type[_Reply]) -> _Reply:
-        """Return the reply to a request, or to a stream of parts, which is made anew for each try."""
+        """Return the reply to a request, or to a stream of parts. `request`: makes it again for each try."""
 
         def once(call: Call) -> Answer:
             make = getattr(self._stub, method).with_call
@@ -196,7 +198,7 @@ class CoordinatorClient(AuthenticatedCall):
         return cast(_Reply, parsed_reply(method, self._made(method, deadline_s, once)))
 
     def _read(self, method: str, deadline_s: float, request: Any, take: Callable[[Any], None]) -> None:
-        """Pass the parts of the reply to `take` as they come, once the server has proven the token."""
+        """Pass the parts of the reply to `take` as they arrive, after the server has proven that it knows the token."""
 
         def once(call: Call) -> Answer:
             parts = getattr(self._stub, method)(request, timeout=deadline_s, metadata=call.metadata)
@@ -225,9 +227,9 @@ class CoordinatorClient(AuthenticatedCall):
         self.close()
 
     def reach(self, timeout_s: float) -> bool:
-        """Wait until there is a connection, or the time is over. Call it instead of sleeping after a
-        CoordinatorUnavailableError: a blocking channel reconnects only while a call waits for it; between calls that
-        fail at once it would stay disconnected for 5 s."""
+        """Wait until the channel is connected; return False after `timeout_s` seconds. Call it instead of sleeping
+        after a CoordinatorUnavailableError: a blocking channel reconnects only while a call waits for it, and would
+        otherwise stay disconnected for 5 s."""
         try:
             self._health.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s, wait_for_ready=True)
         except grpc.RpcError:
@@ -270,7 +272,7 @@ class CoordinatorClient(AuthenticatedCall):
     def put_blob(self, data: bytes, run_hint: str = "", *, deadline_s: float = TRANSFER_DEADLINE_S) -> str:
         """Store the bytes at the coordinator for the run "job/ordinal"; return their name (for Resume.blob).
 
-        Boxes that put the same bytes send them once, if the first has ended when the others begin."""
+        If another box has already stored the same bytes, they are not sent again."""
         return self._ask("PutBlob", deadline_s, partial(blob_parts, data, run_hint), pb.PutBlobReply).blob
 
     def get_blob(self, name: str, *, deadline_s: float = TRANSFER_DEADLINE_S) -> bytes:
@@ -281,7 +283,7 @@ class CoordinatorClient(AuthenticatedCall):
     def get_blob_into(
         self, name: str, write: Callable[[bytes], None], *, deadline_s: float = TRANSFER_DEADLINE_S
     ) -> None:
-        """Pass the bytes to `write` as they come. They are verified only once this returns."""
+        """Pass the bytes to `write` as they arrive. They are verified only when this call returns."""
         blob = BlobParts(name, write)
         self._read("GetBlob", deadline_s, pb.GetBlobRequest(blob=name), blob.add)
         blob.check()
@@ -291,12 +293,12 @@ class CoordinatorClient(AuthenticatedCall):
         return self._ask("Status", deadline_s, lambda: pb.StatusRequest(), pb.StatusReply)
 
     def drain(self, worker: str, *, undo: bool = False, look: bool = False) -> pb.DrainWorkerReply:
-        """Drain a worker, or undo that; `look`: only return the progress."""
+        """Drain a worker, or end the drain with `undo`; with `look`, only return the progress."""
         request = pb.DrainWorkerRequest(worker=worker, undo=undo, look=look)
         return self._ask("DrainWorker", self.deadline_s, lambda: request, pb.DrainWorkerReply)
 
     def fetch_histories(self, run: str, box: int) -> list[pb.History]:
-        """Return the histories of all remembered attempts, oldest first; empty for an unknown run or box."""
+        """Return the histories of all kept attempts, oldest first; empty for an unknown run or box."""
         request = pb.FetchHistoryRequest(run=run, box=box)
         histories = Histories()
         self._read("FetchHistory", self.deadline_s, request, histories.add)
@@ -355,7 +357,7 @@ class AsyncCoordinatorClient(AuthenticatedCall):
             raise
 
     async def _ask(self, method: str, deadline_s: float, request: Callable[[], Any], _: type[_Reply]) -> _Reply:
-        """Return the reply to a request, or to a stream of parts, which is made anew for each try."""
+        """Return the reply to a request, or to a stream of parts. `request`: makes it again for each try."""
 
         async def once(call: Call) -> Answer:
             sent = _sendable(self.address, method, request())
@@ -367,7 +369,7 @@ class AsyncCoordinatorClient(AuthenticatedCall):
         return cast(_Reply, parsed_reply(method, await self._wait(method, deadline_s, once)))
 
     async def _read(self, method: str, deadline_s: float, request: Any, take: Callable[[Any], None]) -> None:
-        """Pass the parts of the reply to `take` as they come, once the server has proven the token."""
+        """Pass the parts of the reply to `take` as they arrive, after the server has proven that it knows the token."""
 
         async def once(call: Call) -> Answer:
             made = getattr(self._stub, method)(request, timeout=deadline_s, metadata=call.metadata)
@@ -397,7 +399,7 @@ class AsyncCoordinatorClient(AuthenticatedCall):
         await self._ask("DeregisterWorker", self.deadline_s, lambda: request, pb.DeregisterWorkerReply)
 
     async def drain(self, worker: str, *, undo: bool = False) -> pb.DrainWorkerReply:
-        """Drain a worker, or undo that."""
+        """Drain a worker, or end the drain with `undo`."""
         return await self._ask(
             "DrainWorker", self.deadline_s, lambda: pb.DrainWorkerRequest(worker=worker, undo=undo), pb.DrainWorkerReply
         )
@@ -405,8 +407,8 @@ class AsyncCoordinatorClient(AuthenticatedCall):
     async def put_snapshot(
         self, header: pb.SnapshotHeader, data: bytes, *, deadline_s: float = TRANSFER_DEADLINE_S
     ) -> pb.PutSnapshotReply:
-        """Wait until the snapshot is on disk, or refused for lack of space (reply.refused has the reason; the older
-        ones stay). Raises SupersededError for one of an old generation."""
+        """Wait until the snapshot is on the coordinator's disk, or refused because space is short (reply.refused has
+        the reason; older snapshots stay). Raises SupersededError for a snapshot of an old generation."""
         return await self._ask(
             "PutSnapshot", deadline_s, lambda: _async(snapshot_parts(header, data)), pb.PutSnapshotReply
         )
@@ -436,7 +438,7 @@ class AsyncCoordinatorClient(AuthenticatedCall):
         blob.check()
         return b"".join(parts)
 
-    # What a training job calls; the coordinator's tests and asyncio programs use these.
+    # Calls of a training job, for the coordinator's tests and asyncio programs.
 
     async def open_run(self, request: pb.OpenRunRequest) -> pb.OpenRunReply:
         return await self._ask("OpenRun", self.deadline_s, lambda: request, pb.OpenRunReply)

@@ -1,8 +1,8 @@
 """Channels and servers of gRPC: the only module that opens them.
 
-Four settings must match between the two ends of every connection, and each fails silently when it does not: keepalive
-(a server disconnects a client that pings more often than it allows), message limits, authentication (token,
-certificate) and the protocol number. They are here side by side, client and server.
+Four settings must match between the two ends of every connection, and a mismatch fails silently: keepalive (a server
+disconnects a client that pings more often than it allows), message limits, authentication (token, certificate) and the
+protocol number. So the settings of client and server are together here.
 
 The parts are in addresses.py, wire_errors.py (errors between processes), tokens.py and roles.py (who may call what),
 auth_interceptor.py (checks before every handler) and tls.py; the rest of Penstock imports them from here.
@@ -62,7 +62,7 @@ __all__ = [
 ]
 
 CHUNK = 512 * 1024
-"""Size of a data part, bytes. Large values are cut into these, so that messages stay far below their limit."""
+"""Size of a data part, bytes. Large values are sent in such parts, so that messages stay far below their limit."""
 
 REQUEST_MAX = 4 * 1024 * 1024
 """Largest request that the coordinator accepts, bytes (gRPC's own default, made explicit)."""
@@ -70,13 +70,14 @@ REPLY_MAX = 32 * 1024 * 1024
 """Largest reply that a peer of the coordinator accepts, bytes: a heartbeat's reply holds a loader's spec per slot."""
 
 RENEW_S = 2.0
-"""Seconds between checks of the token file: a removed token stays valid for at most so long."""
+"""Seconds between checks of the token file, and so the longest time for which a removed token stays valid."""
 
-# A coordinator that does not answer a ping for 2 s, 2 s after its last byte, is gone: half-open TCP and SIGSTOP are
-# detected within 4 s, so that a coordinator started elsewhere is found while leases last. gRPC's own threads answer
-# pings, however busy ours are. The last of the three ends the connection: otherwise gRPC waits a minute for the answer.
-# The coordinator itself has leases, which detect silence; its pings only free the connections of lost peers. A peer
-# that is merely busy must not lose its connection by them, or it would have more to do.
+# A ping is sent 2 s after the coordinator's last byte, and the coordinator counts as gone if it does not answer in 2 s.
+# So half-open TCP and SIGSTOP are detected within 4 s, and a coordinator that was started elsewhere is found while
+# leases last. gRPC's own threads answer pings, also while Penstock's threads are busy. The last of the three options
+# ends the connection; otherwise gRPC waits a minute for the answer. The coordinator detects silent peers by their
+# leases, so its pings only free the connections of lost peers. They are rare, because a busy peer that loses its
+# connection would have even more work.
 _FIND_GONE = (
     ("grpc.keepalive_time_ms", 2_000),
     ("grpc.keepalive_timeout_ms", 2_000),
@@ -86,8 +87,8 @@ _FREE_GONE = (("grpc.keepalive_time_ms", 30_000), ("grpc.keepalive_timeout_ms", 
 _COMMON = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
-    # gRPC unpacks a compressed message before it measures it: 300 KiB can be 300 MiB, from a caller as from an impostor
-    # who answers one. Neither end compresses, so compressed messages are not unpacked, and are not valid messages.
+    # gRPC decompresses a message before it checks its size: 300 KiB can become 300 MiB, in a request and in a reply.
+    # Neither end compresses, so decompression is off, and a compressed message is invalid.
     ("grpc.per_message_decompression", 0),
 )
 
@@ -98,36 +99,37 @@ _CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.max_receive_message_length", REPLY_MAX),
     ("grpc.max_metadata_size", METADATA_MAX),
     ("grpc.absolute_max_metadata_size", 2 * METADATA_MAX),
-    # A coordinator is inside the cluster; a proxy for the outside world (http_proxy) is never used.
+    # A coordinator is inside the cluster, so a proxy for the Internet (http_proxy) is never used.
     ("grpc.enable_http_proxy", 0),
     # A restarted coordinator is found again within a second: callers retry, gRPC's own backoff goes up to 2 minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    # This is also the timeout of a connection. A coordinator to which thousands of daemons reconnect at once takes
-    # seconds; a restart of the attempt would only add load. But while a machine that has vanished is tried, its name is
-    # not looked up again.
+    # This is also the timeout of a connection attempt. A coordinator to which thousands of daemons reconnect at once
+    # takes seconds to accept, and a restarted attempt would add load. A longer timeout would delay the next look-up of
+    # the name of a machine that is gone.
     ("grpc.min_reconnect_backoff_ms", 3_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    # A coordinator at a new address under its name is found as soon: gRPC resolves the name again after a failed
-    # connection, at most at this interval; its default is 30 s, longer than every lease.
+    # gRPC resolves the coordinator's name again after a failed connection, at most at this interval. The default of 30
+    # s is longer than every lease, so a coordinator at a new address would be found too late.
     ("grpc.dns_min_time_between_resolutions_ms", 1_000),
-    # Two channels of one process are two connections; sharing one would let a closed client disturb another.
+    # Each channel has a connection of its own, so that a closed client does not affect another.
     ("grpc.use_local_subchannel_pool", 1),
 )
 _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     *_COMMON,
     *_FREE_GONE,
-    # The server's part: without it a client that pings more often than every 5 minutes is disconnected.
+    # Without this the server disconnects clients that ping more often than every 5 minutes.
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.max_send_message_length", REPLY_MAX),
     ("grpc.max_receive_message_length", REQUEST_MAX),
-    # One limit: between this pair gRPC refuses at random. Callers send a token, of 4 KiB at most, and two short words.
+    # The soft and hard limits are equal: between them gRPC refuses at random. Callers send a token of at most 4 KiB and
+    # two short values.
     ("grpc.max_metadata_size", METADATA_MAX),
     ("grpc.absolute_max_metadata_size", METADATA_MAX),
-    # Deadline of a new connection for TLS and HTTP/2; the default of two minutes would let silent peers accumulate.
+    # Deadline of TLS and HTTP/2 on a new connection. With the default of two minutes silent peers would accumulate.
     ("grpc.server_handshake_timeout_ms", 10_000),
-    # Limit of a connection with a proven token and no call (connection_limits.py ends the others). Daemons and training
-    # jobs always have a call under way; other callers reconnect transparently.
+    # Limit for a connection with a proven token and no call (connection_limits.py ends connections without a token).
+    # Daemons and training jobs always have a call under way; other callers reconnect by themselves.
     ("grpc.max_connection_idle_ms", 300_000),
     # With the default, a second coordinator on the same port would silently take half of the connections.
     ("grpc.so_reuseport", 0),
@@ -151,7 +153,7 @@ def _options(tls: Tls | None) -> tuple[tuple[str, int | str], ...]:
 def connect(address: str, tls: Tls | None = None, *below: Any) -> grpc.Channel:
     """Return a blocking channel to the coordinator. It opens no connection yet; use it through calls.CoordinatorClient.
 
-    below: interceptors, nearer to the network than those of traces.
+    below: interceptors that run between those of traces and the network.
 
     Raises InvalidArgumentError for an invalid address, UnsafeBindError for a Unix socket that another user controls.
     """
@@ -213,28 +215,30 @@ async def server_aio(
     Args:
         listen: address; port 0 takes a free one.
         tokens: tokens of callers, with their roles: see penstock.proto.rpc.credentials.tokens.
-        register: adds the services to what it is given, which stands for the server.
-        tls: what to show; with a CA in it callers must show a certificate too.
-        insecure: allows an address that other machines can reach without TLS.
-        calls: where the calls that it answers are counted.
-        inner: "unix:/path" to listen on too, in a folder of this process alone.
+        register: adds the services to the AuthInterceptor that it is called with.
+        tls: certificate of the server; if it holds a CA, callers must show a certificate too.
+        insecure: allow an address that other machines can reach without TLS.
+        calls: counters of answered calls.
+        inner: second address to listen on, "unix:/path" in a private folder of this process.
 
-    Raises InvalidArgumentError for an address that cannot be listened on, UnsafeBindError for one that may not be,
-    PortTakenError for one in use.
+    Raises InvalidArgumentError for an invalid address, UnsafeBindError for an address that needs TLS, PortTakenError
+    for one in use.
     """
     check_address(listen)
     connections = Connections()
-    door = TokenVerifier(Tokens(tokens))
-    guard = AuthInterceptor(door, calls if calls is not None else CallCounters(), connections, tls)
+    verifier = TokenVerifier(Tokens(tokens))
+    interceptor = AuthInterceptor(verifier, calls if calls is not None else CallCounters(), connections, tls)
     refuse_unsafe(listen, encrypted=tls is not None, insecure=insecure)
     refuse_strangers(listen)
     if _answers(listen):
         raise PortTakenError(f"{listen} is in use by another process")
-    server = grpc.aio.server(handlers=(guard,), options=_SERVER_OPTIONS, interceptors=tracing.aio_server_interceptors())
-    register(guard)
-    add_reflection(SERVICE, guard)
+    server = grpc.aio.server(
+        handlers=(interceptor,), options=_SERVER_OPTIONS, interceptors=tracing.aio_server_interceptors()
+    )
+    register(interceptor)
+    add_reflection(SERVICE, interceptor)
     status = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(status, guard)
+    health_pb2_grpc.add_HealthServicer_to_server(status, interceptor)
     await status.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
     files: Renewing | None = None
     try:
@@ -250,18 +254,18 @@ async def server_aio(
     except RuntimeError as error:
         raise _why_not_bound(listen) from error
     await server.start()
-    tasks = [asyncio.create_task(_renew(door))]
-    if socket_path(listen) is not None:  # only this user reaches it
+    tasks = [asyncio.create_task(_renew(verifier))]
+    if socket_path(listen) is not None:  # only this user can connect to it
         return RunningServer(server, listen, status, tasks, files)
     tasks.append(asyncio.create_task(connections.watch(port)))
     return RunningServer(server, f"{listen.rpartition(':')[0]}:{port}", status, tasks, files)
 
 
-async def _renew(door: TokenVerifier) -> None:
+async def _renew(verifier: TokenVerifier) -> None:
     """Load new tokens from their file periodically, until cancelled."""
     while True:
         await asyncio.sleep(RENEW_S)
-        door.renew()
+        verifier.renew()
 
 
 def _server_credentials(files: Renewing) -> grpc.ServerCredentials:
@@ -273,13 +277,13 @@ def _server_credentials(files: Renewing) -> grpc.ServerCredentials:
 
     return grpc.dynamic_ssl_server_credentials(
         made(),
-        lambda: made() if files.renew() else None,  # type: ignore[arg-type,return-value]  # None: as before
+        lambda: made() if files.renew() else None,  # type: ignore[arg-type,return-value]  # None: unchanged
         require_client_authentication=bool(files.tls.ca),
     )
 
 
 def _answers(listen: str) -> bool:
-    """Return whether a process listens on this Unix socket: gRPC would silently take its name over."""
+    """Return whether a process listens on this Unix socket, because gRPC would silently replace that socket."""
     path = socket_path(listen)
     if path is None:
         return False
@@ -292,7 +296,7 @@ def _answers(listen: str) -> bool:
 
 
 def _why_not_bound(listen: str) -> PenstockError:
-    """Return the reason of gRPC's "failed to bind", by binding once more."""
+    """Return the reason of gRPC's "failed to bind", found by binding once more."""
     if (path := socket_path(listen)) is not None:
         return InvalidArgumentError(
             f"{path} must be at most 107 bytes long and in a folder that exists, to listen there"

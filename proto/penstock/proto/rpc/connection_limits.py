@@ -1,13 +1,13 @@
-"""Limits on connections to a gRPC server that show no token, so that they cannot exclude others.
+"""Limits on connections to a gRPC server without a valid token, so that they cannot exclude others.
 
-gRPC accepts every connection, without a limit: one costs a descriptor and some 50 KiB before any token, and a thousand
-silent ones stopped a coordinator. So this checks the process's own sockets, twice a second or less often. A connection
-without a call in `DEADLINE_S` is shut down, which gRPC treats as its peer's end. Where connections without a token
-exceed their share of the descriptors, the address that has most of them loses its oldest, until they do not: a flood
-closes its own connections. The log gets a line in `LOG_EVERY_S`.
+gRPC accepts connections without a limit. Each costs a descriptor and some 50 KiB before any token is checked, and a
+thousand silent ones stopped a coordinator. So this module checks the process's own sockets, at most twice a second. A
+connection without a call in `DEADLINE_S` is shut down, which gRPC treats as the peer's end. If connections without a
+token exceed their share of the descriptors, the oldest connections of the address that has most of them are closed
+until they do not. So a flood loses its own connections. The log gets one line in `LOG_EVERY_S`.
 
-A call with a token proves its connection for as long as that lasts; a health check, which needs none, only shows that
-it is not silent. gRPC ends proven connections without calls (channel.py).
+A call with a token proves its connection until the connection ends. A health check needs no token; it only shows that
+the connection is not silent. gRPC itself ends proven connections without calls (channel.py).
 """
 
 from __future__ import annotations
@@ -31,17 +31,16 @@ __all__ = ["Connection", "Connections", "raise_file_limit", "surplus"]
 DEADLINE_S = 10.0
 """Seconds without a call after which a connection ends; gRPC's own limit for TLS and HTTP/2 is as long."""
 EVERY_S = 0.5
-"""Shortest time between two checks, seconds. A flood takes all descriptors within this time."""
+"""Smallest number of seconds between two checks. A flood can take all descriptors within this time."""
 COST_SHARE = 0.01
 """Largest share of one core's time for checks: with 10,000 connections a check takes some 30 ms."""
 LOG_EVERY_S = 10.0
 SHARE = 0.25
 """Share of all descriptors for connections without a token; enough for a whole fleet that reconnects."""
 UNPROVEN_MAX = 8192
-"""Largest number of such connections, for any number of descriptors: gRPC holds about 50 KiB for each."""
+"""Largest number of connections without a token, for any number of descriptors: gRPC holds about 50 KiB for each."""
 FILES_MAX = 1 << 20
-"""Largest limit of descriptors that is set: with an unlimited hard limit, some libraries would make tables of its
-size."""
+"""Largest limit of descriptors that is set, because some libraries allocate tables as large as the limit."""
 
 log = logging.getLogger("penstock.connections")
 
@@ -50,7 +49,7 @@ Peer = tuple[str, int]
 
 
 def raise_file_limit() -> None:
-    """Raise this process's limit of descriptors as far as allowed: each connection takes one."""
+    """Raise this process's limit of descriptors as far as allowed, because each connection takes one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = FILES_MAX if hard == resource.RLIM_INFINITY else min(hard, FILES_MAX)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -63,10 +62,10 @@ class Connection:
     """Accepted connection."""
 
     link: str
-    """Link of its descriptor in /proc: the socket's number, which is unique."""
+    """Target of the descriptor's link in /proc, which names the socket's unique number."""
     peer: Peer
     since: float
-    """Time of the first check that found it, seconds."""
+    """Time of the first check that found the connection, seconds."""
     fd: int
 
 
@@ -75,9 +74,9 @@ def surplus(unproven: Iterable[Connection], silent: set[Peer], now: float, most:
 
     Args:
         unproven: connections that have shown no token.
-        silent: peers of those that have made no call at all.
+        silent: peers that have made no call at all.
         now: time on the clock of `Connection.since`, seconds.
-        most: largest number of unproven ones that may stay.
+        most: largest number of unproven connections that may stay.
     """
     left = sorted(unproven, key=lambda one: one.since)
     ended = [one for one in left if one.peer in silent and now - one.since > DEADLINE_S]
@@ -90,7 +89,8 @@ def surplus(unproven: Iterable[Connection], silent: set[Peer], now: float, most:
     while count > most:
         most_of_one = max(by_address.values(), key=len)
         others = sorted(map(len, by_address.values()))[-2] if len(by_address) > 1 else 0
-        # Down to the count of the next address, and at least one: steps by addresses, not by connections.
+        # Down to the count of the next address, and at least one: a loop over addresses is faster than one over
+        # connections.
         some = max(1, min(count - most, len(most_of_one) - others))
         ended += most_of_one[:some]
         del most_of_one[:some]
@@ -127,23 +127,24 @@ class Connections:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._port = 0
-        self._heard: dict[str, Peer | None] = {}
-        """gRPC's name of a peer that has made a call -> the peer."""
+        self._callers: dict[str, Peer | None] = {}
+        """gRPC's name of a peer that has made a call -> the peer's address and port."""
         self._proven: set[Peer | None] = set()
         """Peers that have shown a token."""
         self._known: dict[str, Connection] = {}
         self._missing: set[str] = set()
-        """Names in `_heard` without a connection at the last check."""
+        """Names in `_callers` without a connection at the last check."""
         self._logged_at = -LOG_EVERY_S
         self._ended: Counter[str] = Counter()
         """Address -> connections ended since the last line of the log."""
 
-    def heard(self, peer: str, *, proven: bool) -> None:
-        """Record a call, with a token or one that needs none. Called for each call: one lookup in a dict."""
-        if peer not in self._heard:
-            self._heard[peer] = _peer_of(peer)
+    def note_call(self, peer: str, *, proven: bool) -> None:
+        """Record a call. proven: whether it had a valid token. It runs for each call, so it does only one look-up in a
+        dict."""
+        if peer not in self._callers:
+            self._callers[peer] = _peer_of(peer)
         if proven:
-            self._proven.add(self._heard[peer])
+            self._proven.add(self._callers[peer])
 
     async def watch(self, port: int) -> None:
         """Check the connections to `port` periodically, until cancelled."""
@@ -151,24 +152,24 @@ class Connections:
         while True:
             began = time.perf_counter()
             for said in await asyncio.to_thread(self.look):
-                self._proven.discard(self._heard.pop(said))
+                self._proven.discard(self._callers.pop(said))
             await asyncio.sleep(max(EVERY_S, (time.perf_counter() - began) / COST_SHARE))
 
     def look(self) -> set[str]:
-        """End connections above the limits. Return the names in `_heard` whose connections are gone."""
+        """End connections above the limits. Return the names in `_callers` whose connections are gone."""
         now = self._clock()
         found = self._found(now)
-        heard = self._heard.copy()  # atomic, because the event loop runs at the same time
+        callers = self._callers.copy()  # one atomic operation, because the event loop runs at the same time
         unproven = [one for one in found.values() if one.peer not in self._proven]
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = UNPROVEN_MAX if soft == resource.RLIM_INFINITY else min(UNPROVEN_MAX, int(SHARE * soft))
-        silent = {one.peer for one in unproven} - set(heard.values())
+        silent = {one.peer for one in unproven} - set(callers.values())
         for one in surplus(unproven, silent, now, most):
             if _shut(one):
                 self._ended[one.peer[0]] += 1
         here = {one.peer for one in found.values()}
-        missing = {said for said, peer in heard.items() if peer not in here}
-        gone, self._missing = missing & self._missing, missing  # once may be one that came after the look at sockets
+        missing = {said for said, peer in callers.items() if peer not in here}
+        gone, self._missing = missing & self._missing, missing  # twice in a row: names may be newer than `found`
         self._tell(now)
         return gone
 
@@ -180,7 +181,7 @@ class Connections:
             if known is None:
                 ends = _ends(fd)
                 if ends is None or ends[0] != self._port:
-                    continue  # listens, is no TCP, or is something else of this process
+                    continue  # a listening socket, not TCP, or another socket of this process
                 known = Connection(link, ends[1], now, fd)
             found[link] = known
         self._known = found
@@ -202,7 +203,7 @@ def _sockets() -> Iterator[tuple[int, str]]:
     except OSError as error:
         if error.errno != errno.EMFILE:
             raise
-        numbers = range(resource.getrlimit(resource.RLIMIT_NOFILE)[0])  # all are taken
+        numbers = range(resource.getrlimit(resource.RLIMIT_NOFILE)[0])  # no descriptor is free to list /proc
     for fd in numbers:
         try:
             link = os.readlink(f"/proc/self/fd/{fd}")
@@ -214,7 +215,7 @@ def _sockets() -> Iterator[tuple[int, str]]:
 
 @contextmanager
 def _borrowed(fd: int) -> Iterator[socket.socket]:
-    """Return gRPC's own descriptor as a socket, not a copy: there may be no descriptor left for one."""
+    """Yield gRPC's own descriptor as a socket. It is not a copy, because no descriptor may be free."""
     borrowed = socket.socket(fileno=fd)
     try:
         yield borrowed
@@ -235,7 +236,7 @@ def _ends(fd: int) -> tuple[int, Peer] | None:
 
 
 def _shut(one: Connection) -> bool:
-    """Shut the connection down if its descriptor is still its own. gRPC sees that as its end, and frees it."""
+    """Shut the connection down, if its descriptor has not been reused. gRPC then frees the connection."""
     try:
         if os.readlink(f"/proc/self/fd/{one.fd}") != one.link:
             return False

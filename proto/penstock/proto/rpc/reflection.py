@@ -1,7 +1,7 @@
-"""gRPC's server reflection: a caller can list the methods, and needs no .proto files (grpcurl, Postman).
+"""gRPC's server reflection, with which callers list the methods without .proto files (grpcurl, Postman).
 
-Optional: it is served where the package grpcio-reflection is installed, `pip install 'penstock[reflection]'`. It
-returns the content of coordinator.proto, only to callers with a token of any role.
+It is optional: it needs the package grpcio-reflection, `pip install 'penstock[reflection]'`. It returns the content of
+coordinator.proto to callers with a token of any role.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ __all__ = ["add_reflection"]
 
 
 def add_reflection(service: str, server: Any) -> bool:
-    """Adds the reflection service that describes `service`, and itself; false if its package is not installed."""
+    """Add the reflection service, which describes `service` and itself. Return False if its package is not
+    installed."""
     try:
         from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
     except ImportError:

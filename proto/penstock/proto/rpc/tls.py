@@ -1,4 +1,4 @@
-"""TLS: the files of this end, their check, and the reasons why another end refuses them.
+"""TLS: this end's certificate files, their check, and the reasons why another end refuses them.
 
 Three files and a name serve every process: `ca`, the signer of the other end's certificate; `cert` and `key`, the
 certificate of this end; `name`, the name expected in the other end's certificate instead of the address that was
@@ -10,10 +10,11 @@ operator's command needs the ca, and a certificate where one is requested; a wor
 accepts lanes, needs all three.
 
 Files are read at the start, and again at each connection (`Renewing`). Each is checked then, by a handshake of this
-process with itself: OpenSSL finds a wrong key or an expired certificate better than code of ours. Errors that only the
-other end shows (an unknown CA, another name, no TLS at all) become a TlsError too, with the remedy: see `explain`.
+process with itself, because OpenSSL detects a wrong key or an expired certificate reliably. Errors that only the other
+end can cause (an unknown CA, another name, no TLS at all) become a TlsError too, with the remedy: see `explain`.
 
-gRPC has a TLS of its own; `Tls` keeps the bytes for it. Lanes use Python's, with TLS 1.3 only: both ends are ours.
+gRPC has its own TLS, for which `Tls` keeps the bytes of the files. Lanes use Python's ssl with TLS 1.3 only, because
+both ends are Penstock.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _log = logging.getLogger("penstock.tls")
 _Role = TypeVar("_Role", bound=str)
 
 MAX_FILE = 1 << 20
-"""Largest certificate file, bytes: a whole bundle of public CAs has a fifth."""
+"""Largest certificate file, bytes: five times a bundle of all public CAs."""
 _EXPIRED, _NOT_YET, _OTHER_NAME = (10,), (9,), (62, 64)
 """Numbers X509_V_ERR_... of failed verifications."""
 _UNKNOWN_CA = (2, 18, 19, 20, 21, 24)
@@ -86,14 +87,14 @@ class Tls:
             )
 
     def roles_named(self, names: Iterable[str], roles: Iterable[_Role]) -> frozenset[_Role]:
-        """Return the roles that a certificate with these names is for; all where certificates do not name roles."""
+        """Return the roles that a certificate with these names is for; all roles if certificates do not name roles."""
         if not self.by_role:
             return frozenset(roles)
         shown = set(names)
         return frozenset(role for role in roles if self.expected(role) in shown)
 
     def for_server(self) -> Tls:
-        """Return self. Raises TlsError without a certificate to show to callers."""
+        """Return self. Raises TlsError if there is no certificate to show to callers."""
         if not self.cert:
             raise TlsError(
                 f"a server with tls_ca={self.ca_file} also needs tls_cert and tls_key: pass --tls-cert and "
@@ -102,7 +103,7 @@ class Tls:
         return self
 
     def for_client(self) -> Tls:
-        """Return self. Raises TlsError without a CA to check the other end with."""
+        """Return self. Raises TlsError if there is no CA with which to check the other end."""
         if not self.ca:
             raise TlsError(
                 "TLS without a CA would trust every server: pass tls_ca, the file of the CA that signed the other "
@@ -113,7 +114,7 @@ class Tls:
     def server_context(self) -> ssl.SSLContext:
         """Return the context of a lane's accepting end. It requests certificates if there is a CA."""
         context = _context(ssl.PROTOCOL_TLS_SERVER)
-        # Lanes do not resume sessions, and a ticket is a write that nothing waits for.
+        # Lanes do not resume sessions, so session tickets would only cost a write.
         context.num_tickets = 0
         _show(context, self)
         if self.ca:
@@ -148,7 +149,7 @@ def load_tls(ca: str = "", cert: str = "", key: str = "", name: str = "") -> Tls
 
 
 class Renewing:
-    """Files that may be replaced while a process runs. Invalid ones are logged and not used.
+    """Certificate files that may be replaced while a process runs. Invalid new files are logged and not used.
 
     role: role of this end as a server; "" = none.
     """
@@ -158,22 +159,22 @@ class Renewing:
         self.expires_at = expires(tls).timestamp() if role else 0.0
         """Expiry of the serving end's certificate, Unix time."""
         self._role = role
-        self._told = ""
+        self._logged = ""
         self._lock = threading.Lock()
 
     def renew(self) -> bool:
-        """Read the files again. Return whether they changed and are valid; `tls` has them then."""
+        """Read the files again. Return whether they changed and are valid; then `tls` holds the new ones."""
         with self._lock:
             try:
                 tls = self._read()
             except TlsError as error:
-                if error.message != self._told:
+                if error.message != self._logged:
                     _log.warning(
                         "the changed certificates cannot be used, and the current ones stay in use: %s", error.message
                     )
-                self._told = error.message
+                self._logged = error.message
                 return False
-            self._told = ""
+            self._logged = ""
             if tls is None:
                 return False
             self.tls = tls
@@ -218,8 +219,8 @@ def _read(what: str, file: str) -> bytes:
 
 
 class WrappedSocket(ssl.SSLSocket):
-    """Socket that our contexts make. For a connection that the other end has reset, Python's `wrap_socket` reads from
-    the new socket, and does not close it when that fails."""
+    """Socket that this module's contexts make. It works around a leak: if the other end has reset the connection,
+    Python's `wrap_socket` fails and does not close the new socket."""
 
     def getpeername(self) -> Any:
         try:
@@ -248,7 +249,7 @@ def _trust(context: ssl.SSLContext, tls: Tls) -> None:
 
 def _show(context: ssl.SSLContext, tls: Tls) -> None:
     try:
-        # Without a password function OpenSSL would ask at the terminal.
+        # Without a password function OpenSSL would prompt at the terminal.
         context.load_cert_chain(tls.cert_file, tls.key_file, password=lambda: "")
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
@@ -280,7 +281,8 @@ def expires(tls: Tls) -> datetime.datetime:
 
 
 def _rehearse(tls: Tls) -> dict[str, Any]:
-    """Do a handshake of this process with itself, to check the dates and key of its certificate. Return its content."""
+    """Do a handshake of this process with itself, which checks the certificate's dates and key. Return the
+    certificate's content."""
     server, client = tls.server_context(), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     server.verify_mode = ssl.CERT_NONE
     client.check_hostname = False
@@ -329,14 +331,15 @@ def no_tls_here(what: str) -> TlsError:
 
 
 _DAMAGED = ("BAD_RECORD_MAC", "DECODE_ERROR", "BAD_SIGNATURE", "DIGEST_CHECK_FAILED")
-"""Reasons of OpenSSL for damaged bytes, and its alerts when the other end has found some. Not DECRYPT_ERROR: that alert
-also comes for a certificate of a CA that was made anew under its old name."""
+"""OpenSSL's reasons for damaged bytes, and its alerts if the other end has found some. DECRYPT_ERROR is not one of
+them: that alert also comes if a CA was made again under its old name."""
 
 
 def explain(error: OSError, what: str, tls: Tls) -> TlsError | None:
     """Return the error of a handshake with `what` that this end began; None if TLS was not the cause.
 
-    Also for the first read after it: with TLS 1.3 the other end's refusal of our certificate comes only then.
+    Call it also for an error of the first read after the handshake: with TLS 1.3 the other end's refusal of this end's
+    certificate comes only then.
     """
     if isinstance(error, ssl.SSLCertVerificationError):
         if error.verify_code in _OTHER_NAME:
@@ -390,9 +393,9 @@ def host_of(address: str) -> tuple[str, int]:
 
 
 def diagnose(address: str, tls: Tls | None, what: str, timeout_s: float) -> TlsError | None:
-    """Return why calls to a listening coordinator fail, if TLS is the reason; None if it is not, or unknown.
+    """Return the reason why calls to a listening coordinator fail, if it is TLS; None otherwise, or if it is not known.
 
-    gRPC reports "Socket closed" in all cases, so this connects once more to find out.
+    gRPC reports "Socket closed" in all cases, so this function connects once more to find the reason.
     """
     if socket_path(address) is not None:
         return None

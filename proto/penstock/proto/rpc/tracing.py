@@ -1,12 +1,12 @@
 """OpenTelemetry spans of control calls, if enabled.
 
-A process with PENSTOCK_OTEL or --otel calls `start` once; until then nothing of OpenTelemetry is imported, and
-penstock.proto.rpc.channel, which opens every channel and server, gets them back unchanged. The standard OTEL_*
-variables decide where spans go, and how many are kept.
+A process with PENSTOCK_OTEL or --otel calls `start` once. Without that call OpenTelemetry is not imported, and `traced`
+returns channels unchanged. The standard OTEL_* variables decide where spans are sent, and how many are kept.
 
-The context of a call travels in its metadata, so a span of the coordinator is a child of its caller's. Heartbeat and
-WatchRun have no spans: they are held until there is news and repeated for ever, and would hide all others. No span
-holds metadata, where the token is; of a request it holds run, box and slot. Runners have no spans: they have no gRPC.
+The context of a call is sent in its metadata, so a span of the coordinator is a child of its caller's span. Heartbeat
+and WatchRun have no spans: these long polls are repeated all the time, and would hide all other spans. No span holds
+metadata, because the token is there; of a request it holds run, box and slot. Runners have no spans, because they have
+no gRPC.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def start(service: str) -> None:
             f"traces need OpenTelemetry, of which {error.name} is not installed: pip install 'penstock[otel]'"
         ) from error
     about = {"service.name": service, "service.version": VERSION, "host.name": socket.gethostname()}
-    # The environment's description of the resource wins.
+    # The resource in the environment has priority.
     exporter = OTLPSpanExporter()
     provider = TracerProvider(resource=Resource(about).merge(OTELResourceDetector().detect()), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(exporter))
@@ -71,8 +71,8 @@ def start(service: str) -> None:
 def _flush_at_exit(provider: TracerProvider, exporter: SpanExporter) -> None:
     """Send the remaining spans when this process ends, within FLUSH_S.
 
-    Neither the flush nor the shutdown of the provider has a deadline, but the exporter stops when it is shut down
-    itself. That takes a thread, which must exist before: none can be started at the end of a process.
+    Neither the flush nor the shutdown of the provider has a deadline; a shutdown of the exporter ends both. A thread
+    does that after FLUSH_S. It is started early, because no thread can be started at the end of a process.
     """
     pid, ending = os.getpid(), threading.Event()
 
@@ -119,7 +119,7 @@ def _on_request(span: Any, request: Any) -> None:
     span.set_attributes(_attributes(request))
 
 
-def _theirs() -> Any:
+def _instrumentation() -> Any:
     """Return OpenTelemetry's instrumentation of gRPC, which is not typed."""
     from opentelemetry.instrumentation import grpc as theirs
     from opentelemetry.instrumentation.grpc import grpcext as _grpcext  # noqa: F401
@@ -131,7 +131,7 @@ def traced(channel: grpc.Channel) -> grpc.Channel:
     """Return the channel, with spans for its calls if this process traces them."""
     if _provider is None:
         return channel
-    theirs = _theirs()
+    theirs = _instrumentation()
     intercepted: grpc.Channel = theirs.grpcext.intercept_channel(
         channel, theirs.client_interceptor(_provider, _is_traced, _on_request)
     )
@@ -142,11 +142,11 @@ def aio_client_interceptors() -> list[grpc.aio.ClientInterceptor] | None:
     """Return the interceptors of an asyncio channel; None if this process traces nothing."""
     if _provider is None:
         return None
-    return [*_theirs().aio_client_interceptors(_provider, _is_traced, _on_request), ErrorInterceptor()]
+    return [*_instrumentation().aio_client_interceptors(_provider, _is_traced, _on_request), ErrorInterceptor()]
 
 
 def aio_server_interceptors() -> list[grpc.aio.ServerInterceptor] | None:
     """Return the interceptors of an asyncio server; None if this process traces nothing."""
     if _provider is None:
         return None
-    return [_theirs().aio_server_interceptor(_provider, _is_traced)]
+    return [_instrumentation().aio_server_interceptor(_provider, _is_traced)]

@@ -1,8 +1,8 @@
 """Errors between two processes: the only place that converts between exceptions and their form on the wire.
 
-A handler raises any exception; `abort` turns a PenstockError into its status of the catalogue plus an ErrorDetail
-in trailing metadata, and anything else into UNKNOWN with the traceback, so that a bug can be read at the other end.
-`translating` is the reverse: no grpc.RpcError leaves it, and every error names the address.
+A handler may raise any exception. `abort` converts a PenstockError to its status in the catalogue and an ErrorDetail in
+trailing metadata; it converts any other exception to UNKNOWN with the traceback, so that the other end can show the
+bug. `translating` converts back: it raises no grpc.RpcError, and every error names the address.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ __all__ = ["METADATA_MAX", "ErrorInterceptor", "abort", "answer_of", "cut", "det
 _Reply = TypeVar("_Reply")
 
 METADATA_MAX = 64 * 1024
-"""Largest metadata, bytes, set at both ends: errors travel in it, and the default of 8 KiB is less than a traceback."""
+"""Largest metadata, bytes, set at both ends: errors are sent in it, and a traceback exceeds the default of 8 KiB."""
 NAME_KEEP = 256
 MESSAGE_KEEP = 8 * 1024
 TRACEBACK_KEEP = 24 * 1024
-"""Limit of an error's message and remote traceback, characters; with base64 on top they stay below METADATA_MAX."""
+"""Largest message, and largest remote traceback, of an error, characters. In base64 both stay below METADATA_MAX."""
 
 ERROR_KEY = "penstock-error-bin"
 RETRY_KEY = "penstock-retry-after-ms"
@@ -52,7 +52,8 @@ RETRY_KEY = "penstock-retry-after-ms"
 
 
 def _middle_out(text: str, keep: int) -> str:
-    """Return `text` in at most about `keep` bytes: both ends stay, where a traceback has its place and cause."""
+    """Return `text` in at most about `keep` bytes, without its middle: the two ends of a traceback show location and
+    cause."""
     raw = text.encode(errors="backslashreplace")
     if len(raw) <= keep:
         return raw.decode()
@@ -64,8 +65,8 @@ def _middle_out(text: str, keep: int) -> str:
 def detail_of(error: BaseException) -> records_pb2.ErrorDetail:
     """Return the error as a message, for fields of type ErrorDetail and for trailing metadata.
 
-    A PenstockError keeps its name and the remote traceback that it brought along; anything else is a bug or a user's
-    exception that nobody named, so it becomes a PenstockError that carries this process's traceback.
+    A PenstockError keeps its name and its remote traceback. Any other exception becomes a PenstockError with this
+    process's traceback.
     """
     if isinstance(error, PenstockError):
         name = next((cls.__name__ for cls in type(error).__mro__ if cls.__name__ in CATALOGUE), "PenstockError")
@@ -80,7 +81,7 @@ def detail_of(error: BaseException) -> records_pb2.ErrorDetail:
 
 
 def cut(detail: records_pb2.ErrorDetail, most: int = TRACEBACK_KEEP) -> records_pb2.ErrorDetail:
-    """Return another process's error message, its texts cut to the size of ours, or to `most` bytes each."""
+    """Return another process's error message, with each text cut to `most` bytes."""
     return records_pb2.ErrorDetail(
         name=detail.name[:NAME_KEEP],
         message=_middle_out(detail.message, min(most, MESSAGE_KEEP)),
@@ -94,7 +95,7 @@ def _one_line(error: BaseException) -> str:
 
 def error_of(detail: records_pb2.ErrorDetail) -> PenstockError:
     """Return the error of a message from `detail_of`."""
-    # Cut and escaped here too: what a peer makes of an error is printed where it arrives.
+    # Cut and escape here too, because a peer may send any text, and it will be printed.
     name = plain(detail.name, NAME_KEEP)
     return error_named(name, plain(detail.message, LONGEST), plain(detail.remote_traceback, LONGEST))
 
@@ -144,10 +145,10 @@ def translating(address: str, method: str, deadline_s: float, closed: Callable[[
     """Translate every error of gRPC within the block, around a sync or awaited call, chained to its cause.
 
     Args:
-        address: of the coordinator, for messages.
+        address: coordinator's address, for messages.
         method: the call's name, for messages.
         deadline_s: the deadline that was given to the call, seconds.
-        closed: true once this side has closed the channel; tells "we closed it" from "the peer vanished".
+        closed: returns True once this side has closed the channel, to distinguish that from a lost peer.
     """
     try:
         yield
@@ -158,7 +159,7 @@ def translating(address: str, method: str, deadline_s: float, closed: Callable[[
             raise
         raise LaneClosedError(f"the connection to the coordinator at {address} is closed: no {method}") from error
     except asyncio.CancelledError as error:
-        # A closed aio channel cancels its pending calls, which looks as if our task had been cancelled.
+        # A closed aio channel cancels its pending calls, which looks like a cancellation of this task.
         task = asyncio.current_task()
         if not closed() or task is None or task.cancelling():
             raise
@@ -171,8 +172,8 @@ async def answer_of(call: grpc.aio.StreamUnaryCall[Any, _Reply]) -> _Reply:
     """Return the reply of `await call`; if it failed, raise the status that the server sent.
 
     A server may refuse while parts are still being written, and a write to a call that is over fails. gRPC for asyncio
-    (up to 1.85 at least) then puts INTERNAL in the place of the status that had come, and the reason is lost. The real
-    one is read at the only moment when it is certain to be there: in the callback that its arrival makes.
+    (up to 1.85 at least) then replaces the received status by INTERNAL, and the reason is lost. The real status is read
+    in the callback of its arrival, the only moment when it is certain to exist.
     """
     statuses: list[grpc.aio.AioRpcError] = []
     call.add_done_callback(lambda ended: statuses.append(_ended_with(ended)))
@@ -180,14 +181,15 @@ async def answer_of(call: grpc.aio.StreamUnaryCall[Any, _Reply]) -> _Reply:
         return await call
     except grpc.aio.AioRpcError as error:
         for status in statuses:
-            # INTERNAL is also what a broken journal is answered with; such a one carries its error along.
+            # A broken journal is answered with INTERNAL too, but then with an error in the metadata.
             if status.code() is not grpc.StatusCode.INTERNAL or status.trailing_metadata():
                 raise status from error
         raise
 
 
 class ErrorInterceptor(grpc.aio.StreamUnaryClientInterceptor):
-    """Interceptor with `answer_of` below others: OpenTelemetry's return a call once it has ended, which is too late."""
+    """Interceptor that applies `answer_of`. It must run below OpenTelemetry's interceptors, which return a call only
+    after its end: too late."""
 
     async def intercept_stream_unary(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
         call = await continuation(client_call_details, request_iterator)
@@ -204,7 +206,7 @@ def _ended_with(call: Any) -> grpc.aio.AioRpcError:
 
 
 def _at_once(asked: Coroutine[Any, Any, Any]) -> Any:
-    """Return the result of a coroutine that has nothing to wait for."""
+    """Return the result of a coroutine that does not have to wait."""
     try:
         asked.send(None)
     except StopIteration as done:

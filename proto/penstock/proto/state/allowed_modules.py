@@ -1,7 +1,7 @@
-"""Allowed modules of a worker: prefixes of the modules whose input_fn it may run, listed by its operator.
+"""Module prefixes from which a worker may run an input_fn, as its operator listed them.
 
-The worker enforces them. The coordinator checks them too, so that it does not assign a slot to a worker that must
-refuse it.
+The worker enforces the list. The coordinator checks it too, so that it does not assign a slot to a worker that must
+refuse the slot.
 """
 
 from __future__ import annotations

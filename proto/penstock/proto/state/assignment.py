@@ -1,12 +1,12 @@
-"""Assignment of this process: the value that `current_assignment()` returns inside a user's input_fn.
+"""The assignment of this process: the value that `current_assignment()` returns inside a user's input_fn.
 
 A runner sets it once, before it calls input_fn; the training job sets it around the local instances that it builds of a
-loader. Elsewhere it is neutral: the only worker of the only box, so that an input_fn runs anywhere.
+loader. Elsewhere the assignment is that of the only worker of the only box, so that an input_fn also runs there.
 
-It is a plain module global, not a context variable: input_fn may start threads, and a new thread begins with an empty
-context. A byte of shared memory records whether it was read: the reader is often a worker process that torch's
-DataLoader forked, and the runner needs the record. An input that never reads it streams the whole data set from every
-worker, which deserves a warning.
+The assignment is a module global, not a context variable, because input_fn may start threads, and a new thread begins
+with an empty context. A byte of shared memory records whether the assignment was read. It is shared because the reader
+is often a worker process that torch's DataLoader forked. The runner warns about an input that never reads its
+assignment, because it streams the whole data set from every worker.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ NEUTRAL = Assignment(box=0, num_boxes=1, slot=0, num_workers_per_box=1, seed=0, 
 
 _current = NEUTRAL
 _alone = replace(NEUTRAL)
-"""Assignment for code that must not divide its data; not NEUTRAL itself, which means that there is no run."""
+"""Assignment for code that must not divide its data. It is a copy, because NEUTRAL itself means "outside a run"."""
 _looked = mmap.mmap(-1, 1)  # shared with forked children
 
 
@@ -113,7 +113,7 @@ def set_assignment(assignment: Assignment) -> None:
     """Set this process's assignment, as a runner does, and mark it as not read."""
     global _current, _looked
     _current = assignment
-    _looked = mmap.mmap(-1, 1)  # not the one that came with the fork server's memory: all of its children have that
+    _looked = mmap.mmap(-1, 1)  # a new one: the fork server's is shared by all of its children
 
 
 @contextmanager
@@ -129,12 +129,12 @@ def assigned(assignment: Assignment) -> Iterator[None]:
 
 
 Seat = tuple[Assignment, mmap.mmap]
-"""Assignment, and the mark of whether it was read."""
+"""Assignment, and the shared byte that records whether it was read."""
 
 
 def exchange(seat: Seat | None) -> Seat:
-    """Switch to another worker's assignment, None if it is not set yet; return the one before. For a process in which
-    several workers take turns."""
+    """Switch to another worker's assignment (None if it is not set yet), in a process that several workers share in
+    turn; return the one before."""
     global _current, _looked
     before = _current, _looked
     _current, _looked = seat if seat is not None else (NEUTRAL, mmap.mmap(-1, 1))
@@ -144,7 +144,7 @@ def exchange(seat: Seat | None) -> Seat:
 def step_aside() -> Assignment:
     """Make this process appear as the only worker of the only box. Return the assignment, for `step_back`.
 
-    Does not change whether it counts as read.
+    Does not change whether the assignment counts as read.
     """
     global _current, _alone
     before = _current
@@ -171,5 +171,5 @@ def looked_at() -> bool:
 
 
 def mark_looked_at() -> None:
-    """Mark the assignment as read, for another way to read it such as torch's get_worker_info()."""
+    """Mark the assignment as read, because it was read in another way, such as by torch's get_worker_info()."""
     _looked[0] = 1

@@ -1,9 +1,9 @@
-"""Callables and arguments by value: pickles for this machine's own processes only.
+"""Pickles of callables and their arguments, for this machine's own processes only.
 
-An object with an importable name travels as that name. Others (a lambda, a local function, a function or a class of a
-notebook) travel as code with the values that they hold, by cloudpickle: both ends are the same interpreter of the same
-user. The training script's own functions and classes travel by their names and are looked up in the script as workers
-load it.
+An object with an importable name is sent as that name. Other objects (a lambda, a local function, a function or class
+of a notebook) are sent by cloudpickle as code with the values that they hold, which works because both ends are the
+same interpreter of the same user. The training script's own functions and classes are sent by name, and looked up in
+the script that the worker loads.
 
 Only an embedded worker loads this; see penstock.worker.processes.user_code.
 """
@@ -51,7 +51,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Name of the function or class pickled last, for errors."""
 
     def reducer_override(self, value: Any) -> Any:
-        """Reduce a function behind lru_cache to its code: by default it travels by a name that workers do not have."""
+        """Reduce a function under lru_cache to its code. By default it is pickled by name, and workers may not have the
+        name."""
         if type(value) is functools._lru_cache_wrapper and not _is_importable(value):
             return _cached, (value.__wrapped__, value.cache_parameters())
         return super().reducer_override(value)
@@ -66,7 +67,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if not _is_named(value, module):
             return None
         spec = getattr(module, "__spec__", None)
-        if spec is not None and spec.name not in _MAIN_NAMES:  # started as a module
+        if spec is not None and spec.name not in _MAIN_NAMES:  # started by python -m
             return "module", spec.name, value.__qualname__
         return ("main", value.__qualname__) if os.path.isfile(getattr(module, "__file__", None) or "") else None
 

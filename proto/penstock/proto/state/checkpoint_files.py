@@ -7,13 +7,13 @@
             penstock.json       the manifest: size and checksum of each file, and the order of saves
         step-125.tmp-4f2a9c01/  a save in flight, or what a stopped save left: never read
         step-100.old-77e01b9d/  a checkpoint that another save of the same step is replacing
-        latest                  the name of the newest, for people and scripts
+        latest                  the name of the newest one, for people and scripts
 
 A save renames its folder to `step-N` as its last action, so every folder of that name is complete. The manifest detects
 later damage: half a copy, a bad disk, a deleted file.
 
-The newest checkpoint need not have the largest step: a training that goes back to step 50 and saves step 75 wants 75
-next time, and not the 100 of the abandoned branch. So the saves of a folder are numbered (`Manifest.sequence`).
+The newest checkpoint need not have the largest step: if a training goes back to step 50 and saves step 75, the next
+resume must take 75, and not the earlier 100. So the saves of a folder are numbered (`Manifest.sequence`).
 
 A reader pins a checkpoint (`pinned`) by a shared lock on its manifest, and a deletion skips pinned checkpoints
 (`claimed`). Both locks end with the process that holds them.
@@ -77,20 +77,21 @@ MANIFEST = "penstock.json"
 METADATA = ".metadata"
 LATEST = "latest"
 FAILED = "failed.json"
-"""File of rank 0 in a temporary folder: why its save was given up. {"save": id, "causes": {rank: why}}"""
+"""File of rank 0 in a temporary folder, with the reasons why the save failed: {"save": id, "causes": {rank: reason}}"""
 ASKED = "alive.ask"
-"""File of rank 0 in a temporary folder, once its training process has ended: requests signs of life of other ranks."""
+"""File that rank 0 creates in a temporary folder after its training process has ended, to request signs of life from
+the other ranks."""
 LOCK = ".lock"
 FIELDS = ("name", "bytes", "xxh3", "parts")
 """Fields of a file in a manifest."""
 LARGEST_RECORD = 256 << 20
-"""Largest manifest, or report of a rank, in bytes: of some 8 million parts."""
+"""Largest manifest, or report of a rank, in bytes: enough for some 8 million parts."""
 LONGEST_NAME = 100
 """Largest LATEST, in bytes."""
 MOST = 1 << 62
 """Largest number in a manifest."""
 CHUNK = 16 << 20
-"""Size of a read during verification, bytes."""
+"""Bytes read at a time during verification."""
 BEAT_S = 1.0
 """Seconds between signs of life of the process that holds a folder's lock."""
 POLL_S = 0.05
@@ -101,7 +102,7 @@ _FILE = re.compile(r"\.?\w[\w.-]*", re.ASCII)
 """Pattern of a name within a checkpoint's folder, never outside it."""
 _PARTS = re.compile(r"|[0-9]{1,19}:[0-9a-f]{16}( [0-9]{1,19}:[0-9a-f]{16})*")
 _STOPPED = re.compile(r"\.latest\.[0-9a-f]+|\.probe-[0-9a-f]+-[0-9]+")
-"""Leftovers of a stopped write of LATEST, and of a rank's test whether it can write."""
+"""Pattern of files that a stopped write of LATEST leaves, or a stopped test whether a rank can write."""
 
 
 def step_name(step: int) -> str:
@@ -109,12 +110,12 @@ def step_name(step: int) -> str:
 
 
 def temporary_name(step: int, save: str) -> str:
-    """Return the name of the folder that a save writes into. save: its id, hexadecimal."""
+    """Return the name of the folder that a save writes into. save: the save's id, hexadecimal."""
     return f"step-{step}.tmp-{save}"
 
 
 def report_name(rank: int) -> str:
-    """Return the name of a rank's report in a temporary folder: files, or an error. {"save", "files", "error"}"""
+    """Return the name of a rank's report in a temporary folder: JSON with "save", and "files" or "error"."""
     return f"rank-{rank}.json"
 
 
@@ -137,12 +138,12 @@ class CheckpointFile:
     xxh3: str
     """XXH3 of the whole file, 128 bits, hexadecimal."""
     parts: str = ""
-    """BEGIN:XXH3 of each part, separated by blanks; 64 bits, hexadecimal. A part can be checked without the others, and
-    ends where the next begins. "": unknown."""
+    """BEGIN:XXH3 of each part, separated by blanks: its offset in bytes, and 64 bits in hexadecimal. A part ends where
+    the next one begins, and can be checked without the others. "" = not known."""
 
     @property
     def spans(self) -> dict[int, tuple[int, str]]:
-        """Return a part's begin -> its end and its checksum."""
+        """Return the offset of each part -> the offset of its end, and its checksum."""
         pairs = [part.partition(":") for part in self.parts.split()]
         begins = [int(begin) for begin, _, _ in pairs]
         ends = [*begins[1:], self.nbytes]
@@ -154,7 +155,7 @@ class CheckpointFile:
 
     @classmethod
     def from_row(cls, name: Any, nbytes: Any, xxh3: Any, parts: Any) -> CheckpointFile:
-        """Return the file of a `row`. Raises ValueError for anything else."""
+        """Return the file from the fields of a `row`. Raises ValueError for invalid fields."""
         file = cls(str(name), int(nbytes), str(xxh3), str(parts))
         if not _FILE.fullmatch(file.name) or not 0 <= file.nbytes <= MOST:
             raise ValueError(
@@ -174,11 +175,11 @@ class Manifest:
 
     step: int
     save: str
-    """Id of the save that wrote it."""
+    """Id of the save that wrote the checkpoint."""
     sequence: int
     """Number of the save in its folder, from 1."""
     ranks: int
-    """Number of processes that wrote it."""
+    """Number of processes that wrote the checkpoint."""
     files: tuple[CheckpointFile, ...]
 
     @property
@@ -223,21 +224,21 @@ class FoundCheckpoint:
     path: Path
     manifest: Manifest | None
     damage: str
-    """ "", or its damage: a file that is missing or has another size."""
+    """Description of the damage (a file that is missing or has another size); "" = none."""
 
 
 def read_manifest(path: Path) -> Manifest:
     """Return the manifest of the checkpoint at `path`.
 
     Raises:
-        CheckpointNotFoundError: there is none; the folder is another program's, or not a checkpoint.
+        CheckpointNotFoundError: the folder does not exist, or has no manifest of Penstock.
         CheckpointCorruptError: the manifest is damaged.
     """
     where = path / MANIFEST
     try:
         return Manifest.decode(read_plain(where, LARGEST_RECORD), where)
     except FileNotFoundError:
-        raise CheckpointNotFoundError(f"{path} has no {MANIFEST}: it is not a checkpoint of Penstock's") from None
+        raise CheckpointNotFoundError(f"{path} has no {MANIFEST}: it is not a checkpoint of Penstock") from None
     except OSError as error:
         raise CheckpointCorruptError(f"{where} cannot be read: {error.strerror}") from error
 
@@ -264,14 +265,14 @@ def damage(path: Path, manifest: Manifest, *, contents: bool = False) -> Iterato
 def checkpoints(folder: Path, *, sizes: bool = True) -> list[FoundCheckpoint]:
     """Return the checkpoints of a folder, the newest first.
 
-    A checkpoint with a damaged manifest has no known age. It counts as the newest, so that it is not passed over
-    silently, unless `latest` names a complete one, which was then saved later. A checkpoint whose replacement was
-    stopped half way is listed under the name that it has until `put_back`.
+    The age of a checkpoint with a damaged manifest is not known. It is listed as the newest, so that it is not skipped
+    silently, unless `latest` names a complete checkpoint, which is then newer. A checkpoint whose replacement was
+    stopped half way is listed under its temporary name until `put_back`.
 
     sizes: check that all files exist with their sizes; False: read manifests only.
     """
     found = []
-    for _ in range(TRIES):  # a save that ends meanwhile may rename what was just listed
+    for _ in range(TRIES):  # a save that ends meanwhile may rename the listed folders
         names = _names(folder)
         found = [*_found(folder, names, sizes)]
         if set(names) == set(_names(folder)):
@@ -296,7 +297,7 @@ def _found(folder: Path, names: Iterable[str], sizes: bool) -> Iterator[FoundChe
                 manifest = read_manifest(path)
                 yield FoundCheckpoint(int(match[1]), path, manifest, "; ".join(damage(path, manifest)) if sizes else "")
             except CheckpointNotFoundError:
-                continue  # a folder that happens to have such a name
+                continue  # not a checkpoint, although its name looks like one
             except CheckpointCorruptError as error:
                 yield FoundCheckpoint(int(match[1]), path, None, error.message)
 
@@ -325,7 +326,8 @@ def put_back(folder: Path) -> None:
 
 
 def _half_replaced(names: Iterable[str]) -> list[tuple[str, str]]:
-    """Return (name, original name) of checkpoints whose replacement has not got the name yet."""
+    """Return (name, original name) of the checkpoints that were renamed before their replacement got the original
+    name."""
     taken = set(names)
     matches = [match for match in map(_ASIDE.fullmatch, sorted(taken)) if match and match[2] == "old"]
     names_of = {match[1]: match[0] for match in matches if match[1] not in taken}
@@ -337,8 +339,8 @@ def surplus(steps: Iterable[int], keep_last: int | None, keep_every: int | None)
 
     Args:
         steps: steps of all checkpoints, the newest first.
-        keep_last: number of the newest to keep; None: all.
-        keep_every: also keep steps that are a multiple of it; None: no others.
+        keep_last: number of newest checkpoints to keep; None: all.
+        keep_every: also keep the steps that are multiples of this number; None: no others.
     """
     if keep_last is None:
         return []
@@ -398,14 +400,12 @@ def _free_for(handle: int, kind: int) -> bool:
 def locked(
     folder: Path, timeout_s: float, *, silence_s: float | None = None, heartbeats: bool = False
 ) -> Iterator[None]:
-    """Hold a folder's lock: one save at a time. The lock is released when its holder ends, in whatever way.
+    """Hold a folder's lock within a block, so that one save writes at a time. The lock also ends with its process.
 
     Args:
         timeout_s: seconds to wait for the lock.
-        silence_s: seconds without a sign of life after which a holder is not waited for: its machine may be lost, and
-        its
-            lock not yet released. None: wait all the same.
-        heartbeats: give signs of life while the lock is held.
+        silence_s: seconds without a sign of life from the holder after which waiting ends, because its machine may be
+            lost. None: wait until the timeout. heartbeats: give signs of life while the lock is held.
 
     Raises DeadlineError, naming the holder. On a file system without locks nothing is locked.
     """
@@ -415,7 +415,7 @@ def locked(
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EPERM, errno.EMLINK):
                 raise
-            # Another user's file can be locked all the same, and one of two names, which is not written.
+            # A file of another user, or with a second name, can be locked but must not be written.
             handle = open_plain(folder / LOCK)
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENXIO):
@@ -459,7 +459,7 @@ def _take(handle: int, folder: Path, timeout_s: float, silence_s: float | None) 
 
 
 def sign_of_life(path: Path) -> None:
-    """Give a sign of life: update a file's time, which `last_sign` reads on any machine that sees the folder."""
+    """Give a sign of life: update a file's time, which `last_sign` reads on any machine that shares the folder."""
     with suppress(OSError):
         handle = open_plain(path, os.O_RDWR | os.O_CREAT)
         try:
@@ -469,9 +469,10 @@ def sign_of_life(path: Path) -> None:
 
 
 def last_sign(path: Path) -> int:
-    """Return a value that changes with each sign of life. Times of two machines are never compared."""
+    """Return a value that changes with each sign of life. Compare it only with earlier values: clocks of machines
+    differ."""
     try:
-        handle = open_plain(path)  # a network file system asks its server then
+        handle = open_plain(path)  # opening makes a network file system read the time from its server
     except OSError:
         return 0
     try:

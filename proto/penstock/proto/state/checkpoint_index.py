@@ -4,12 +4,12 @@ The index is a pickle of `torch.distributed.checkpoint.metadata.Metadata`. Pickl
 which the training would wait for. So the training process describes the index in plain values (`DescribedIndex`), and
 the checkpoint writer, which runs beside the training and has no torch, makes the pickle.
 
-The description begins with a pickle of torch's own classes and values, the *parts*. What is written behind it takes
-them out of the unpickler's memo, so no class is named here.
+The description begins with a pickle of torch's own classes and values, the *parts*. The opcodes after it take the parts
+out of the unpickler's memo, so this module names no class of torch.
 
-Opcodes are those of protocol 4, without frames, as Python's pickletools describes them. The reader checks them by two
-regular expressions: client/checkpoint/values/pickles.py skips all of them but long texts, and pickle_hashing.py accepts
-everything behind the parts unless a name is longer than 255 bytes. Change all three together.
+Opcodes are those of protocol 4, without frames, as Python's pickletools describes them. Two readers check them by
+regular expressions: client/checkpoint/values/pickles.py skips all opcodes but long texts, and pickle_hashing.py accepts
+all opcodes after the parts, unless a name is longer than 255 bytes. Change all three together.
 """
 
 from __future__ import annotations
@@ -32,30 +32,31 @@ ATTRIBUTES = (
 _PROTO, _STOP, _POP, _MARK, _MEMOIZE, _NONE = b"\x80\x04", b".", b"0", b"(", b"\x94", b"N"
 _DICT, _ITEMS, _LIST, _APPENDS = b"}(", b"u", b"](", b"e"
 _NEW, _BUILD = b")\x81}(", b"ub"
-"""Opcodes that make an object of the class on the stack and begin its attributes; and that end them."""
+"""Opcodes that make an object of the class on the stack and begin its attributes, and opcodes that end the
+attributes."""
 _TUPLES = {0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}
 
 
 @dataclass(frozen=True)
 class DescribedIndex:
-    """An index of torch's as plain values. Parts are referred to by number."""
+    """torch's index of a checkpoint as plain values, which refer to parts by number."""
 
     parts: str
-    """Pickle of the list of parts, of protocol 3, as latin-1. The first parts are the classes of torch's index, of its
-    tensors, entries and positions, and then ATTRIBUTES, in this order."""
+    """Pickle (protocol 3) of the list of parts, as latin-1 text. The first parts are torch's classes of the index, of
+    its tensors, entries and positions, followed by ATTRIBUTES, in this order."""
     memo: int
-    """Number of places that the parts' pickle takes in the memo."""
+    """Number of memo entries that the pickle of the parts fills."""
     places: list[int]
-    """Place of each part in the memo; never 0, which is the list."""
+    """Memo index of each part; never 0, which is that of the list."""
     storage_meta: int
-    """Number of the part that is the index's storage_meta."""
+    """Part number of the index's storage_meta."""
     version: str
     kinds: list[Any]
-    """Distinct saved values: a part, or [properties, size, [chunks]] of a tensor, which are parts."""
+    """Distinct saved values: each is a part number, or for a tensor [properties, size, [chunks]] of part numbers."""
     names: dict[str, int]
     """Name -> index in `kinds`."""
     paths: dict[str, Any]
-    """Name -> the keys that lead to it, texts and integers."""
+    """Flat name of a value -> its path of keys (texts and integers) in the saved dict."""
     files: list[Any]
     """[file's name, entries]; an entry is [name, offset in its tensor (a part, or None), index hint (or None), offset
     in the file, bytes]."""
@@ -77,7 +78,7 @@ class _Pickle:
         self._index = index
         self._memo = index.memo
         self._texts: dict[str, bytes] = {}
-        """Texts in the memo -> opcodes that take them out."""
+        """Texts in the memo -> opcodes that load them."""
         self._parts = [_get(place) for place in index.places]
         self._root, self._tensor, self._entry, self._place, *attributes = self._parts[: 4 + len(ATTRIBUTES)]
         self._at = dict(zip(ATTRIBUTES, attributes, strict=True))

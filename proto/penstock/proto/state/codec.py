@@ -1,9 +1,9 @@
 """User state <-> a safe envelope of bytes: a JSON tree, raw aligned blobs, a version, a checksum. No pickle.
 
-What a loader returns from `state_dict()` travels to the coordinator, lies in its journal, and comes back on another
-machine; it may be taken at every step. So it must be exact, cheap, and harmless to open. Pickle is not harmless; plain
-JSON is not exact (tuples become lists, int keys strings, NaN is not JSON); torch.save is pickle in a zip and slow for
-small states. Here the shape of a state is JSON, and everything that has bulk is copied as it lies in memory.
+A loader's `state_dict()` may be taken at every step. It is sent to the coordinator, stored in the journal, and decoded
+on another machine. So the encoding must be exact, cheap, and safe to decode. Pickle is not safe; plain JSON is not
+exact (tuples become lists, int keys become strings, NaN is not JSON); torch.save is pickle in a zip file, and slow for
+small states. Here the structure of a state is JSON, and large values are copied as they lie in memory.
 
     offset  size  field                        all integers little-endian
     0       8     magic                        b"PENSTATE"
@@ -15,18 +15,18 @@ small states. Here the shape of a state is JSON, and everything that has bulk is
     32+T    B     blobs                        in the order in which the tree mentions them
     32+T+B  8     checksum                     xxh3_64 of everything before it
 
-Magic, version and the trailing checksum stay where they are in every later format, so that damage is never taken for a
-newer version. None, bool, int within 64 bits, finite float, str, list, and dict with str keys are themselves in the
-tree. Everything else is an object with the one key "$", whose value is [tag, ...] (a dict that has a key "$" of its own
-is tagged "dict"). Lists and tuples of 32 or more plain ints or floats become one blob (random.getstate() has 625).
+Magic, version and the trailing checksum keep their position in every later format, so that damage is never mistaken for
+a newer version. None, bool, int within 64 bits, finite float, str, list, and dict with str keys are plain JSON in the
+tree. Every other value is an object with the one key "$", whose value is [tag, ...] (a dict that has a key "$" of its
+own is tagged "dict"). Lists and tuples of 32 or more plain ints or floats become one blob (random.getstate() has 625).
 
 Preserved exactly: None, bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict (order, and
 any encodable hashable key), OrderedDict, slice, range, torch.Tensor of every unquantized strided dtype, torch.Size,
 torch.dtype, torch.device, numpy arrays and scalars without object or structured dtypes, np.dtype. Decided on purpose:
 
-* Types are matched exactly. A namedtuple, defaultdict, IntEnum or np.matrix is refused: decoding it as its base class
-  would be a silent change. The error names the key path as a Python expression, the type, and a remedy.
-* Tensors come back on the CPU, detached and contiguous. An nn.Parameter comes back as a plain tensor: that is what
+* Types are matched exactly. A namedtuple, defaultdict, IntEnum or np.matrix is refused, because decoding it as its base
+class would change it silently. The error names the key path as a Python expression, the type, and a remedy. * Tensors
+come back on the CPU, detached and contiguous. An nn.Parameter comes back as a plain tensor: that is what
   `nn.Module.state_dict()` and optimizers hold, and `load_state_dict` copies values. Arrays come back in C order.
 * An OrderedDict keeps the `_metadata` attribute that `nn.Module.state_dict()` puts on it (load_state_dict migrates old
   modules by it). Any other attribute is refused.
@@ -74,8 +74,8 @@ from penstock.proto.state.envelope import (
 __all__ = ["FORMAT_VERSION", "MAX_DEPTH", "decode_state", "encode_state"]
 
 _PADDING = [b"\0" * n for n in range(ALIGN)]
-_NUMBERS_FROM = 32  # items from which a run of numbers goes as a blob; shorter ones cost no more as JSON
-_DIRECT_FROM = 1 << 20  # bytes from which a tensor is written straight from its memory, without a copy between
+_NUMBERS_FROM = 32  # items from which a list of numbers becomes a blob; a shorter one costs no more as JSON
+_DIRECT_FROM = 1 << 20  # smallest size in bytes of a tensor that is written directly from its memory
 
 
 def encode_state(value: object) -> bytes:
@@ -109,8 +109,8 @@ def encode_state(value: object) -> bytes:
 def decode_state(data: bytes | bytearray | memoryview) -> object:
     """Return the value that encode_state() encoded. Its tensors, arrays and bytearrays own their memory.
 
-    Raises StateCorruptError for bytes that encode_state did not write (nothing in them is trusted, and no announced
-    size is allocated that they do not hold), StateVersionError for the envelope of a newer format.
+    Raises StateCorruptError for bytes that encode_state did not write (all values are checked, and no more memory is
+    allocated than the bytes can fill), StateVersionError for the envelope of a newer format.
     """
     return opened(data, _Source, lambda node, source: _unpack(node, source, 0))
 
@@ -119,7 +119,7 @@ def decode_state(data: bytes | bytearray | memoryview) -> object:
 
 
 class _Blobs:
-    """Blobs collected so far, in order; `parts` also holds the padding and keeps the referenced memory alive."""
+    """Blobs collected so far, in order. `parts` also holds the padding, and keeps the referenced memory alive."""
 
     __slots__ = ("parts", "size")
 
@@ -148,7 +148,7 @@ class _RefusedError(Exception):
     def explain(self) -> str:
         path, seen = "state", dict[int, str]()
         for owner, prefix, suffix in reversed(self.steps):
-            if self.too_deep and id(owner) in seen:  # only an endless value is certain to repeat an owner
+            if self.too_deep and id(owner) in seen:  # a cycle always repeats an owner
                 return (
                     f"{path} refers back to {seen[id(owner)]}: a cycle cannot be encoded. "
                     "Store a key or an index instead of the reference."
@@ -185,7 +185,7 @@ def _pack_float(value: float, blobs: object = None, depth: int = 0) -> Node:
 
 
 def _pack_bytes(value: bytes | bytearray, blobs: _Blobs, depth: int) -> Node:
-    data = bytes(value)  # a bytearray could change its length under another thread's hands
+    data = bytes(value)  # copied first: another thread could change the length of a bytearray
     blobs.add(data, len(data))
     return {"$": [type(value).__name__, len(data)]}  # also "bytes_", which is numpy's
 

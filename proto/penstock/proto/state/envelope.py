@@ -1,6 +1,6 @@
-"""Envelope of an encoded state: header, tree, blobs, checksum. codec.py and state_json.py read the content.
+"""Envelope of an encoded state: header, tree, blobs, checksum. codec.py and state_json.py decode its content.
 
-It is separate from them so that a process without torch can open it. The layout is in codec.py.
+This is a module of its own so that a process without torch can open an envelope. codec.py describes the layout.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ __all__ = [
 FORMAT_VERSION = 1
 """Format that encode_state writes, and the newest that is read."""
 MAX_DEPTH = 128
-"""Largest nesting of containers; keeps encoding and decoding well inside Python's recursion limit."""
+"""Largest nesting of containers, far below Python's recursion limit."""
 MAGIC = b"PENSTATE"
 HEADER = struct.Struct("<8sIIQQ")
 CHECKSUM_BYTES = 8
 ALIGN = 16
-"""Alignment of blobs, bytes: the widest numpy item (long double). Decoding copies, so a cache line only wastes
-bytes."""
+"""Alignment of blobs in bytes: that of the widest numpy item (long double). More is of no use, because decoding
+copies."""
 
 Node: TypeAlias = Any
 """Value that json can write: None, bool, int, float, str, list, dict."""
@@ -74,8 +74,8 @@ def opened(
 ) -> _Value:
     """Return `unpack`'s result for the tree and the blobs of an envelope.
 
-    Raises StateCorruptError for bytes that encode_state did not write (nothing in them is trusted, and no announced
-    size is allocated that they do not hold), StateVersionError for the envelope of a newer format.
+    Raises StateCorruptError for bytes that encode_state did not write (all values are checked, and no more memory is
+    allocated than the bytes can fill), StateVersionError for the envelope of a newer format.
     """
     view = memoryview(data)
     view = view.cast("B") if view.c_contiguous else memoryview(view.tobytes())
@@ -108,7 +108,7 @@ def opened(
             raise ValueError(f"{end - source.position} bytes of it belong to no value")
     except MemoryError:
         raise
-    except Exception as error:  # the checksum matches: another program made these bytes, or they were made to do harm
+    except Exception as error:  # the checksum matches, so another program or an attacker made these bytes
         raise StateCorruptError(f"an encoded state cannot be decoded: {type(error).__name__}: {error}") from error
     return value
 

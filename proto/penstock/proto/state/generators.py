@@ -1,9 +1,9 @@
 """States of a process's random generators as bytes: Python's `random`, numpy's legacy global, torch's CPU default.
 
 A runner captures them around `iter(loader)` and with every snapshot, so the encoding is a fixed binary record and not
-the general envelope of `penstock.proto.state.codec`: one layout to check, no tree. It includes the positions inside a
-twister's block and the second gaussian that `random.gauss` and `numpy.random.normal` keep for their next call (without
-it a resume would differ after every odd number of draws).
+the general envelope of `penstock.proto.state.codec`. It includes the position inside the block of each Mersenne
+twister, and the second gaussian that `random.gauss` and `numpy.random.normal` keep for their next call (without it a
+resume after an odd number of draws would differ).
 
     offset  size  field                                        all integers little-endian
     0       8     magic                                        b"PENRNGST"
@@ -20,8 +20,9 @@ it a resume would differ after every odd number of draws).
 
 CUDA generators are not here: the processes that run input code have no CUDA.
 
-Seeds are derived by hashing, never by arithmetic: with seed + rank neighbours share streams. torch's CPU generator
-keeps only the low 32 bits of a seed, so two of n seeds coincide with a probability of n^2 / 2^33.
+Seeds are derived by hashing, never by arithmetic: with seed + rank, different seeds would give equal streams on
+different ranks. torch's CPU generator keeps only the low 32 bits of a seed, so two of n seeds coincide with a
+probability of n^2 / 2^33.
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ def capture_rng() -> bytes:
 def torch_rng_state() -> torch.Tensor:
     """Return torch.get_rng_state(), called with garbage collection off.
 
-    It holds the generator's lock while it makes a Python object. A finalizer that runs at that moment and uses the
-    generator too, such as that of a stream with its own randomness, would deadlock with its own thread.
+    torch.get_rng_state() holds the generator's lock while it makes a Python object. If garbage collection ran a
+    finalizer at that moment which also uses the generator, the thread would deadlock.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -95,7 +96,7 @@ def torch_rng_state() -> torch.Tensor:
 
 
 def restore_rng(data: bytes | bytearray | memoryview) -> None:
-    """Set the three generators to the states from capture_rng(). All of `data` is checked first: all are set, or none.
+    """Set the three generators to the states from capture_rng(). `data` is checked first, so that all are set or none.
 
     Raises StateCorruptError for bytes that capture_rng() did not write, StateVersionError for those of a newer
     Penstock, UnsupportedStateError if numpy's global generator was replaced by one that is not MT19937.
@@ -157,13 +158,14 @@ def seed_rng(seed: int) -> None:
     for_numpy, for_torch = np.random.SeedSequence(seed).spawn(2)
     random.seed(seed)
     np.random.seed(for_numpy.generate_state(8))
-    # Not torch.manual_seed(): where CUDA has not begun, it keeps each call for when it does, with formatted stacks: 310
-    # us instead of 2, and memory that grows by each; where it has, it would seed the caller's generators there.
+    # Not torch.manual_seed(). Before CUDA is initialised, it queues each call with a formatted stack: 310 us instead of
+    # 2, and memory that grows with each call. After that, it would also seed the caller's CUDA generators.
     torch.default_generator.manual_seed(int(for_torch.generate_state(1, np.uint64)[0]))
 
 
 def derive_seed(seed: int, *path: int | str) -> int:
-    """Return a seed in [0, 2**63) for one use, such as `derive_seed(run_seed, "shuffle", epoch)`; never changes.
+    """Return a seed in [0, 2**63) for one use, such as `derive_seed(run_seed, "shuffle", epoch)`. The algorithm never
+    changes, because saved runs depend on it.
 
     BLAKE2b (RFC 7693, M.-J. Saarinen and J.-P. Aumasson, 2015) with a digest of 8 bytes, personalised as
     b"penstock.seed", over the parts in order, each as type (b"i" or b"s"), length (8 bytes, little-endian) and content

@@ -1,18 +1,17 @@
-"""Position of a box in its stream: the round robin over slots as pure arithmetic.
+"""Position of a box in its stream, and the round robin over its slots. Pure arithmetic.
 
 The rule: deliver from the slot under the cursor, then move to the next live slot. A slot whose input ends at its turn
 leaves the live slots without taking a step. When none is left the epoch ends, and the next one starts with all slots
-live and the cursor at 0. Where only the loader's own methods can resume it (`carry`), the cursor keeps its place in the
-rotation instead: such a loader counts the samples of all workers, and deals its batches to workers in turn for the
-whole launch.
+live and the cursor at 0. If only the loader's own methods can resume it (`carry`), the rotation continues across epochs
+instead: such a loader counts the samples of all workers, and deals its batches to workers in turn for the whole launch.
 
-The training loop follows this rule one step at a time (`turn`, `deliver`, `exhaust`, `abandon_epoch`). The coordinator,
-asked for the state at a step, follows it in strides (`advance`), from the attempt's start and the known ends of slots:
-the record is a function of those, so every rank gets the same one. The counts are authoritative:
-`worker_step(S) = S // W + (k < S % W)` holds only as long as every slot is live.
+The training loop follows this rule one step at a time (`turn`, `deliver`, `exhaust`, `abandon_epoch`). The coordinator
+computes the position at any step from the attempt's start and the known ends of slots (`advance`), many steps at a
+time. The result depends only on these, so every rank gets the same one. The counts must be stored: `worker_step(S) = S
+// W + (k < S % W)` holds only while every slot is live.
 
 A position carries the stream digest of its box: the chain of the digests of all batches in order. Code that has the
-digests extends it (`deliver`, `chain_at`); without them it is unknown, never wrong.
+digests extends it (`deliver`, `chain_at`); other code sets it to None.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ __all__ = ["EPOCHS_AHEAD", "MOST", "Position", "advance", "chain_at"]
 MOST = 1 << 62
 """Highest step, epoch or count of a position that is read: sums with it still fit 64 bits."""
 EPOCHS_AHEAD = 64
-"""Largest number of epochs that a worker may be ahead. A ring has at most 32 entries, so only empty epochs reach it:
-they take no entry, and without a limit a worker with an empty input would send their ends for ever."""
+"""Largest number of epochs that a worker may be ahead of the loop. Only empty epochs reach it, because they take no
+entry of the ring: without a limit a worker with an empty input would send ends of epochs without pause."""
 _pack_link = struct.Struct("<QQ").pack
 _pack_step = struct.Struct("<Q").pack
 
@@ -43,7 +42,8 @@ def _linked(chain: int | None, digest: int | None) -> int | None:
 
 
 def _added(chain: int | None, digest: int | None, step: int) -> int | None:
-    """Return the chain by rows. Each step has its own factor, so that the chain shows which step delivered a row."""
+    """Return the chain extended by a sum over rows. Each step has its own factor, so that the same rows at another step
+    give another chain."""
     if digest is None or chain is None:
         return None
     return (chain + (xxh3_64_intdigest(_pack_step(step)) | 1) * digest) & MASK
@@ -51,7 +51,7 @@ def _added(chain: int | None, digest: int | None, step: int) -> int | None:
 
 @dataclass
 class Position:
-    """Record of a box. Steps and counts are batches; slots are 0-based; epochs count from 0."""
+    """Position of a box. Steps and counts are in batches; slots and epochs count from 0."""
 
     step: int
     """Batches of the box over the whole life of the run."""
@@ -68,7 +68,7 @@ class Position:
     """Stream digest: chain(0) = 0, chain(n) = xxh3_64(little-endian u64 chain(n - 1), u64 digest of batch n); None: not
     known. With `by_rows` chain(n) = chain(n - 1) + (xxh3_64(little-endian u64 n) | 1) * digest, modulo 2^64."""
     by_rows: bool = field(default=False, compare=False)
-    """True if digests are sums over rows: the boxes' chains then add up to the stream's, on any number of boxes."""
+    """True if digests are sums over rows. The sum of the boxes' chains is then the same on any number of boxes."""
     first: int | None = field(default=None, compare=False)
     """Slot that this epoch began with, if the rotation continues across epochs; None: each epoch begins with slot 0."""
     ended_before: bool = field(default=False, compare=False)
@@ -108,7 +108,7 @@ class Position:
         return self.live[self.cursor]
 
     def deliver(self, digest: int | None = None) -> None:
-        """Count a batch with this digest, delivered by the slot under the cursor."""
+        """Count a batch from the slot under the cursor. digest: the batch's digest, None if it is not known."""
         slot = self.live[self.cursor]
         self.step += 1
         self.chain = _added(self.chain, digest, self.step) if self.by_rows else _linked(self.chain, digest)
@@ -119,7 +119,7 @@ class Position:
     def exhaust(self) -> bool:
         """End the slot under the cursor at its turn. Return True if that ended the epoch; the next one has then begun.
 
-        Raises EmptyInputError for two epochs in a row without any batch: the loop would never end.
+        Raises EmptyInputError for two epochs in a row without any batch, because the loop would then run for ever.
         """
         del self.live[self.cursor]
         if self.live:
@@ -206,7 +206,7 @@ def advance(
     ends: Mapping[tuple[int, int], int],
     abandoned: Mapping[int, int] | None = None,
 ) -> Position:
-    """Return the record of the box at `step`, from `base` and the known ends of epochs.
+    """Return the position of the box at `step`, computed from `base` and the known ends of epochs.
 
     Args:
         base: position to start from; not changed.
@@ -215,8 +215,9 @@ def advance(
             call again once more ends are known.
         abandoned: epoch -> the last step taken in it before the loop abandoned it by `break`.
 
-    The result is lazy, as the loop is: an end is noticed only by the step that meets it. Cost: one iteration for each
-    end met, whatever the number of steps. Its chain is unknown if it took a step: see `chain_at`.
+    As in the loop, the end of an epoch counts only once a further step needs its next batch. The cost is one iteration
+    for each end, independent of the number of steps. The chain of the result is None if `step` is above `base.step`:
+    see `chain_at`.
     """
     if step < base.step:
         raise InvalidArgumentError(f"step must be at least {base.step}, where this launch started, got {step}")
@@ -258,7 +259,8 @@ def chain_at(
     abandoned: Mapping[int, int],
     digests: Mapping[tuple[int, int], int],
 ) -> int | None:
-    """Return the chain of the box at `step`: like `advance`, one step at a time, over digests by (slot, total).
+    """Return the chain of the box at `step`, computed one step at a time from digests by (slot, total). Otherwise like
+    `advance`.
 
     Returns None if the chain is not known at `base`, or one of the digests is not.
     """

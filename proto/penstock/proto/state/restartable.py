@@ -1,8 +1,8 @@
-"""Protocol of a restartable loader, and the context that it may read while it is being saved.
+"""Protocol of a restartable loader, and the context that a loader may read in its state_dict().
 
 The loader's methods decide how it can resume. With four (`RestartableDataLoader`) it resumes on any number of workers
 through the user's own code, and loads only states that this code made. With two (`state_dict` and `load_state_dict`) it
-resumes on the same topology. Without them it can only be replayed.
+resumes on the same topology. Without state methods it can only be replayed.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class RestartableDataLoader(Protocol):
     """Interface of a loader whose position can be saved, and restored on any number of workers: give your loader these
     four methods.
 
-    `strict` is optional, but both methods that take it must have it, or neither; on one alone it is a TypeError.
+    `strict` is optional: either both methods take it, or neither; otherwise a TypeError is raised.
 
     Any loader, or its iterator, may also have `skip_batch()`: it skips the next batch without making it, advances all
     counters and random generators as if it had made it, and raises StopIteration if the epoch is over. It is called for
     a batch that kills the process that makes it, in jobs that skip such batches (Appliance(poison="skip")).
 
-    Its class may have three more attributes; none is required:
+    The class may have three more attributes, all of them optional:
 
     loads_own_state = True: load_state_dict also accepts what `state_dict` returned on the same worker. A lost runner is
     then replaced from a verified state, and not by replay from the start of the launch.
@@ -47,10 +47,9 @@ class RestartableDataLoader(Protocol):
     exact_states = True: each state leads to exactly the batches that follow it, across epochs too, with the same random
     numbers. States are then verified only once, at the beginning of a run.
 
-    advance_state(state_dict, batches): a static method that returns the state that many batches further in the same
-    epoch. A state between two snapshots is then computed without making a batch. The generators are assumed to be
-    unchanged, so it is for loaders whose batches do not draw from those of the process. A loader for which that does
-    not hold sets its own attribute advance_state to None.
+    advance_state(state_dict, batches): a static method that returns the state `batches` batches later in the same
+    epoch. A state between two snapshots is then computed without making a batch. Use it only if making batches does not
+    change the process's random generators; a loader that does change them sets its attribute advance_state to None.
     """
 
     def state_dict(self) -> Any:
@@ -68,12 +67,12 @@ class RestartableDataLoader(Protocol):
 
 @dataclass(frozen=True)
 class DataLoaderCheckpoint:
-    """Identity, progress and state of one worker at a checkpoint. Field names are those of Cerebras' cstorch, where a
-    CSX or WSE is what Penstock calls a box."""
+    """Identity, progress and state of one worker at a checkpoint. Field names are those of Cerebras' cstorch; its CSX
+    or WSE is a box in Penstock."""
 
     local_worker_id: int
-    """Number of the worker in its box, 0-based: its slot's number. If the job was resumed within a round of the
-    workers, the slot whose turn it was is worker 0 instead."""
+    """Number of the worker in its box, from 0: its slot's number. If the job was resumed between two turns of worker 0,
+    the slot whose turn it was becomes worker 0."""
     num_workers_per_csx: int
     num_csx: int
     """Number of boxes."""
@@ -86,8 +85,8 @@ class DataLoaderCheckpoint:
     worker_step: int
     """Batches of this worker in this launch."""
     samples_streamed: int
-    """Samples (rows of the first dimension) in those batches. A loader whose state counts all samples adds those of
-    the loaded state."""
+    """Samples (rows of the first dimension) of this worker in this launch. A loader whose state counts all samples adds
+    those of the loaded state."""
     user_state_dict: Any = None
     """State that the loader's state_dict() returned."""
     lifetime_appliance_step: int = 0
@@ -109,7 +108,7 @@ class DataLoaderCheckpoint:
 
 
 class WorkerContext:
-    """DataLoaderCheckpoint offered to one state_dict() call; records whether it was read."""
+    """DataLoaderCheckpoint for one state_dict() call; records whether the call read it."""
 
     def __init__(self, checkpoint: DataLoaderCheckpoint) -> None:
         self._checkpoint: DataLoaderCheckpoint | None = checkpoint
@@ -138,7 +137,8 @@ def worker_state(checkpoint: DataLoaderCheckpoint) -> Iterator[WorkerContext]:
 
 
 def get_worker_state() -> DataLoaderCheckpoint:
-    """Return the worker that is being saved and its step. Call it only inside `state_dict()`, once in each call.
+    """Return identity and progress of the worker that is being saved. Call it only inside `state_dict()`, at most once
+    in each call.
 
     Raises:
         RuntimeError: called elsewhere, or a second time.
@@ -162,7 +162,7 @@ def state_methods(loader: object) -> int:
 
 
 def by_own_methods(capabilities: records_pb2.LoaderCapabilities) -> bool:
-    """Return whether load_state_dict takes only what deaggregate_state_dict returns."""
+    """Return whether load_state_dict takes only results of deaggregate_state_dict."""
     return capabilities.state_methods == 4 and not capabilities.loads_own_state
 
 

@@ -1,4 +1,4 @@
-"""Cadence of snapshots: every step while that costs under 1% of the time, less often otherwise."""
+"""Cadence of snapshots: every step while that costs less than 1% of the time, otherwise less often."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 __all__ = ["SnapshotCadence"]
 
 SHARE = 0.01
-"""Largest share of the runner's time for snapshots that nothing requested."""
+"""Largest share of the runner's time for snapshots that no save requested."""
 
 
 class SnapshotCadence:
@@ -22,7 +22,8 @@ class SnapshotCadence:
         self._taken = 0
 
     def due(self, now: float) -> bool:
-        """Return whether a snapshot is due. The first two always are: a restored one is checked by an early one."""
+        """Return whether a snapshot is due. The first two always are, because the verification of a restored snapshot
+        needs an early one."""
         return not self.stopped and (now >= self._next or self._taken < 2)
 
     @contextmanager

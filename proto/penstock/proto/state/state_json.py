@@ -1,4 +1,5 @@
-"""An encoded state as JSON, for programs that are not written in Python: complete, and without torch or numpy.
+"""Conversion of an encoded state to JSON, for programs that are not written in Python. Loses nothing, and needs neither
+torch nor numpy.
 
 JSON has no tensors, bytes, NaN or keys that are not text. Such a value becomes an object with the key "$", which names
 its type. All bytes are base64, little-endian as they lie in memory:
@@ -46,7 +47,7 @@ def state_as_json(data: bytes) -> bytes:
 
 
 def _written(node: Node, source: EnvelopeReader) -> bytes:
-    # Lone surrogates, which Python's text may hold and UTF-8 may not, go as \uD800 escapes.
+    # Lone surrogates, which UTF-8 cannot encode, are written as \uD800 escapes.
     return json.dumps(_plain(node, source, 0), allow_nan=False, separators=(",", ":")).encode()
 
 
@@ -92,7 +93,7 @@ def _dict(body: Node, source: EnvelopeReader, depth: int) -> Any:
 def _ordered(node: Node, source: EnvelopeReader, depth: int) -> Any:
     items = _dict(node[1], source, depth)
     if len(node) == 3:
-        _plain(node[2], source, depth)  # attributes of the dict, whose blobs come before what follows it
+        _plain(node[2], source, depth)  # read past the dict's attributes: their blobs come before the next value's
     return items
 
 
@@ -105,13 +106,13 @@ def _shaped(kind: str, node: Node, source: EnvelopeReader, itemsize: int) -> Any
 
 
 def _tensor_item(dtype: str) -> int:
-    """Return the bytes of an item, from the bits in the dtype's name, maybe before a variant (float8_e4m3fn)."""
+    """Return the bytes of an item. The dtype's name holds its bits, possibly followed by a variant (float8_e4m3fn)."""
     found = re.search(r"\d+", dtype, re.ASCII)
     return _BITS[dtype] // 8 if dtype in _BITS else max(8, int(found[0]) if found else 0) // 8
 
 
 def _array_item(spec: str) -> int:
-    """Return the bytes of a numpy item: the number in its dtype; but 8 for a time or a long long, 4 for a character."""
+    """Return the bytes of a numpy item: the number in its dtype, times 4 for text; 8 for a time or a long long."""
     found = _ITEM.fullmatch(spec)
     if found is None:
         raise ValueError(f"the numpy dtype {spec!r} is not supported")

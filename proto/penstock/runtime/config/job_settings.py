@@ -1,7 +1,8 @@
-"""Settings of a training job: the arguments of an Appliance that have variables and may be in the settings file.
+"""Settings of a training job: the arguments of an Appliance that can also be set by variables or the settings file.
 
-They are described here, and not in the client, so that `penstock config` can show what a job would run with, without
-torch. torchrun's variables rank between a variable and the settings file: see penstock.client.api.appliance_settings.
+They are declared here, and not in the client, so that `penstock config` can show a job's settings without torch.
+torchrun's variables have lower priority than Penstock's variables, and higher priority than the settings file: see
+penstock.client.api.appliance_settings.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from penstock.runtime.config.settings_file import CLUSTER, read_settings_file
 __all__ = ["JobSettings", "TlsFiles", "check_file"]
 
 
-_ONE_JOB = "it belongs to one job, not to all that read this file: pass it to Appliance, or set its variable"
+_ONE_JOB = "it belongs to one job, but all jobs read this file: pass it to Appliance, or set its variable"
 
 
 class TlsFiles(Section):
@@ -29,20 +30,20 @@ class TlsFiles(Section):
 
     tls_ca: FilePath = Field(
         "",
-        description="File with the CA that the other end's certificate must be signed by; on a coordinator: callers "
-        "must show certificates.",
+        description="File with the CA that must have signed the other end's certificate; a coordinator with it "
+        "requires certificates of its callers.",
     )
     tls_cert: FilePath = Field("", description="File with the certificate to show.")
-    tls_key: FilePath = Field("", description="File with its key, readable by its owner.")
+    tls_key: FilePath = Field("", description="File with the certificate's key; only its owner may be able to read it.")
     tls_name: Annotated[str, Unit("NAME")] = Field(
-        "", description="Name to expect in the other end's certificate, instead of its address; `*` = its role."
+        "", description="Name to expect in the other end's certificate, instead of its address; `*` = that end's role."
     )
 
 
 class JobSettings(TlsFiles):
     """Settings of `Appliance(...)`."""
 
-    # Never the bare name: other programs use the variables JOB, SEED and DEVICE.
+    # Always with the prefix, because other programs use the variables JOB, SEED and DEVICE.
     model_config = SettingsConfigDict(populate_by_name=True, env_prefix="PENSTOCK_")
     table: ClassVar[str] = "client"
     places: ClassVar[Mapping[str, tuple[str, str]]] = {
@@ -76,33 +77,33 @@ class JobSettings(TlsFiles):
         lt=1 << 64,
         description="Seed of new runs (default: a fresh one for each, which the coordinator keeps).",
     )
-    attempt: str = Field("", description="The same on all boxes of one launch.")
+    attempt: str = Field("", description="Id of this launch of the job, the same on all boxes.")
     lane: Literal["auto", "tcp"] = Field("auto", description="auto: shared memory on the same host; tcp: never.")
     compression: Literal["lz4", "zstd"] | None = Field(
         None,
-        description="Of batches over TCP, where the worker has it too: lz4 or zstd (default: none).",
+        description="Compression of batches over TCP, if the worker has it too: lz4 or zstd (default: none).",
     )
-    max_batch_bytes: int = Field(1 << 30, ge=1, description="Bytes; a batch above is an error.")
+    max_batch_bytes: int = Field(1 << 30, ge=1, description="Largest batch, bytes; a larger one is an error.")
     digest: Literal["sample", "full", "rows"] | None = Field(
         None,
-        description="What digests of batches cover: sample, full, rows (default: as in the loaded state, else sample).",
+        description="Bytes that digests cover: sample, full or rows (default: as in the loaded state, else sample).",
     )
-    strict_structure: bool = Field(False, description="A batch of another structure is an error.")
+    strict_structure: bool = Field(False, description="Raise an error for a batch of another structure.")
     replay: bool = Field(False, description="Save loaders without state methods too, by replay.")
     retention_steps: int = Field(
         256,
         ge=1,
-        description="Delivered steps back for which a state can be had.",
+        description="Number of latest steps for which a state can be saved.",
     )
     timeout_s: float = Field(
         120.0,
         gt=0,
         allow_inf_nan=False,
-        description="Seconds; the deadline of every wait.",
+        description="Deadline of every wait, seconds.",
     )
     poison: Literal["fail", "skip"] = Field(
         "fail",
-        description="What becomes of a batch that kills its runner again and again: fail or skip.",
+        description="Action for a batch that kills its runner repeatedly: fail or skip.",
     )
     synthetic: bool = Field(
         False,
@@ -116,7 +117,7 @@ class JobSettings(TlsFiles):
     otel: bool = Field(False, description="Trace calls to the coordinator with OpenTelemetry.")
     device: str = Field(
         "",
-        description="Where batches arrive: cuda, cuda:N or cpu (default: the ring).",
+        description="Device of the batches: cuda, cuda:N or cpu (default: they stay in shared memory).",
     )
 
     @field_validator("job")

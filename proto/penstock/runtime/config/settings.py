@@ -1,12 +1,11 @@
-"""Sets of settings: fields with a description, found in arguments, then variables, then the settings file.
+"""Sets of settings: fields with a description, whose values come from arguments, variables or the settings file.
 
 Shared by the daemons and commands (penstock.deploy.console.daemon_settings) and the training job
 (penstock.runtime.config.job_settings), so that one file and one environment serve all of them by the same rules.
-pydantic-settings reads arguments and variables, and decides which wins. This module does the rest: it reads the
-settings file, found and trusted by our rules, and checks the types of its values; it names the source of each value,
-for errors, `penstock config` and a daemon's log; and it shows every setting by itself, also where others are wrong. The
-command line of pydantic-settings is not used: Typer's flags are made from these fields
-(penstock.deploy.console.options).
+pydantic-settings reads arguments and variables, and decides which value is used. This module reads the settings file
+and checks the types of its values; it names the source of each value, for errors, `penstock config` and a daemon's log;
+and it returns every setting separately, so that a wrong one does not hide the others. The command line of
+pydantic-settings is not used: Typer's flags are made from these fields (penstock.deploy.console.options).
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ __all__ = [
 
 
 IN_MEMORY = ":memory:"
-"""Value in place of a path that means no file."""
+"""Value of a path setting that means: no file."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +60,8 @@ FilePath = Annotated[str, IsPath(), Unit("FILE")]
 
 
 class IsList:
-    """Mark of a field whose text is a list with commas: in the settings file it may be a list of TOML, and a flag for
-    one of its items may be given again."""
+    """Mark of a field whose text is a list with commas. In the settings file it may be a TOML list, and its flag may be
+    repeated, with one item each time."""
 
 
 class Section(BaseSettings):
@@ -72,9 +71,9 @@ class Section(BaseSettings):
     table: ClassVar[str] = ""
     """Section of the settings file; "" = none."""
     places: ClassVar[Mapping[str, tuple[str, str]]] = {}
-    """Field -> section and key of the settings file, where they differ from this section and the field's name."""
+    """Field -> section and key of the settings file, if they differ from this section and the field's name."""
     not_in_file: ClassVar[Mapping[str, str]] = {}
-    """Fields that do not go into the file, with the reason."""
+    """Field that must not be in the settings file -> the reason."""
 
     @classmethod
     def place(cls, field: str) -> tuple[str, str] | None:
@@ -106,9 +105,9 @@ class _FromFile(InitSettingsSource):
 
 @dataclass(frozen=True, repr=False)
 class OtherType:
-    """Value of the settings file whose type is not that of its setting. pydantic would silently convert a text or a
-    truth value to a number, as it must for variables, and is strict for all sources or for none. It refuses this
-    object, with its own message."""
+    """Value in the settings file of another type than its setting. pydantic would silently convert a text or a boolean
+    to a number, because it must for variables, and cannot be strict for one source only. So the value is replaced by
+    this object, which pydantic refuses with its own message."""
 
     value: Any
 
@@ -117,7 +116,7 @@ class OtherType:
 
 
 def _fits(annotation: Any, value: Any) -> bool:
-    """Return whether a value of TOML has the setting's type; true if that type is not a plain one."""
+    """Return whether a TOML value has the setting's type; True if that is not a plain type."""
     kinds = set(get_args(annotation) or (annotation,)) - {NoneType}
     if kinds - {bool, int, float, str}:
         return True
@@ -132,7 +131,7 @@ def from_file(section: type[Section], file: SettingsFile) -> dict[str, Any]:
         if place is None or place[1] not in file.tables.get(place[0], {}):
             continue
         value = file.tables[place[0]][place[1]]
-        if value == "":  # as an empty variable
+        if value == "":  # treated like an empty variable
             continue
         if isinstance(value, list) and any(isinstance(fact, IsList) for fact in info.metadata):
             value = ",".join(map(str, value))
@@ -156,7 +155,7 @@ def variable(section: type[Section], field: str) -> str:
 
 
 def stated(section: type[Section]) -> dict[str, tuple[str, Any]]:
-    """Return field -> source (a variable or FILE:LINE) and value. Other fields have defaults, or come as arguments."""
+    """Return field -> source (a variable or FILE:LINE) and value, for the fields that are set in one of these."""
     file = read_settings_file() if section.table else None
     found: dict[str, tuple[str, Any]] = {}
     for field, value in (from_file(section, file) if file else {}).items():
@@ -190,7 +189,8 @@ class ResolvedSetting:
 
 
 def find(section: type[Section]) -> list[ResolvedSetting]:
-    """Return every setting but secrets, each read by itself: a wrong or missing one does not hide the others."""
+    """Return every setting but secrets. Each is read separately, so that a wrong or missing one does not hide the
+    others."""
     problems: dict[str, tuple[str, Any]] = {}
     values: dict[str, Any] = {}
     try:
@@ -222,6 +222,6 @@ def field_of(section: type[Section], place: tuple[Any, ...]) -> str:
 
 
 def reason_of(detail: Any) -> str:
-    """Return pydantic's reason why a value is wrong, to follow the value."""
+    """Return pydantic's reason why a value is wrong, as text to put after the value."""
     reason = str(detail["msg"]).removeprefix("Value error, ")
     return "it " + reason.removeprefix("Input ") if reason.startswith("Input ") else reason

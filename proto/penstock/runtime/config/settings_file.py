@@ -1,23 +1,23 @@
 """The settings file: one TOML file for coordinator, workers, training jobs and commands of a machine.
 
-    [cluster]          what all of them share: where the coordinator is, the TLS files, the file of the token
+    [cluster]          settings that all share: the coordinator's address, the TLS files, the file of the token
     [coordinator]      settings of `penstock coordinator`
     [worker]           settings of `penstock worker`
     [client]           defaults of Appliance(...)
     [up]               settings of `penstock up` and `penstock down`
 
-It is the one that PENSTOCK_CONFIG (`--config`) names, else ~/.config/penstock/config.toml, else
-/etc/penstock/penstock.toml: the first that exists, and nothing is merged. The working directory is not searched: the
-file decides to which address the token is sent and what code may run, so it must not come with a folder that another
-user filled. For the same reason a file that other users can change, or that belongs to a user other than root or this
-one, is refused. PENSTOCK_CONFIG=/dev/null means no file.
+The file is that of PENSTOCK_CONFIG (`--config`), else ~/.config/penstock/config.toml, else /etc/penstock/penstock.toml.
+Only the first that exists is read. The working directory is not searched: the file decides to which address the token
+is sent and which code may run, so it must not come from a folder that another user filled. For the same reason a file
+that other users can change, or that belongs to a user other than root or this one, is refused.
+PENSTOCK_CONFIG=/dev/null means no file.
 
-It is read here, and not by TomlConfigSettingsSource of pydantic-settings, which does not name the line of a value,
-skips a missing file, and opens any kind of file.
+This module reads it, and not TomlConfigSettingsSource of pydantic-settings, which does not name the line of a value,
+ignores a missing file, and opens any kind of file.
 
-It must not hold secrets, because such files get copied, mounted and committed: `token` is an error that names the place
-for tokens. Paths in it are relative to its own folder, not to where a daemon happens to be started, and may begin
-with "~".
+The file must not hold secrets, because such files get copied, mounted and committed: the key `token` is an error, which
+names the right place for tokens. Paths in the file are relative to its own folder, not to the working directory, and
+may begin with "~".
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ VARIABLE = "PENSTOCK_CONFIG"
 CLUSTER = "cluster"
 TABLES = (CLUSTER, "coordinator", "worker", "client", "up")
 MAX_FILE = 1 << 20
-"""Largest settings file, bytes: a larger one is another kind of file."""
+"""Largest settings file, bytes: a larger file was named by mistake."""
 _HEAD = re.compile(r"\s*\[\s*([\w-]+)\s*\]")
 _KEY = re.compile(r"""\s*(?:([\w-]+)\s*\.\s*)?["']?([\w-]+)["']?\s*=""")
 
@@ -51,7 +51,7 @@ class SettingsFile:
     path: Path
     tables: Mapping[str, Mapping[str, Any]]
     lines: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    """(table, key) -> line, from 1, where it was found."""
+    """(table, key) -> line number of the key, from 1."""
 
     def where(self, table: str, key: str = "") -> str:
         """Return "FILE:LINE", or the file alone."""
@@ -63,7 +63,8 @@ class SettingsFile:
         return os.path.join(self.path.absolute().parent, os.path.expanduser(path)) if path else path
 
     def check(self, table: str, known: Collection[str], foreign: Mapping[str, str] | None = None) -> None:
-        """Raise InvalidArgumentError for an unknown key of the table. `foreign`: key -> why it is not allowed."""
+        """Raise InvalidArgumentError for an unknown key of the table. `foreign`: key -> reason why it is not allowed
+        there."""
         for key in self.tables.get(table, {}):
             if key in known:
                 continue
@@ -93,7 +94,7 @@ def read_settings_file() -> SettingsFile | None:
     for path in _usual():
         try:
             path.stat()
-        except OSError:  # missing, or in a folder that this user cannot read
+        except OSError:  # the file is missing, or in a folder that this user cannot read
             continue
         return _read(path)
     return None
@@ -106,10 +107,10 @@ def _usual() -> tuple[Path, ...]:
 
 
 def _read(path: Path) -> SettingsFile:
-    import tomllib  # most processes have no such file
+    import tomllib  # imported here: most processes have no settings file
 
     try:
-        # A pipe is opened without waiting for its writer, and then refused.
+        # Open a pipe without waiting for its writer, to refuse it below.
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as opened:
             _refuse_others(path, os.fstat(opened.fileno()))
             raw = opened.read(MAX_FILE + 1)
@@ -124,7 +125,7 @@ def _read(path: Path) -> SettingsFile:
         found = tomllib.loads(text)
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise InvalidArgumentError(f"the settings file {path} is not TOML: {error}") from error
-    except RecursionError:  # its own traceback is useless
+    except RecursionError:  # without its long traceback
         raise InvalidArgumentError(
             f"the settings file {path} cannot be read as TOML: its brackets are nested too deep"
         ) from None
@@ -169,7 +170,8 @@ def _checked(file: SettingsFile) -> SettingsFile:
 
 
 def _lines(text: str) -> dict[tuple[str, str], int]:
-    """Return the lines of sections and keys, which tomllib does not report; a multi-line text may mislead it."""
+    """Return the line numbers of sections and keys, which tomllib does not report. They may be wrong after a multi-line
+    text."""
     table, lines = "", dict[tuple[str, str], int]()
     for number, line in enumerate(text.splitlines(), 1):
         if head := _HEAD.match(line):

@@ -1,4 +1,4 @@
-"""Sizes as people write them."""
+"""Parsing of sizes with units, such as 4GiB."""
 
 from __future__ import annotations
 

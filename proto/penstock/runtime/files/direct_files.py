@@ -1,4 +1,4 @@
-"""Files that are written past the page cache where possible, from memory that is laid out in whole pages."""
+"""Writing of files without the page cache (O_DIRECT) where possible, from memory in whole pages."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from pathlib import Path
 __all__ = ["write_file"]
 
 CHUNK = 16 << 20
-"""Bytes that are passed on and then written at a time: small enough for the processor's cache, large enough for few
-calls."""
+"""Bytes that are written at a time: few enough for the processor's cache, enough to need few calls."""
 
 
 def write_file(
@@ -28,7 +27,7 @@ def write_file(
         for start in range(0, size, CHUNK):
             end = min(start + CHUNK, size)
             passing(region[start:end])
-            # Whole pages; the file is cut to its length below.
+            # Write whole pages; the file is truncated to its length below.
             _write_all(handle, region[start : -(-end // mmap.PAGESIZE) * mmap.PAGESIZE], start)
         os.ftruncate(handle, size)
         if durable:
@@ -45,7 +44,7 @@ def _open(path: Path, *, direct: bool) -> int:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            path.unlink(missing_ok=True)  # no O_DIRECT here; some file systems make the file before they refuse
+            path.unlink(missing_ok=True)  # no O_DIRECT here; some file systems create the file before they refuse it
     return os.open(path, flags, 0o666)
 
 
@@ -59,6 +58,6 @@ def _write_all(handle: int, data: memoryview, offset: int) -> None:
                 raise
             fcntl.fcntl(
                 handle, fcntl.F_SETFL, flags & ~os.O_DIRECT
-            )  # blocks larger than pages, or a partial block left
+            )  # the file system's blocks are larger than pages, or a part of a block is left
             continue
         data, offset = data[done:], offset + done

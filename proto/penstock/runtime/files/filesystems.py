@@ -17,7 +17,7 @@ def filesystem(path: Path, mounts: str) -> str:
     where = str(path.resolve())
     for line in mounts.splitlines():
         fields, _, after = line.partition(" - ")
-        point = fields.split(" ")[4].encode().decode("unicode_escape")  # spaces stand as \040
+        point = fields.split(" ")[4].encode().decode("unicode_escape")  # spaces are escaped as \040
         inside = where == point or where.startswith(point.rstrip("/") + "/")
         if inside and len(point) >= len(best):
             best, kind = point, after.split(" ")[0]

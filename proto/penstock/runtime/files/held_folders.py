@@ -1,7 +1,7 @@
-"""Folders held by a descriptor: changes stay inside the folder, even if its name leads elsewhere by then.
+"""Folders held by a descriptor, so that changes stay inside the folder even if its name leads elsewhere meanwhile.
 
-Who can write to the folder above it may rename a folder of ours, and put a link in its place, between two steps of
-ours. By its name we would then write into, and empty, whatever folder the link leads to.
+A user who can write to the folder above may rename a folder of Penstock, and put a link in its place, between two
+operations. An operation by name would then write into, or empty, the folder that the link leads to.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class HeldFolder:
 
     def __init__(self, name: Path) -> None:
         self.name = name
-        """Name that it was opened by."""
+        """Name by which the folder was opened."""
         try:
             self._fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except NotADirectoryError:

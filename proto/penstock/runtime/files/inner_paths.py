@@ -1,7 +1,7 @@
-"""Files below a folder of ours in which others may make names: reached through no link.
+"""Access without links to files below a folder in which other users may create names.
 
-A name is looked up folder by folder, each held by a descriptor, so that what is written, renamed or removed lies below
-the folder, whatever links others put there, and whenever.
+A name is looked up folder by folder, each held by a descriptor. So files that are written, renamed or removed lie below
+the folder, even if other users put links there at any moment.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def parent_of(root: str | Path, name: str, *, make: bool = False) -> Iterator[tu
 
     root: the folder, which may itself be reached by links.
     name: path of the file below it, without "..".
-    make: make the folders between them.
+    make: create the folders between root and the file.
 
-    Raises OSError, if one of these is a link too.
+    Raises OSError, also if one of these folders is a link.
     """
     *folders, last = name.split("/")
     held = os.open(root, _HELD)
@@ -48,13 +48,13 @@ def parent_of(root: str | Path, name: str, *, make: bool = False) -> Iterator[tu
 
 
 def unlink_below(root: str | Path, name: str) -> None:
-    """Remove a file below a folder. Raises OSError as `parent_of`, and if there is none."""
+    """Remove a file below a folder. Raises OSError like `parent_of`, and if the file does not exist."""
     with parent_of(root, name) as (folder, last):
         os.unlink(last, dir_fd=folder)
 
 
 def is_strange_link(path: str | Path) -> bool:
-    """Return whether a name is a link that another user has made, root excepted."""
+    """Return whether a name is a link of another user than this one and root."""
     try:
         found = os.lstat(path)
     except OSError:
@@ -63,9 +63,8 @@ def is_strange_link(path: str | Path) -> bool:
 
 
 def refuse_strange_links(path: Path) -> None:
-    """Raise OSError if a path leads through a link that another user put into a folder where everybody may make names,
-    such as /tmp: that user may have made it in place of a folder of ours. Linux does the same with
-    fs.protected_symlinks=1."""
+    """Raise OSError if a path leads through a link that another user put into a folder where all users may create
+    names, such as /tmp: the link may replace a folder of Penstock. Linux does the same with fs.protected_symlinks=1."""
     path = path.absolute()
     for part in [*reversed(path.parents), path]:
         try:

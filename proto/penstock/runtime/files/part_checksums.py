@@ -7,11 +7,11 @@ import xxhash
 __all__ = ["PartHasher"]
 
 PIECE = 1 << 20
-"""Size of a piece, bytes, which is hashed twice: for the file, and for its part."""
+"""Bytes hashed at a time, twice: for the file, and for its part."""
 
 
 class PartHasher:
-    """Hasher of a file and of each of its parts, in one pass."""
+    """Hashes of a file and of each of its parts, computed in one pass."""
 
     def __init__(self, parts: list[int]) -> None:
         """Start a file. parts: offset of each part, bytes."""
@@ -23,7 +23,7 @@ class PartHasher:
 
     def update(self, data: memoryview) -> None:
         """Hash the next bytes of the file."""
-        for begin in range(0, len(data), PIECE):  # small enough to be in the cache the second time
+        for begin in range(0, len(data), PIECE):  # a piece is still in the cache for the second hash
             piece = data[begin : begin + PIECE]
             self._all.update(piece)
             self._split(piece)

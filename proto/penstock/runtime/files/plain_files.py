@@ -1,9 +1,9 @@
-"""Files in folders that others can write to: opened as files and nothing else.
+"""Safe access to files in folders that other users can write to: only regular files are opened.
 
-A name there may belong to another user and lead anywhere: a link to a file of ours, which opening for a lock would
-truncate; a FIFO, which blocks for ever; a device, which never ends; a file with holes, whose length is more than the
-memory. Files are therefore never written through a link, nor under one of several names; anything but a file is refused
-before a byte is read; and what is read as a whole has a limit.
+A name in such a folder may belong to another user and lead anywhere: to a file of this user, by a link, so that opening
+it truncates the file; to a FIFO, which blocks for ever; to a device, which never ends; to a file with holes that is
+larger than the memory. So files are never written through a link, nor if they have several names; anything but a
+regular file is refused before a byte is read; and the size of files that are read whole is limited.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ __all__ = ["is_ours", "open_plain", "read_plain"]
 def open_plain(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o666, *, folder: int | None = None) -> int:
     """Open a file and return its descriptor; usable as `opener` of `open`.
 
-    Raises OSError if the name is a folder, a FIFO, a socket or a device. A file that is written is not reached through
-    a link, and has no other name: where the system does not forbid it (fs.protected_hardlinks), another user can give
-    a file of ours a second name.
+    Raises OSError if the name is a folder, a FIFO, a socket or a device. For writing it is also raised if the name is a
+    link, or if the file has a second name: another user can give a second name to a file of this user unless the system
+    forbids it (fs.protected_hardlinks).
 
     folder: a descriptor of the folder that `path` is relative to.
     """
     written = bool(flags & (os.O_WRONLY | os.O_RDWR))
     if written:
         flags |= os.O_NOFOLLOW
-    try:  # truncated below, once it is known what it is
+    try:  # without O_TRUNC: the file is truncated below, after the check of its type
         handle = os.open(path, (flags & ~os.O_TRUNC) | os.O_CLOEXEC | os.O_NONBLOCK, mode, dir_fd=folder)
     except OSError as error:
         if error.errno == errno.ELOOP:
@@ -53,11 +53,11 @@ def open_plain(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o666, *,
 
 
 def read_plain(path: str | Path, limit: int) -> bytes:
-    """Return the whole content of a file of at most `limit` bytes. Raises OSError as `open_plain`, and for a larger
-    one, before there is memory for it."""
+    """Return the whole content of a file of at most `limit` bytes. Raises OSError like `open_plain`, and for a larger
+    file, before memory is allocated."""
     with open(path, "rb", buffering=0, opener=open_plain) as file:
         size, pieces, read = os.fstat(file.fileno()).st_size, [], 0
-        # One byte more than there is: it may have grown.
+        # Ask for one byte more than the size, because the file may have grown.
         while size <= limit and (piece := file.read(max(size - read, 0) + 1)):
             pieces.append(piece)
             read += len(piece)

@@ -1,9 +1,10 @@
-"""Private temporary folders of this user, removed with the process that made them.
+"""Private temporary folders of this user, removed when the process that made them ends.
 
-The system's temporary folder is shared with other users, so nothing in it is trusted: a folder of ours has a name that
+The system's temporary folder is shared with other users, so nothing in it is trusted: a private folder has a name that
 cannot be guessed and mode 0700, and everything below it is reached through its descriptor, never through a link. A
 process that is killed leaves its folder behind. The next process that makes a folder removes it, but only if it is
-certainly such a folder: this user's, of mode 0700, with our mark in it, and with a lock that no process holds.
+certainly such a folder: it belongs to this user, has mode 0700 and Penstock's mark in it, and no process holds its
+lock.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ __all__ = ["PrivateFolder"]
 
 MARK = ".penstock-temporary"
 LONGEST_BASE = 36
-"""Longest path of the parent folder, bytes: a Unix socket's path has at most 107, and multiprocessing needs 40 of
+"""Longest path of the parent folder, bytes: a Unix socket's path has at most 107 bytes, and multiprocessing needs 40 of
 them."""
 
 
 class PrivateFolder:
     """New folder with mode 0700 in the temporary folder. Raises OSError if it cannot be made.
 
-    The temporary folder is TMPDIR, or /tmp where sockets below TMPDIR would have too long a name.
+    The temporary folder is TMPDIR, or /tmp if names of sockets below TMPDIR would be too long.
 
     A child can share it, by its path and its descriptor: the folder is locked until both have closed it, and the
     first to close removes it.
@@ -41,7 +42,7 @@ class PrivateFolder:
         self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
         self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            # First the lock, then the mark: a marked folder without a lock is one whose process is dead.
+            # First the lock, then the mark: a marked folder without a lock belongs to a dead process.
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.close(os.open(MARK, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=self._fd))
             _sweep(base, prefix)
@@ -51,7 +52,7 @@ class PrivateFolder:
 
     @classmethod
     def shared(cls, fd: int) -> Self:
-        """Return the folder of the parent process, whose descriptor this process was started with."""
+        """Return the parent process's folder, whose descriptor this process inherited."""
         folder = cls.__new__(cls)
         folder._pid, folder._fd = os.getpid(), fd
         folder.path = Path(os.readlink(f"/proc/self/fd/{fd}"))
@@ -87,7 +88,7 @@ def _sweep(base: Path, prefix: str) -> None:
 
 
 def _remove_if_left(base: Path, name: str) -> None:
-    # O_NOFOLLOW: a link with that name leads to a folder that must not be removed.
+    # O_NOFOLLOW, because a link with that name may lead to a folder that must not be removed.
     fd = os.open(base / name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         found = os.fstat(fd)

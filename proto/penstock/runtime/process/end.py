@@ -1,4 +1,4 @@
-"""Ends child processes with all that they started, and describes how a process ended."""
+"""Ending of child processes and all that they started, and descriptions of how a process ended."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = [
 
 
 def kill_child(pid: int) -> None:
-    """Kill a child of this process that is not reaped: until then its process id is not reused."""
+    """Kill a child of this process that is not reaped yet, so that its process id cannot have been reused."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 
 
 def kill_group(pid: int) -> None:
-    """Kill the process group led by a process that is not reaped: itself, and the processes that it left."""
+    """Kill the process group of a leader that is not reaped yet: the leader, and the processes that it left."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
@@ -49,16 +49,15 @@ def reap(pid: int, *, group: bool = True) -> int:
 
 
 def reap_orphan(pid: int) -> bool:
-    """Reap an orphan that this process inherited, if it has ended; return whether it had."""
+    """Reap an orphan that this process inherited, if it has ended. Return whether it has."""
     with contextlib.suppress(ChildProcessError):
         return os.waitpid(pid, os.WNOHANG)[0] != 0
     return False
 
 
 def zombie_status(pid: int) -> tuple[bool, int | None]:
-    """Return whether a process has ended without being reaped, and its exit status, if the kernel shows it.
-
-    For children of another process.
+    """Return whether a process has ended and is not reaped, and its exit status if the kernel shows it. It is for
+    children of another process.
     """
     fields = stat_of(pid)
     try:
@@ -89,4 +88,4 @@ def _signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:
-        return f"signal {number}"  # a real-time one
+        return f"signal {number}"  # a real-time signal has no name

@@ -1,20 +1,21 @@
-"""Protection of our processes from their forked children.
+"""Protection of Penstock's processes from their forked children.
 
-A fork copies the process but shares its sockets, rings and progress pages. A child that uses them acts as its parent:
+A fork copies the process but shares its sockets, rings and progress pages. A child that uses them disturbs its parent:
 it receives frames that the parent waits for, writes batches into the parent's ring, reports the parent's position.
-Children that never return to our code do no harm (worker processes of multiprocessing and torch, `subprocess`), so
-forking is not forbidden. Instead an at-fork hook disarms each child when it starts:
+Children that never return to Penstock's code do no harm (worker processes of multiprocessing and torch, `subprocess`),
+so forking is not forbidden. Instead an at-fork hook disconnects each child when it starts:
 
-    keep(thing)         keeps it to this process: in a child `thing.forked()` is called, before any user code
+    keep(thing)         registers a thing of this process: in a child `thing.forked()` is called, before user code
     silence(fd)         for `forked()`: the descriptor keeps its number, but is connected to nothing
     unshare(map, fd)    for `forked()`: memory keeps its content and its address, and the child's writes stay in the
     child
 
-A process of ours that calls user code (a runner, a helper) calls `host_user_code()`. Its children find `strayed` set
-when they return to our code, and call `leave` there: they end, with their traceback in the log. In a training process,
-where user code calls ours, objects check their `OwnerProcess` instead and raise ForkedProcessError.
+A process of Penstock that calls user code (a runner, a helper) calls `host_user_code()`. If a child of it returns to
+Penstock's code, `strayed` is set, and the code calls `leave`: the child ends, with its traceback in the log. In a
+training process, where user code calls Penstock, objects check their `OwnerProcess` instead and raise
+ForkedProcessError.
 
-Only forks through Python are noticed (`os.fork`, `multiprocessing`), not those of a C library whose child returns into
+Only forks through Python are detected (`os.fork`, `multiprocessing`), not forks by a C library whose child returns into
 Python.
 """
 
@@ -34,13 +35,13 @@ from penstock.proto.errors import ForkedProcessError
 
 __all__ = ["OwnerProcess", "host_user_code", "hosting", "keep", "leave", "silence", "unshare"]
 
-_PRIVATE_FIXED = mmap.MAP_PRIVATE | 0x10  # MAP_FIXED, which the module mmap has no name for
-_libc = ctypes.CDLL(None, use_errno=True)  # opened here: in a child another thread may have held the linker's lock
+_PRIVATE_FIXED = mmap.MAP_PRIVATE | 0x10  # MAP_FIXED, for which the module mmap has no name
+_libc = ctypes.CDLL(None, use_errno=True)  # early: in a child the linker may be locked
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 
 strayed = False
-"""True if user code that one of our processes ran forked this process."""
+"""True if this process was forked by user code in a runner or helper process."""
 _hosts_user_code = False
 
 
@@ -53,19 +54,19 @@ _kept: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def keep(thing: _Kept) -> None:
-    """Keep a thing from children that are forked from now on. Their own children do not disarm it again."""
+    """Disconnect a thing in children that are forked from now on. Children of these children do not do it again."""
     _kept.add(thing)
 
 
 def host_user_code() -> None:
-    """Mark that this process runs user code: a child that it forks must not return to our code."""
+    """Mark that this process runs user code: a child that it forks must not return to Penstock's code."""
     global _hosts_user_code
     _hosts_user_code = True
 
 
 @contextlib.contextmanager
 def hosting(*things: _Kept) -> Iterator[None]:
-    """Keep these things from children within the block, in which user code runs; later children may use them."""
+    """Disconnect these things in children that user code forks within the block; later children may use them."""
     global _hosts_user_code
     before, _hosts_user_code = _hosts_user_code, True
     for thing in things:
@@ -86,7 +87,7 @@ def _disarm() -> None:
     for thing in list(_kept):
         try:
             thing.forked()
-        except Exception:  # the child must not be stopped; the next thing is disarmed all the same
+        except Exception:  # continue: the child must run, with all other things disconnected
             traceback.print_exc()
     _kept.clear()
 
@@ -101,7 +102,7 @@ def silence(fd: int) -> None:
     with contextlib.suppress(OSError):
         try:
             null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:  # no free descriptors: at least this one is closed
+        except OSError:  # no free descriptors: at least close this one
             os.close(fd)
             return
         os.dup2(null, fd, inheritable=False)
@@ -122,7 +123,7 @@ def unshare(memory: mmap.mmap, fd: int) -> None:
 
 
 class OwnerProcess:
-    """Owner of an object that its forked children cannot use."""
+    """Process that owns an object, which forked children of the process cannot use."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -145,9 +146,9 @@ class OwnerProcess:
 
 
 def leave() -> NoReturn:
-    """End this process, which user code forked and which has returned to our code.
+    """End this process, which user code forked and which has returned to Penstock's code.
 
-    Its exception is logged; its status is Python's: that of sys.exit(), else 1.
+    The present exception is logged. The exit status is that of sys.exit(), else 1, as in Python.
     """
     code = 1
     try:

@@ -1,4 +1,5 @@
-"""Identity of a process for a record on disk: another command finds that process later, never a reuse of its id."""
+"""Identity of a process for a record on disk, by which another command finds the process later, even if its id is
+reused."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ __all__ = ["Identity"]
 
 @dataclass(frozen=True)
 class Identity:
-    """Identity of a process for a record on disk; never matches a later process with the same id."""
+    """Identity of a process for a record on disk: its id and start time. A later process with the same id never
+    matches."""
 
     pid: int
     started: int
@@ -21,7 +23,7 @@ class Identity:
 
     @classmethod
     def of(cls, pid: int) -> Identity:
-        """Return the identity of a live process. Raises ProcessLookupError if there is none."""
+        """Return the identity of a live process. Raises ProcessLookupError if it does not exist."""
         fields = stat_of(pid)
         if not fields:
             raise ProcessLookupError(f"process {pid} does not exist")
@@ -33,7 +35,7 @@ class Identity:
             process = Process(self.pid)
         except ProcessLookupError:
             return None
-        try:  # compared after it was opened: the compared process is the one that will be signalled
+        try:  # compare after opening, so that the compared process is the one that is signalled
             if Identity.of(self.pid) == self:
                 return process
         except ProcessLookupError:

@@ -14,7 +14,7 @@ READ_BYTES = 1 << 16
 
 
 class LineReader:
-    """Splitter of a descriptor's bytes into lines. Read only when it is readable, if the descriptor blocks."""
+    """Splitter of a descriptor's bytes into lines. If the descriptor blocks, call `read` only when it is readable."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd

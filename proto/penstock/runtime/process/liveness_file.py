@@ -1,11 +1,11 @@
 """Liveness file of a worker daemon: a small file with the times of its last progress, for probes.
 
-A worker listens for lanes only, and a process that merely exists may hang. So the daemon writes, after each heartbeat
-round, the time of that round, and the time of the coordinator's last answer. The two need different actions: a daemon
-whose rounds do not end hangs and must be restarted; one that only lacks the coordinator still serves its lanes, and
-killing it would turn an outage of the coordinator into one of the training.
+A probe cannot call a worker, which listens for lanes only, and a process that exists may hang. So the daemon writes,
+after each heartbeat round, the time of that round, and the time of the coordinator's last answer. The two need
+different actions. A daemon whose rounds do not end hangs, and must be restarted. A daemon without an answer of the
+coordinator still serves its lanes; killing it would turn an outage of the coordinator into one of the training.
 
-Times are those of the monotonic clock, which all processes of a machine share and no program sets.
+Times are those of the monotonic clock, which all processes of a machine share and which cannot be set.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LivenessWriter:
 
     def __init__(self, path: str) -> None:
         self._path = Path(path) if path else None
-        self._heard = float("-inf")
+        self._answered = float("-inf")
         self._failed = False
 
     def turned(self) -> None:
@@ -49,23 +49,23 @@ class LivenessWriter:
         if self._path is None:
             return
         try:
-            write_whole(self._path, f"{time.monotonic()} {self._heard}\n".encode(), sync=False)
+            write_whole(self._path, f"{time.monotonic()} {self._answered}\n".encode(), sync=False)
             self._failed = False
         except OSError as error:
             if not self._failed:
                 _log.warning("the liveness file %s cannot be written: %s", self._path, error)
             self._failed = True
 
-    def heard(self) -> None:
+    def note_answer(self) -> None:
         """Record a round that ended with an answer of the coordinator."""
-        self._heard = time.monotonic()
+        self._answered = time.monotonic()
         self.turned()
 
 
 def read_liveness(path: str) -> Liveness:
     """Return the daemon's last record. Raises InvalidArgumentError if it is missing or invalid."""
     try:
-        turned, heard = map(float, read_plain(path, LONGEST).split())
+        turned, answered = map(float, read_plain(path, LONGEST).split())
     except OSError as error:
         raise InvalidArgumentError(
             f"the liveness file {path} cannot be read: {error.strerror}. Does a worker run with this --liveness-file?"
@@ -73,4 +73,4 @@ def read_liveness(path: str) -> Liveness:
     except ValueError as error:
         raise InvalidArgumentError(f"{path} is not a worker's liveness file") from error
     now = time.monotonic()
-    return Liveness(now - turned, now - heard)
+    return Liveness(now - turned, now - answered)

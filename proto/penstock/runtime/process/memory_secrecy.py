@@ -1,4 +1,4 @@
-"""Secrecy of a daemon's memory and environment: they hold tokens, and user code runs beside it as the same user."""
+"""Protection of a daemon's memory and environment, which hold tokens, from user code that runs as the same user."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Sandbox of user code: it cannot affect processes of the same user that it did not start.
+"""Sandbox of user code, which keeps it from processes of the same user that it did not start.
 
-A runner runs as its worker's user, and could otherwise trace other jobs' runners, read their memory, or end the daemon
-that serves all of them. Two things that every process may do to itself, and that its children inherit, prevent that:
+A runner runs as its worker's user, and could otherwise trace other jobs' runners, read their memory, or end the daemon.
+Two restrictions, which any process may put on itself and which its children inherit, prevent that:
 
 - no new privileges: programs started here gain none by a setuid bit, so sudo and fusermount do not work;
-- a Landlock domain that restricts only signals: it may send signals and debug only within itself.
+- a Landlock domain that restricts only signals: its processes may signal and debug only each other.
 
-Files are not restricted. Landlock can only list allowed files, and the files that a loader reads are not known;
-besides, any such list forbids moving files between folders.
+Files are not restricted: Landlock needs a list of allowed files, and the files that a loader reads are not known.
+Besides, such a list forbids moving files between folders.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Ruleset(ctypes.Structure):
 
 
 def why_not_whole() -> str:
-    """Return which part of the sandbox this kernel lacks; "" if it has all of it."""
+    """Return the part of the sandbox that this kernel lacks; "" if it lacks none."""
     version = _libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(_VERSION))
     if version >= SCOPES_SINCE:
         return ""
@@ -46,9 +46,8 @@ def why_not_whole() -> str:
 
 
 def enter() -> None:
-    """Put this process and all that it will start into a sandbox of its own, as far as the kernel has it; irreversible.
-
-    Call it in a process with a single thread: other threads would stay outside.
+    """Put this process and its later children into a sandbox of its own, as far as the kernel supports it.
+    Irreversible. Call it in a process with a single thread, because other threads would stay outside.
     """
     _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     if why_not_whole():

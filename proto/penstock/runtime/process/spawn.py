@@ -1,9 +1,9 @@
-"""Starts child processes: fresh interpreters, and forks of this one.
+"""Starting of child processes: fresh interpreters, and forks of this one.
 
-All of them have no shell, no standard input, no descriptors but named ones, a process group of their own (the process
-that started us handles a Ctrl-C in the terminal), and -P, so that a user's file in the working directory does not
-replace a module of ours or of the library. A spawned child ends with this process by watching it (`--parent-pid`,
-watch.py), a forked one by a parent-death signal.
+Children have no shell, no standard input, only the named descriptors, and a process group of their own (the terminal
+sends Ctrl-C to the command that the user started, which ends the others). Interpreters run with -P, so that a user's
+file in the working directory does not replace a module of Penstock or of Python. A spawned child ends with this process
+by watching it (`--parent-pid`, watch.py), a forked child by a parent-death signal.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ TORCHRUN = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "TORCHELASTIC_*"),
 )
-"""Variables of torchrun for a training process that its child processes must not get: see `environment`."""
+"""Variables of torchrun that a training process must not pass to its child processes: see `environment`."""
 _REAP_S = 1.0
-"""Wait for another thread that is reaping an ended child, seconds."""
+"""Seconds to wait for another thread that is reaping an ended child."""
 
-# What runs a program as -m would, without its package: see `by_path`.
+# Code that runs a program like -m, but without importing its package: see `by_path`.
 _RUN = (
     "import os, runpy, sys; program, places = sys.argv[1:3]; sys.path += places.split(os.pathsep); "
     "sys.argv[:3] = [program]; runpy.run_path(program, run_name='__main__')"
@@ -47,7 +47,7 @@ class _End(Protocol):
 
 
 class Spawned(Process):
-    """Child that `spawn` started. Without pidfds it is waited for by polling."""
+    """Child that `spawn` started. If the kernel has no pidfds, its end is detected by polling."""
 
     def __init__(self, popen: subprocess.Popen[bytes]) -> None:
         try:
@@ -85,7 +85,7 @@ class Spawned(Process):
         return self._popen.returncode is None
 
     def let_go(self) -> None:
-        """Let the child outlive this process, which does not wait for it."""
+        """Stop watching the child, which may outlive this process."""
         self._popen.returncode = 0
         self.close()
 
@@ -109,7 +109,8 @@ def spawn(
         env: see `environment`; None: this process's.
         session: make it lead a session of its own; False: a process group in this session.
 
-    Sockets and ends of pipes are the child's: they are closed here, also if it cannot be started. Numbers stay open.
+    Sockets and ends of pipes are passed to the child and closed here, also if it cannot be started. Descriptors given
+    as numbers stay open.
 
     Raises OSError if it cannot be started.
     """
@@ -140,10 +141,11 @@ def module(name: str, *arguments: str) -> list[str]:
 def by_path(program: Path, *needed: ModuleType) -> list[str]:
     """Return the command that runs a program of ours that must not import torch, to be followed by its arguments.
 
-    It runs by path, because -m would import penstock.client with it. Penstock and `needed` are imported from where this
-    process has them; these folders are last on the path, so that nothing in them hides a module of Python.
+    The program runs by path, because -m would also import penstock.client. Penstock and `needed` are imported from the
+    folders from which this process imported them; these folders come last on the path, so that their modules do not
+    hide modules of Python.
 
-    needed: other packages that it imports.
+    needed: other packages that the program imports.
     """
     places = [Path(path).parent for path in penstock.__path__]
     places += [Path(str(package.__file__)).parents[1] for package in needed]
@@ -157,16 +159,15 @@ def environment(*without: str) -> dict[str, str]:
 
 
 def fork(run: Callable[[], int | None]) -> int:
-    """Fork a child that does this and ends; return its process id, to be reaped by end.py.
-
-    It leads a process group and dies with this process, which must have no threads. Its exit status is what `run`
-    returns, None for 0; or 1 for an error, whose traceback it prints. Exit handlers of this process do not run there.
+    """Fork a child that calls `run` and ends. Return its process id; the caller reaps it by end.py. The child leads a
+    process group and dies with this process, which must have no threads. Its exit status is the result of `run` (None
+    for 0), or 1 for an error, whose traceback it prints. Exit handlers of this process do not run in the child.
     """
     parent = os.getpid()
     pid = os.fork()
     if pid:
         with contextlib.suppress(OSError):
-            os.setpgid(pid, pid)  # on both sides: a kill of its group may come before the child runs
+            os.setpgid(pid, pid)  # in parent and child: the group may be killed before the child runs
         return pid
     status = 1
     try:

@@ -1,9 +1,9 @@
-"""Watches a process, and signals it, by a pidfd: the only certain sign that a process has ended.
+"""Watching and signalling of a process by a pidfd, the only certain sign that a process has ended.
 
-The end of its sockets and pipes is not one, because processes that it forked hold them open. Its process id is not one
-either, because it may be reused; a signal by pidfd never reaches another process. A process that is to end with another
-one watches it in the same way, and not by a parent-death signal, which fires when the *thread* that started the process
-ends; that signal (`die_with_parent`) is for forked children, whose parents have no threads.
+The end of its sockets and pipes is not certain, because processes that it forked may hold them open. Its process id may
+be reused, while a signal by pidfd never reaches another process. A child that must end with its parent also watches the
+parent by a pidfd. The parent-death signal (`die_with_parent`) is only for forked children, whose parents have no
+threads: it is sent when the *thread* that started the process ends.
 """
 
 from __future__ import annotations
@@ -29,15 +29,14 @@ __all__ = [
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 PARENT_LOOK_S = 1.0
-"""Seconds between checks of the parent where the kernel has no pidfds."""
+"""Seconds between checks of the parent if the kernel has no pidfds."""
 LONGEST_S = 1e6
 """Longest timeout of poll(2), seconds; a longer one means no timeout."""
 
 
 def wait_for_any(fds: Iterable[int], timeout_s: float | None = None) -> list[int]:
-    """Wait until some of these are readable or their other side has ended; return them. timeout_s: None waits for ever.
-
-    Like select(2), but for descriptors of any number.
+    """Wait until some of these descriptors are readable or their other side has ended; return them. timeout_s: None
+    waits for ever. Like select(2), but also for descriptors above 1023.
     """
     poll = select.poll()
     for fd in fds:
@@ -55,10 +54,10 @@ class Process:
     """Watched process, not necessarily a child, until `close` or until this object is dropped.
 
     Args:
-        pid: its number.
-        pidfd: an open pidfd of it, which is closed with this; None: one is opened.
+        pid: the process's id.
+        pidfd: open pidfd of the process, which `close` closes; None: a new one is opened.
 
-    Raises ProcessLookupError if it has ended and is gone.
+    Raises ProcessLookupError if the process has ended and is reaped.
     """
 
     def __init__(self, pid: int, pidfd: int | None = None) -> None:
@@ -71,7 +70,7 @@ class Process:
     def parent(cls, pid: int) -> Self:
         """Return this process's parent. Raises ProcessLookupError if `pid` is no longer its id."""
         process = cls(pid)
-        if os.getppid() != pid:  # it ended before it was opened, and its id is reused
+        if os.getppid() != pid:  # the parent ended before it was opened, and its id was reused
             process.close()
             raise ProcessLookupError(f"the parent of process {os.getpid()} has ended")
         return process
@@ -96,11 +95,11 @@ class Process:
 
     @property
     def ended(self) -> bool:
-        """Return whether it has ended."""
+        """Return whether the process has ended."""
         return self.wait(0)
 
     def on_end(self, then: Callable[[], object]) -> None:
-        """Have the running event loop call `then` once, when the process has ended; not after `close`."""
+        """Let the running event loop call `then` once, when the process has ended; not after `close`."""
         import asyncio
 
         loop, pidfd = asyncio.get_running_loop(), self._pidfd
@@ -149,8 +148,8 @@ class Process:
 
 
 def stat_of(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat behind the name: its state, its parent, ...; none if there is no such
-    process."""
+    """Return the fields of /proc/PID/stat after the name (state, parent, ...); an empty list if the process does not
+    exist."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (OSError, ValueError):
@@ -171,14 +170,15 @@ def wait_for_parent_end(pid: int) -> None:
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Have the kernel send this signal when `parent`, this process's parent, dies; end at once if it has died."""
+    """Let the kernel send this signal when `parent`, this process's parent, dies. End at once if it has already
+    died."""
     _prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def become_subreaper() -> None:
-    """Adopt orphaned descendants of this process, instead of process 1."""
+    """Make orphaned descendants of this process its children, instead of children of process 1."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 

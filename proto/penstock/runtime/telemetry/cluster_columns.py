@@ -1,6 +1,6 @@
-"""Columns of tables about a cluster, each with one heading and one format of its cells, for all displays.
+"""Columns of tables about a cluster. All displays use the same heading and the same format of cells.
 
-A display takes the columns that fit, in its own order. A heading that ends with ">" marks numbers.
+A display selects columns in its own order. A heading that ends with ">" marks a column of numbers.
 """
 
 from __future__ import annotations

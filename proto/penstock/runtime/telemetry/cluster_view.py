@@ -1,8 +1,8 @@
 """View of a coordinator's status as values, and as text for people.
 
 Every display uses it: `penstock status`, `penstock top`, `penstock doctor cluster`, the dashboard, Prometheus.
-It decides a slot's remark, when a worker counts as lost and how a rate is written; a display decides only the layout.
-Pure functions of the message `StatusReply`.
+It decides a slot's remark, whether a worker counts as lost and how a rate is written; a display decides only the
+layout. Pure functions of the message `StatusReply`.
 
 `--json` and /api/status.json have these fields by these names: scripts rely on them (docs/cli.md). So protobuf's JSON
 is not used; it would also write every 64-bit number as text. The properties are for people.
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 LATELY_S = 600.0
-"""Seconds for which a fault or a lost worker is shown."""
+"""Seconds during which a fault or a lost worker is shown."""
 PHASES = ("waiting", "starting", "ready", "failed")
 
 Alarm = Literal["", "info", "warn", "bad"]
@@ -45,7 +45,7 @@ Alarm = Literal["", "info", "warn", "bad"]
 _View = TypeVar("_View")
 
 
-# How a figure is rounded: the rest is noise, and makes JSON longer.
+# Digits to which a figure is rounded: further digits are noise, and make JSON longer.
 PerSecond = Annotated[float, 3]
 Seconds = Annotated[float, 3]
 Share = Annotated[float, 4]
@@ -83,13 +83,13 @@ class SlotView:
 
     @property
     def remark(self) -> str:
-        """Return a remark: the slot's error, else what its runner has been doing for long, else why the slot moved."""
+        """Return a remark: the slot's error, else a long activity of its runner, else the reason why the slot moved."""
         said = f"{self.error['name']}: {self.error['message']}" if self.error else self.doing or self.note or ""
         return " ".join(said.split())
 
     @property
     def saved(self) -> str:
-        """Return the age of its newest durable snapshot, as text."""
+        """Return the age of the slot's newest durable snapshot, as text."""
         return "" if self.snapshot_age_s is None else f"{seconds(self.snapshot_age_s)} ago"
 
     @property
@@ -100,7 +100,7 @@ class SlotView:
 
     @property
     def urgency(self) -> tuple[int, float]:
-        """Return a sort key, largest first."""
+        """Return a sort key; the most urgent slot has the largest."""
         return {"READY": 0, "FAILED": 2}.get(self.phase, 1), self.wait_share
 
 
@@ -123,7 +123,7 @@ class BoxView:
 
     @property
     def going(self) -> bool:
-        """Return whether its loop takes steps."""
+        """Return whether the box's loop takes steps."""
         return self.live and not self.epoch_ended
 
     @property
@@ -172,7 +172,7 @@ _NO_BOX = Finding("", False, "Its training job has ended, or has not reported.",
 
 @dataclass(frozen=True, slots=True)
 class StateView:
-    """State that was fetched: for a checkpoint, or by an operator."""
+    """State that was fetched, for a checkpoint or by an operator."""
 
     step: int
     asker: str
@@ -185,7 +185,7 @@ class StateView:
 
 @dataclass(frozen=True, slots=True)
 class RunView:
-    """Run. Rates are of its live boxes."""
+    """A run. Its rates are those of its live boxes."""
 
     run: str
     attempt: int
@@ -208,7 +208,7 @@ class RunView:
 
     @property
     def finding(self) -> Finding:
-        """Return the bottleneck; a finding without a title if there is none."""
+        """Return the run's bottleneck; a finding without a title if it has none."""
         return self.bottleneck or _NO_BOX
 
     @property
@@ -344,7 +344,7 @@ class ClusterView:
 
 
 def view(reply: pb.StatusReply, address: str = "") -> ClusterView:
-    """Return the view of a status. `address`: the coordinator's, as it was called."""
+    """Return the view of a status. `address`: coordinator's address, as the caller gave it."""
     return ClusterView(
         coordinator=_read(CoordinatorView, reply, address=address),
         recommended_workers=reply.recommended_workers,

@@ -1,6 +1,6 @@
-"""Counters and histograms that a process keeps of itself: plain numbers, no library.
+"""Counters and histograms of a process, as plain numbers without a library.
 
-A histogram is one as in Prometheus: counts of values up to each of a few fixed bounds. Entering a value takes a search
+A histogram is like one of Prometheus: counts of values up to each of a few fixed bounds. Adding a value takes a search
 among a dozen numbers.
 """
 
@@ -14,7 +14,7 @@ from itertools import accumulate
 __all__ = ["CallCounters", "Histogram"]
 
 CALL_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-"""Bounds of call durations, seconds: from a call on an idle coordinator to most deadlines; held calls end within a few
+"""Bounds of call durations, seconds: from a call on an idle coordinator to most deadlines. Long polls end within a few
 seconds."""
 
 
@@ -33,7 +33,7 @@ class Histogram:
 
     @property
     def cumulative(self) -> list[int]:
-        """Return the number of values up to each bound, and last the number of all."""
+        """Return the number of values up to each bound, followed by the number of all values."""
         return list(accumulate(self._counts))
 
 

@@ -1,8 +1,8 @@
-"""Log of a process, for people and for machines, and the escaping of untrusted text in it.
+"""Log formats of a process, as text or JSON, and the escaping of untrusted text in them.
 
 Names, errors and addresses come from peers, and a runner's output comes from user code. Unescaped they could clear a
 screen, forge a line of the log, or fill a disk. So characters that are not printable are escaped, continuation lines
-are indented, and messages are limited. As JSON a record is one line of ASCII, whatever is in it.
+are indented, and the length of messages is limited. In JSON each record is one line of ASCII.
 
 The subject of a record is in its attributes (`about`), not only in its text: run, attempt, box, slot, generation, step,
 worker. Both formats show them, and a user's own formatter finds them there.
@@ -38,7 +38,7 @@ FIELD = 1000
 FIELDS = ("run", "attempt", "box", "slot", "generation", "step", "worker")
 """Attributes of a record that name its subject."""
 _IN_TEXT = ("run", "box", "slot", "step")
-"""Attributes that are shown to people where the message does not contain them."""
+"""Attributes that the text format appends unless the message contains them."""
 
 
 def about(**fields: str | int) -> dict[str, str | int]:
@@ -56,7 +56,7 @@ class SubjectLogger(logging.LoggerAdapter[logging.Logger]):
         super().__init__(logger, about(**fields))
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """Add the subject to a call's `extra`, which wins."""
+        """Add the subject to a call's `extra`, whose own fields have priority."""
         assert self.extra is not None
         kwargs["extra"] = {**self.extra, **(kwargs.get("extra") or {})}
         return msg, kwargs
@@ -72,19 +72,20 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def _says(message: str, name: str, value: str) -> bool:
-    """Return whether the message contains a field: a run by its name alone, others as in "slot 3"."""
+    """Return whether the message contains a field: a run's name, or for other fields a text such as "slot 3"."""
     return value in message if name == "run" else re.search(rf"\b{name} {re.escape(value)}\b", message) is not None
 
 
 def printable(text: str) -> str:
-    """Return the text with every character escaped that is not printable on one line."""
+    """Return the text with all characters escaped that are not printable on one line."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def plain(text: str, longest: int = LONGEST) -> str:
-    """Return a peer's text of several lines, cut, with every character escaped that is not printable."""
+    """Return a peer's text, which may have several lines, cut to `longest` characters and with unprintable characters
+    escaped."""
     return "\n".join(printable(line.replace("\t", "    ")) for line in _cut(text, longest).split("\n"))
 
 
@@ -93,9 +94,9 @@ def _cut(text: str, longest: int = LONGEST) -> str:
 
 
 class RepeatedWarnings:
-    """Rate limit on warnings that an unauthenticated peer can cause at will. Each is truncated. Each source has one
-    logged at once and then one in `EVERY_S`; all sources together have `AT_ONCE` in that time. The next one states how
-    many were omitted.
+    """Rate limit on warnings that an unauthenticated peer can cause at any rate. A source gets one warning in `EVERY_S`
+    seconds, all sources together `AT_ONCE` in that time. Each warning is truncated, and states how many were omitted
+    before it.
 
     clock: monotonic seconds.
     """
@@ -108,37 +109,37 @@ class RepeatedWarnings:
     def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
         self._logger = logger
         self._clock = clock
-        self._told: dict[str, float] = {}
+        self._logged: dict[str, float] = {}
         self._left_out = 0
 
     def warning(self, source: str, message: str) -> None:
         now = self._clock()
-        self._told = {told: at for told, at in self._told.items() if now - at < self.EVERY_S}
-        if source in self._told or len(self._told) >= self.AT_ONCE:
+        self._logged = {known: at for known, at in self._logged.items() if now - at < self.EVERY_S}
+        if source in self._logged or len(self._logged) >= self.AT_ONCE:
             self._left_out += 1
             return
-        self._told[source] = now
+        self._logged[source] = now
         more = f" (and {self._left_out} such lines before it that were left out)" if self._left_out else ""
         self._left_out = 0
         self._logger.warning("%s%s", _cut(message, self.LONGEST), more)
 
 
 class OneLine(logging.Formatter):
-    """Formatter whose records begin only where its format does: other lines of a record are indented."""
+    """Formatter that indents all lines of a record but the first, so that no text in it looks like another record."""
 
     def format(self, record: logging.LogRecord) -> str:
         return "\n    ".join(map(printable, _cut(super().format(record)).split("\n")))
 
 
 def log_lines(form: str, level: int | str) -> None:
-    """Log to the standard error output in this format, with what peers say escaped."""
+    """Log to standard error in this format, with text from peers escaped."""
     handler = logging.StreamHandler()
     handler.setFormatter(OneLine(form))
     logging.basicConfig(level=level, handlers=[handler])
 
 
 class TextLines(OneLine):
-    """Formatter for people. A record's subject follows its first line, unless the message contains it."""
+    """Formatter for people. It appends a record's subject to the first line, unless the message contains it."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -158,7 +159,7 @@ class TextLines(OneLine):
 class JsonLines(logging.Formatter):
     """Formatter for machines: one object per line, with time (UTC, RFC 3339), level, logger, message, pid, and subject.
 
-    always: fields that every record of the process has.
+    always: fields that are added to every record of the process.
     """
 
     def __init__(self, always: Mapping[str, str | int] | None = None) -> None:

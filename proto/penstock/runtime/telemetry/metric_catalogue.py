@@ -3,11 +3,11 @@
 Readings of a scrape are checked against this list (penstock.runtime.web.prometheus);
 the table of docs/metrics.md, the Grafana dashboard and the alerts are tested against it.
 
-Rules. `penstock_<noun>_<unit>`, in base units; a counter ends in `_total`. A name belongs to one process, or a sum over
-all targets would count things twice: metrics of the training job begin with `penstock_client_`. No label has a value
-for each step, batch or state, and the coordinator has no series for a slot: with 10,000 slots those are spread over the
-workers that run them, a few dozen each. A value that may decrease (a step, after a resume) is a gauge; counters count
-from the start of their subject.
+Rules. Names are `penstock_<noun>_<unit>`, in base units; those of counters end in `_total`. Each name is exported by
+one kind of process, so that a sum over all targets counts nothing twice; metrics of the training job begin with
+`penstock_client_`. No label has a value for each step, batch or state. Series of a slot are exported by its worker and
+not by the coordinator, which may have 10,000 slots. A value that may decrease (a step, after a resume) is a gauge; a
+counter counts from the start of its subject.
 """
 
 from __future__ import annotations
@@ -56,15 +56,19 @@ CATALOGUE: tuple[Metric, ...] = (
     # ---- coordinator: runs and boxes
     _coordinator("penstock_runs", "gauge", "", ("phase",), "Runs, by phase: open or closed."),
     _coordinator(
-        "penstock_run_attempt", "gauge", "", ("run",), "The attempt that is open: higher each time the job is started."
+        "penstock_run_attempt",
+        "gauge",
+        "",
+        ("run",),
+        "Number of the open attempt; it rises with each start of the job.",
     ),
-    _coordinator("penstock_run_boxes", "gauge", "", ("run",), "Boxes that the run has in all."),
+    _coordinator("penstock_run_boxes", "gauge", "", ("run",), "Boxes of the run."),
     _coordinator(
         "penstock_run_recommended_workers_per_box",
         "gauge",
         "",
         ("run",),
-        "Recommended slots of a box, at most as many as the cores carry; 0: not known.",
+        "Recommended slots of a box, limited by the workers' cores; 0: not known.",
     ),
     _coordinator(
         "penstock_run_slots", "gauge", "", ("run", "phase"), "Slots of the open attempt's live boxes, by phase."
@@ -81,7 +85,7 @@ CATALOGUE: tuple[Metric, ...] = (
         "counter",
         "batches",
         ("run",),
-        "Batches that the open attempt left out because they killed their runners.",
+        "Batches that the open attempt skipped because they killed their runners.",
     ),
     _coordinator("penstock_box_live", "gauge", "", _BOX, "1 if the box's training process renews its lease, else 0."),
     _coordinator("penstock_box_step", "gauge", "", _BOX, "Last step that the box reported."),
@@ -94,17 +98,17 @@ CATALOGUE: tuple[Metric, ...] = (
         "counter",
         "seconds",
         _BOX,
-        "Time that its training loop waited for data.",
+        "Time that the box's training loop waited for data.",
     ),
     _coordinator(
         "penstock_box_wait_ratio",
         "gauge",
         "ratio",
         _BOX,
-        "Share of its latest time that it waited, 0 to 1. A box that is not live has none.",
+        "Share of the box's recent time spent waiting for data, 0 to 1. A box that is not live has none.",
     ),
     _coordinator(
-        "penstock_box_waiting_for_slot", "gauge", "", _BOX, "Slot that it waits for right now; -1: it does not wait."
+        "penstock_box_waiting_for_slot", "gauge", "", _BOX, "Slot that the box waits for now; -1: it does not wait."
     ),
     # ---- coordinator: the fleet
     _coordinator(
@@ -115,35 +119,39 @@ CATALOGUE: tuple[Metric, ...] = (
         "gauge",
         "",
         (),
-        "Daemons like those that are there that the open runs need, by measured demand and supply; 0: not known.",
+        "Number of daemons like the present ones that the open runs need, by measured demand and supply; 0: not known.",
     ),
-    _coordinator("penstock_slots_capacity", "gauge", "", (), "Runners that the live workers may run together."),
-    _coordinator("penstock_slots_used", "gauge", "", (), "Those of them that are assigned to runs."),
+    _coordinator("penstock_slots_capacity", "gauge", "", (), "Runners that all live workers may run together."),
+    _coordinator("penstock_slots_used", "gauge", "", (), "Slots of live workers that are assigned to runs."),
     # ---- coordinator: its own health
-    _coordinator("penstock_coordinator_uptime_seconds", "gauge", "seconds", (), "Time since it was started."),
+    _coordinator("penstock_coordinator_uptime_seconds", "gauge", "seconds", (), "Time since the start of the process."),
     _coordinator(
         "penstock_coordinator_certificate_expires_timestamp_seconds",
         "gauge",
         "seconds",
         (),
-        "Unix time until when its certificate is valid; 0: it shows none.",
+        "Unix time at which the process's certificate expires; 0: it has none.",
     ),
     _coordinator(
-        "penstock_coordinator_snapshot_bytes", "gauge", "bytes", (), "Durable snapshots and blobs that it holds."
+        "penstock_coordinator_snapshot_bytes",
+        "gauge",
+        "bytes",
+        (),
+        "Durable snapshots and blobs that the coordinator holds.",
     ),
     _coordinator(
         "penstock_coordinator_snapshot_limit_bytes",
         "gauge",
         "bytes",
         (),
-        "Largest number of bytes that it may hold of them: the budget.",
+        "Budget for durable snapshots and blobs.",
     ),
     _coordinator(
         "penstock_coordinator_commit_seconds",
         "histogram",
         "seconds",
         (),
-        "Commits of the journal, with the flush.",
+        "Duration of commits to the journal, with the flush to disk.",
     ),
     _coordinator(
         "penstock_coordinator_calls_total", "counter", "", ("method", "status"), "Calls answered, by gRPC status."
@@ -153,51 +161,81 @@ CATALOGUE: tuple[Metric, ...] = (
         "histogram",
         "seconds",
         ("method",),
-        "Time that calls took. Heartbeat and WatchRun are held on purpose until there is news; PutSnapshot and PutBlob "
+        "Duration of calls. Heartbeat and WatchRun are long polls, held until there is news; PutSnapshot and PutBlob "
         "last as long as their sender sends.",
     ),
     # ---- worker
     _worker("penstock_worker_info", "gauge", "", ("worker",), "1, with the worker's name at the coordinator."),
-    _worker("penstock_worker_uptime_seconds", "gauge", "seconds", (), "Time since it was started."),
+    _worker("penstock_worker_uptime_seconds", "gauge", "seconds", (), "Time since the start of the process."),
     _worker(
         "penstock_worker_certificate_expires_timestamp_seconds",
         "gauge",
         "seconds",
         (),
-        "Unix time until when its certificate is valid; 0: it shows none.",
+        "Unix time at which the process's certificate expires; 0: it has none.",
     ),
-    _worker("penstock_worker_capacity", "gauge", "", (), "Runners that it may run at a time (--slots)."),
-    _worker("penstock_worker_slots", "gauge", "", ("phase",), "Slots that it runs, by phase."),
+    _worker("penstock_worker_capacity", "gauge", "", (), "Runners that the worker may run at a time (--slots)."),
+    _worker("penstock_worker_slots", "gauge", "", ("phase",), "Slots that the worker runs, by phase."),
     _worker(
         "penstock_worker_heartbeat_age_seconds",
         "gauge",
         "seconds",
         (),
-        "Time since the coordinator last answered; -1 before it did.",
+        "Time since the coordinator's last answer; -1 before the first.",
     ),
     _worker(
         "penstock_worker_lease_seconds",
         "gauge",
         "seconds",
         (),
-        "Silence after which it is taken for dead; 0: none.",
+        "Silence after which the coordinator counts the worker as lost; 0: not known.",
     ),
-    _worker("penstock_worker_sent_bytes_total", "counter", "bytes", ("lane",), "Bytes that it sent to other hosts."),
-    _worker("penstock_worker_lanes", "gauge", "", ("lane",), "Lanes that it serves over TCP now."),
-    _worker("penstock_worker_snapshots_total", "counter", "", (), "Snapshots that its runners sent to it."),
-    _worker("penstock_worker_snapshots_sent_total", "counter", "", (), "Of them, those made durable."),
-    _worker("penstock_worker_snapshots_refused_total", "counter", "", (), "Snapshots refused for lack of budget."),
-    _worker("penstock_worker_snapshot_sent_bytes_total", "counter", "bytes", (), "Bytes of those made durable."),
-    _worker("penstock_worker_recoveries_total", "counter", "", (), "Slots that it took over from another runner."),
-    _worker("penstock_worker_losses_total", "counter", "", (), "Runners that it lost: killed, crashed, recycled."),
-    _worker("penstock_worker_state_answers_total", "counter", "", ("status",), "Its answers: ok, error, or dropped."),
-    _worker("penstock_slot_produced_batches_total", "counter", "batches", _SLOT, "Batches that its runner made."),
+    _worker(
+        "penstock_worker_sent_bytes_total", "counter", "bytes", ("lane",), "Bytes that the worker sent to other hosts."
+    ),
+    _worker("penstock_worker_lanes", "gauge", "", ("lane",), "Lanes that the worker serves over TCP now."),
+    _worker("penstock_worker_snapshots_total", "counter", "", (), "Snapshots received from the worker's runners."),
+    _worker("penstock_worker_snapshots_sent_total", "counter", "", (), "Snapshots that the worker made durable."),
+    _worker(
+        "penstock_worker_snapshots_refused_total",
+        "counter",
+        "",
+        (),
+        "Snapshots that the coordinator refused because its budget is used up.",
+    ),
+    _worker(
+        "penstock_worker_snapshot_sent_bytes_total",
+        "counter",
+        "bytes",
+        (),
+        "Bytes of the snapshots that the worker made durable.",
+    ),
+    _worker(
+        "penstock_worker_recoveries_total", "counter", "", (), "Slots that the worker took over from another runner."
+    ),
+    _worker(
+        "penstock_worker_losses_total",
+        "counter",
+        "",
+        (),
+        "Runners that the worker lost: killed, crashed, or replaced for their memory.",
+    ),
+    _worker(
+        "penstock_worker_state_answers_total",
+        "counter",
+        "",
+        ("status",),
+        "Answers to state requests: ok, error, or dropped.",
+    ),
+    _worker(
+        "penstock_slot_produced_batches_total", "counter", "batches", _SLOT, "Batches that the slot's runner made."
+    ),
     _worker(
         "penstock_slot_delivered_batches_total",
         "counter",
         "batches",
         _SLOT,
-        "Of them, those that the training loop was handed.",
+        "Batches delivered to the training loop.",
     ),
     _worker(
         "penstock_slot_replayed_batches_total",
@@ -206,25 +244,33 @@ CATALOGUE: tuple[Metric, ...] = (
         _SLOT,
         "Batches made again and not delivered, to reach the slot's position.",
     ),
-    _worker("penstock_slot_queue_batches", "gauge", "batches", _SLOT, "Batches made and not yet handed to the loop."),
+    _worker(
+        "penstock_slot_queue_batches", "gauge", "batches", _SLOT, "Batches made and not yet delivered to the loop."
+    ),
     _worker(
         "penstock_slot_busy_seconds_total",
         "counter",
         "seconds",
         _SLOT,
-        "Time that the runner worked on batches, and did not wait for the loop to take them: rate() of it is the share "
+        "Time that the runner worked on batches, without waits for the loop: rate() of it is the share "
         "of the slot that is used up.",
     ),
-    _worker("penstock_runner_cpu_seconds_total", "counter", "seconds", _SLOT, "Processor time of its processes."),
+    _worker(
+        "penstock_runner_cpu_seconds_total",
+        "counter",
+        "seconds",
+        _SLOT,
+        "Processor time of the runner and its processes.",
+    ),
     _worker(
         "penstock_runner_memory_bytes",
         "gauge",
         "bytes",
         _SLOT,
-        "Anonymous memory of the runner and of what it started; shared pages count in each process.",
+        "Anonymous memory of the runner and its processes; shared pages count in each process.",
     ),
     # ---- training job
-    _client("penstock_client_step", "gauge", "", _BOX, "Last step that the loop was handed."),
+    _client("penstock_client_step", "gauge", "", _BOX, "Last step that was delivered to the loop."),
     _client("penstock_client_steps_total", "counter", "", _BOX, "Steps since the loader was opened or loaded."),
     _client("penstock_client_wait_seconds_total", "counter", "seconds", _BOX, "Time that the loop waited for data."),
     _client(
@@ -232,29 +278,37 @@ CATALOGUE: tuple[Metric, ...] = (
         "counter",
         "seconds",
         _SLOT,
-        "The same by slot: whose batch was due. Slots that were never waited for have none.",
+        "Time that the loop waited, by the slot whose batch was due. Slots without waits have none.",
     ),
     _client(
         "penstock_client_worker_wait_seconds_total",
         "counter",
         "seconds",
         ("run", "box", "worker"),
-        "The same by the worker that had the slot then.",
+        "Time that the loop waited, by the worker of the slot whose batch was due.",
     ),
-    _client("penstock_client_copied_batches_total", "counter", "batches", _BOX, "Batches handed out as copies."),
+    _client("penstock_client_copied_batches_total", "counter", "batches", _BOX, "Batches delivered as copies."),
     _client(
         "penstock_client_staged_batches_total",
         "counter",
         "batches",
         _BOX,
-        "Batches whose copy to the device had begun before the loop asked.",
+        "Batches whose copy to the device had begun before the loop requested them.",
     ),
     _client("penstock_client_recoveries_total", "counter", "", _BOX, "Slots that moved while the loop was reading."),
     _client(
-        "penstock_client_skipped_batches_total", "counter", "batches", _BOX, "Batches that were left out as poisonous."
+        "penstock_client_skipped_batches_total",
+        "counter",
+        "batches",
+        _BOX,
+        "Batches that were skipped because they killed their runners.",
     ),
     _client(
-        "penstock_client_corrupt_total", "counter", "", _BOX, "Times that damaged data arrived and were fetched again."
+        "penstock_client_corrupt_total",
+        "counter",
+        "",
+        _BOX,
+        "Number of times that damaged data arrived and were fetched again.",
     ),
     _client("penstock_client_lanes", "gauge", "", ("run", "box", "lane"), "Lanes that are open, local or tcp."),
     _client("penstock_client_held_batches", "gauge", "batches", _BOX, "Batches of which the loop still holds views."),
@@ -263,16 +317,22 @@ CATALOGUE: tuple[Metric, ...] = (
         "gauge",
         "seconds",
         _BOX,
-        "Time since which the coordinator has not answered; 0: it does.",
+        "Time for which the coordinator has not answered; 0: it answers.",
     ),
     _client(
         "penstock_client_receiver_cpu_seconds_total",
         "counter",
         "seconds",
         (),
-        "Processor time of the processes that receive from other hosts.",
+        "Processor time of the receiver processes.",
     ),
-    _client("penstock_client_receiver_memory_bytes", "gauge", "bytes", (), "Their resident memory, rings included."),
+    _client(
+        "penstock_client_receiver_memory_bytes",
+        "gauge",
+        "bytes",
+        (),
+        "Resident memory of the receiver processes, rings included.",
+    ),
     _client("penstock_checkpoint_saves_total", "counter", "", ("status",), "Saves that ended: ok or error."),
     _client("penstock_checkpoint_in_flight", "gauge", "", (), "Checkpoints that are being written."),
     _client(
@@ -282,7 +342,13 @@ CATALOGUE: tuple[Metric, ...] = (
         (),
         "Time that save() stopped the training loop.",
     ),
-    _client("penstock_checkpoint_last_stall_seconds", "gauge", "seconds", (), "Time that the last save() stopped it."),
+    _client(
+        "penstock_checkpoint_last_stall_seconds",
+        "gauge",
+        "seconds",
+        (),
+        "Time that the last save() stopped the training loop.",
+    ),
     _client(
         "penstock_checkpoint_last_write_seconds",
         "gauge",

@@ -1,7 +1,7 @@
-"""Progress as one line: redrawn in place on a terminal, elsewhere a new line now and then.
+"""Display of progress as one line: redrawn in place on a terminal, otherwise a new line every LOG_S seconds.
 
-rich does not draw it: its live displays hide the cursor until they are stopped, which a killed job never does, and the
-training process would have to import rich for one line.
+It does not use rich, because rich's live displays hide the cursor until they are stopped, which a killed job does not
+do, and because the training process would have to import rich for one line.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 __all__ = ["Progress"]
 
 TERMINAL_S, LOG_S = 0.5, 10.0
-"""Seconds between two lines, on a terminal and elsewhere."""
+"""Seconds between two lines, on a terminal and otherwise."""
 
 
 class Progress:
@@ -26,7 +26,7 @@ class Progress:
         self._drawn = False
 
     def due(self) -> float:
-        """Return the seconds since the last line, if another is due; else 0."""
+        """Return the seconds since the last line, if the next one is due; otherwise 0."""
         passed = time.monotonic() - self._shown_at
         return passed if passed >= (TERMINAL_S if self._terminal else LOG_S) else 0.0
 

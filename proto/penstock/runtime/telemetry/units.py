@@ -1,4 +1,4 @@
-"""Numbers as people read them: the same on the command line, on the dashboard and in a log."""
+"""Conversion of numbers to text for people, the same on the command line, on the dashboard and in a log."""
 
 from __future__ import annotations
 

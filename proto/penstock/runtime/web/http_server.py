@@ -1,13 +1,13 @@
-"""Small web server: pages of a process about itself, for a browser or a collector of metrics.
+"""Small web server for a process's pages about itself, for a browser or a collector of metrics.
 
-It is read-only. Routes take no arguments from the request, so there is nothing to inject; they run on a thread of the
-server, and their data must be safe to read there. It is Python's own server: it has a handful of readers, not the
-public, and costs the process one sleeping thread.
+It is read-only. Routes take no arguments from the request, so nothing can be injected; they run on a thread of the
+server, and their data must be safe to read there. Python's own server is enough for a handful of readers, and costs the
+process one sleeping thread.
 
-Access. On this machine's loopback every user who can connect, as with the pages of other developer tools; the host name
-of the request must be this machine's, so that a web site cannot reach the pages through the browser (DNS rebinding).
-Beyond loopback every page needs a token of the role admin, as a bearer token or as the password of the browser's own
-dialogue, and TLS, unless `insecure` states that the network is trusted.
+Access. On loopback every user of this machine has access, as with the pages of other developer tools. The host name in
+the request must be this machine's, so that a web site cannot reach the pages through the browser (DNS rebinding).
+Beyond loopback every page needs a token of the role admin, as a bearer token or as the password in the browser's own
+dialogue. It also needs TLS, unless `insecure` states that the network is trusted.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ __all__ = ["Page", "Route", "WebServer"]
 _log = logging.getLogger("penstock.web")
 
 REQUEST_S = 10.0
-"""Deadline for a request and its reply, seconds: a caller that sends nothing, or a byte now and then, holds a thread no
-longer."""
+"""Deadline for a request and its reply, seconds, after which a slow caller no longer holds a thread."""
 AT_ONCE = 64
 """Largest number of requests at a time; further connections are closed."""
 _HEADERS = {
@@ -72,7 +71,7 @@ class WebServer:
         listen: "host:port"; port 0 takes a free one.
         routes: path -> function that returns the page; called on a thread of the server.
         tokens: tokens for callers from other machines (penstock.proto.rpc.credentials.tokens); ignored on loopback.
-        tls: certificate of this server; with a CA in it callers must show certificates too.
+        tls: certificate of this server; if it holds a CA, callers must show certificates too.
         insecure: allow an address that other machines can reach, without TLS.
 
     Raises InvalidArgumentError, UnsafeBindError, PortTakenError, TlsError.
@@ -92,16 +91,16 @@ class WebServer:
             raise InvalidArgumentError(f"the address of web pages must be HOST:PORT, got {listen}")
         refuse_unsafe(listen, encrypted=tls is not None, insecure=insecure)
         files = None if tls is None else Renewing(tls.for_server())
-        guard = _Guard("" if is_local(listen) else tokens, local=is_local(listen))
+        access = _AccessCheck("" if is_local(listen) else tokens, local=is_local(listen))
         host, port = host_of(listen)
         try:
-            self._server = _Server((host, port), routes, guard, files)
+            self._server = _Server((host, port), routes, access, files)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise PortTakenError(f"{listen} is in use by another process: choose another port, or 0") from error
             raise InvalidArgumentError(f"cannot listen on {listen}: {error.strerror}") from error
         self.address = f"{listen.rpartition(':')[0]}:{self._server.server_address[1]}"
-        """Address that it listens on, "host:port"."""
+        """Address on which the server listens, "host:port"."""
         self.url = f"{'https' if files else 'http'}://{self.address}"
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(None,), name="penstock-web", daemon=True
@@ -111,7 +110,7 @@ class WebServer:
 
     def close(self) -> None:
         """Stop listening; requests under way end by themselves."""
-        # The thread sleeps until a connection, or until the socket is shut down; otherwise it would have to poll.
+        # The thread sleeps until a connection arrives or the socket is shut down, so that it need not poll.
         self._server.socket.shutdown(socket.SHUT_RDWR)
         self._server.shutdown()
         self._server.server_close()
@@ -123,8 +122,8 @@ _listening: weakref.WeakSet[_Server] = weakref.WeakSet()
 
 
 def _leave_to_the_parent() -> None:
-    """Close the sockets in a forked child, which has no threads to answer: callers would wait for ever, and the port
-    would stay in use."""
+    """Close the sockets in a forked child, which has no threads to answer. Otherwise callers would wait for ever, and
+    the port would stay in use."""
     for server in list(_listening):
         server.socket.close()
     _listening.clear()
@@ -133,7 +132,7 @@ def _leave_to_the_parent() -> None:
 os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 
-class _Guard:
+class _AccessCheck:
     """Access check of a request."""
 
     def __init__(self, tokens: str, *, local: bool) -> None:
@@ -141,7 +140,7 @@ class _Guard:
 
     def refuses(self, headers: Message) -> HTTPStatus | None:
         """Return the status of a refused request; None if it is allowed. Header names ignore case (RFC 9110)."""
-        if len(headers.get_all("Host", ())) > 1:  # a proxy in front may have used the other one
+        if len(headers.get_all("Host", ())) > 1:  # a proxy may have checked another one of them
             return HTTPStatus.BAD_REQUEST
         if self._tokens is None:
             try:
@@ -171,13 +170,13 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
     request_queue_size = 2 * AT_ONCE
-    """Backlog of connections. With Python's 5, further ones at once would wait a second for their next try."""
+    """Backlog of connections. With Python's 5, more connections at a time would have to retry after a second."""
 
     def __init__(
-        self, address: tuple[str, int], routes: Mapping[str, Route], guard: _Guard, files: Renewing | None
+        self, address: tuple[str, int], routes: Mapping[str, Route], access: _AccessCheck, files: Renewing | None
     ) -> None:
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        self.routes, self.guard, self._files = routes, guard, files
+        self.routes, self.access, self._files = routes, access, files
         self._context = files.tls.server_context() if files is not None else None
         self._room = threading.BoundedSemaphore(AT_ONCE)
         super().__init__(address, _Handler)
@@ -242,7 +241,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(with_body=False)
 
     def _answer(self, *, with_body: bool) -> None:
-        refused = self.server.guard.refuses(self.headers)
+        refused = self.server.access.refuses(self.headers)
         self.connection.settimeout(REQUEST_S)
         page = self._plain(refused) if refused is not None else self._page()
         self.send_response(page.status)

@@ -1,8 +1,8 @@
-"""Metrics for Prometheus: readings of a process at a scrape, in its format.
+"""Metrics of a process in the format of Prometheus, read at each scrape.
 
-Nothing is counted for Prometheus alone. A scrape reads values that the process keeps anyway, and gives them the names
-of penstock.runtime.telemetry.metric_catalogue; so metrics cost nothing without scrapes. prometheus-client is imported
-only when metrics are requested.
+A scrape reads values that the process keeps anyway, and gives them the names of
+penstock.runtime.telemetry.metric_catalogue. So metrics cost nothing without scrapes. prometheus-client is imported only
+if metrics are requested.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["Collector", "MetricReadings", "cpu_seconds", "in_loop", "metrics_route", "require_prometheus"]
 
 LOOP_DEADLINE_S = 5.0
-"""Deadline for an event loop to answer a scrape, seconds: less than the 10 s that Prometheus waits."""
+"""Deadline for an event loop to answer a scrape, seconds. Prometheus itself waits 10 s."""
 _TEXT = "text/plain; version=0.0.4; charset=utf-8"
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -46,7 +46,7 @@ def require_prometheus() -> None:
 
 
 class MetricReadings:
-    """Readings of one scrape of one process."""
+    """Readings of a process at one scrape."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -95,7 +95,7 @@ class Collector:
         return self._read().families()
 
     def describe(self) -> Iterable[Family]:
-        """Return nothing: otherwise a registry would scrape to learn the names."""
+        """Return an empty list. Without this method a registry would scrape to get the names."""
         return ()
 
 

@@ -1,8 +1,8 @@
-"""The calls with which users build a batch in the memory it is sent from: `collate` and `empty`.
+"""`collate` and `empty`, with which users build a batch directly in the memory that it is sent from.
 
 Usually a batch is made in ordinary memory and copied into the ring. Stacking samples is a copy, too, so it can write
-straight into the ring entry, which saves the second copy. entry_lease.py says when that is safe. Otherwise, and where
-there is no ring, both calls do the same as torch's own, so they can be used anywhere.
+straight into the ring entry, which saves the second copy. entry_lease.py describes when that is safe. Otherwise, and
+outside a runner, both calls do the same as torch's own, so they can be used anywhere.
 
 torch is imported on first use, because the daemon imports this package and never torch. Code that needs torch and a
 ring is in stacking.py.

@@ -1,23 +1,23 @@
-"""The ring entry in which user code builds a batch, before anything is known of that batch.
+"""Lease of a ring entry in which user code builds a batch, before the size of the batch is known.
 
     begin ──> the arena of an entry, under a weak reference ── place, place ... ──> leaves cut from the arena
     take  ──> if the batch lies exactly there and nothing else can reach it: the entry, ready to publish
 
-The danger of building a batch in the ring is code that still holds a piece of it after it was published: the entry
-belongs to the training loop then, and later to another batch. So nothing is published in place while any piece of it is
-alive. All leaves cut from an entry have one array as their base object, the *arena*, and only they keep it alive.
-`take` drops the batch and checks whether the arena died with it. A generator's variable, a list of old batches, a
-thread, a view of a view: each keeps the arena alive. Then the batch is copied to another entry as usual, and this entry
-stays with its holder, unchanged, until the last piece is dropped. So a held batch never changes for its holder, and a
-delivered batch never changes for the loop.
+Building a batch in the ring is unsafe if code still holds a piece of the batch after it was published: the entry then
+belongs to the training loop, and later to another batch. So a batch is published in place only if no piece of it is
+alive. All leaves cut from an entry have one array as their base object, the *arena*, and only the leaves keep it alive.
+`take` drops the batch and checks whether the arena was freed with it. A generator's variable, a list of old batches, a
+thread, or a view of a view keeps the arena alive. Then the batch is copied to another entry, and this entry stays
+unchanged until the last piece is dropped. So neither a batch that user code holds nor a delivered batch ever changes.
 
 Every other failure also ends in the plain copy: leaves in another order or transformed, two batches begun before the
-first was yielded, a batch that needs a larger ring. A batch that is dropped before it is yielded (an exception, an
-abandoned epoch) kills its arena, and the entry is used again from its start.
+first was yielded, a batch that needs a larger ring. If a batch is dropped before it is yielded (an exception, an
+abandoned epoch), its arena is freed, and the entry is used again from its start.
 
-At most one entry is leased at a time, and only from rings that can spare it: the stream can go on with the others
-whatever happens to the leased one. A process that is forked while an arena is alive has views of shared memory whose
-end cannot be observed: that entry is not used again while its ring is in use, and no other one is leased.
+At most one entry is leased at a time, and only from rings with at least MIN_ENTRIES, so that the stream can continue
+with the others if the leased one is never freed. A process that is forked while an arena is alive holds views of the
+entry, and this process cannot see when it drops them: that entry is not used again while its ring is in use, and no
+other one is leased.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from penstock.proto.lane.ring import MIN_ENTRIES
 __all__ = ["NOWHERE", "VAIN_LIMIT", "WORTH_FROM", "EntryArena", "EntryLease"]
 
 NOWHERE = 1 << 62
-"""Cursor position from which nothing fits any more."""
+"""Cursor position behind which no leaf fits."""
 WORTH_FROM = 512 << 10
-"""Smallest ring entry that is leased, in bytes: copying half a MiB takes 9 us, as long as a lease costs (see
+"""Smallest ring entry that is leased, in bytes: copying half a MiB takes 9 us, the same as a lease (see
 benchmarks/collate.md)."""
 VAIN_LIMIT = 8
-"""Consecutive batches that were built in an entry and still had to be copied, after which the rest of the epoch is
-built in ordinary memory: this loader keeps or changes its batches, and will do so again."""
+"""Number of consecutive batches that were built in an entry and still had to be copied, after which the rest of the
+epoch is built in ordinary memory: this loader keeps or changes its batches, and will probably continue to."""
 
 
 class EntryArena(np.ndarray[Any, np.dtype[np.uint8]]):
     """Array over all bytes of a leased entry; the base object of the leaves in it.
 
     It must be a class of its own because numpy shortens a chain of bases of one type: the leaves would then refer to
-    another base, and the arena would die at once.
+    another base, and the arena would be freed at once.
     """
 
     __slots__ = ()
@@ -68,23 +68,24 @@ class EntryLease:
         self.cursor = 0
         """Bytes from the start of the entry to the next leaf."""
         self.built = 0
-        """Batches published where they were built."""
+        """Number of batches published where they were built."""
         self.copied = 0
-        """Batches that were copied although a leaf of them was built in an entry."""
+        """Number of batches that were copied although a leaf of them was built in an entry."""
         self._producer = producer
         self._wait = wait
         self._thread = threading.get_ident()
         self._reserved: FreeEntry | None = None
         self._arena: Callable[[], EntryArena | None] = _none
-        self._yielded = False  # a batch of this arena arrived while pieces of it were still held
+        self._yielded = False  # a batch of this arena was yielded while pieces of it were still held
         self._forked = False  # a forked child may hold views
         self._vain = 0
         self._leaf_ranges: list[tuple[int, int]] = []  # (start, size) where leaves of the last misplaced batch belonged
 
     def begin(self) -> EntryArena | None:
-        """Return the entry's arena for the batch that is being built, or None: build it in ordinary memory.
+        """Return the entry's arena for the batch that is being built, or None if the batch must be built in ordinary
+        memory.
 
-        Hold the result for as long as `cursor` must stay valid.
+        The caller must hold the result for as long as it uses `cursor`.
         """
         if not self.offered or threading.get_ident() != self._thread:
             return None
@@ -109,8 +110,8 @@ class EntryLease:
         return arena
 
     def place(self, arena: EntryArena, nbytes: int, *, guess: bool = False) -> int | None:
-        """Return the offset in the arena for a leaf of `nbytes`, or None if it must go elsewhere; move the cursor
-        behind it.
+        """Return the offset in the arena for a leaf of `nbytes`, and move the cursor behind it; None if the leaf must
+        be built elsewhere.
 
         guess: the caller does not know what lies between the leaves that it asks for; use the last batch's layout.
         """
@@ -128,7 +129,7 @@ class EntryLease:
         """Return the leased entry if `flat` may be written there: each leaf in it then belongs to `flat` and lies at
         its final offset. Return None if the caller must reserve another entry. `flat` can be written in both cases.
 
-        Call it with no other reference to the batch.
+        The caller must hold no other reference to the batch.
         need: smallest size of the entry, in bytes.
         """
         reserved, arena = self._reserved, self._arena()
@@ -154,7 +155,7 @@ class EntryLease:
         return None
 
     def release(self) -> None:
-        """Give back an entry that has no holder, at the end of an epoch."""
+        """Give back an entry of which no piece is held, at the end of an epoch."""
         self._vain = 0
         if self._reserved is not None and self._arena() is None and not self._forked:
             self._return()
@@ -166,7 +167,7 @@ class EntryLease:
 
     def _reserve(self) -> FreeEntry | None:
         producer = self._producer
-        # The first batch is copied: only then is the size of an entry known.
+        # The first batch is always copied, because the size of an entry is known only after it.
         while producer.ring_entries >= MIN_ENTRIES and producer.entry_bytes >= WORTH_FROM:
             reserved = producer.reserve_current()
             if reserved is not None or not self._wait():

@@ -1,7 +1,7 @@
 """Stacking samples into a leased ring entry.
 
 `Builder.collate` runs torch's own recursion with other functions at its leaves. The recursion visits leaves in the
-order in which they lie in the entry, so with the sizes of all leaves the offset of each is known before it is made.
+order in which they lie in the entry, so the offset of each leaf follows from the sizes of the earlier ones.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ _dtype_of = attrgetter("dtype")
 
 
 class Builder:
-    """Implementation of `collate` and `empty` in a runner; building.py describes them."""
+    """Implementation of `collate` and `empty` in a runner; see building.py."""
 
     def __init__(self, lease: EntryLease) -> None:
         self.lease = lease
         self._known: dict[Any, Any] = {}
-        # Holds our leaf functions instead of those torch has in `_known`: users may register more there at any time.
+        # Copy of torch's table with other leaf functions, renewed when it differs from `_known`: users may register
+        # functions with torch at any time.
         self._table: dict[Any, Any] = {}
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype | None) -> torch.Tensor | None:
@@ -54,7 +55,7 @@ class Builder:
         try:
             return torchs.collate(samples, collate_fn_map=self._table)
         finally:
-            del arena  # it must live until here: the lease's cursor belongs to it
+            del arena  # keeps the lease's cursor valid until here
 
     def _stack(self, samples: Sequence[Any], *, collate_fn_map: Any = None) -> Any:
         """Run torch.stack into the entry. Inputs that stack refuses or treats differently go to torch's own
@@ -71,7 +72,7 @@ class Builder:
             if out is not None:
                 try:
                     return torch.stack(samples, 0, out=out)  # type: ignore[arg-type]  # a tuple does as well
-                # shapes, layouts, devices, gradients: torch's function handles it or reports the error
+                # unusual shapes, layouts, devices or gradients: torch's own function handles them or reports the error
                 except RuntimeError:
                     lease.cursor = cursor
         return self._leaf(torchs.collate_tensor_fn, samples, collate_fn_map=collate_fn_map)
@@ -96,7 +97,7 @@ class Builder:
             for one in made:
                 self._skip(one)
         else:
-            self.lease.cursor = NOWHERE  # made by a user's function; leaves behind it go elsewhere
+            self.lease.cursor = NOWHERE  # of unknown size: later leaves are built elsewhere
 
     def _cut(
         self, arena: EntryArena, dims: tuple[int, ...], dtype: torch.dtype, *, guess: bool = False

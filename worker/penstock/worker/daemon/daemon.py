@@ -1,7 +1,7 @@
 """The worker daemon: registers, asks which slots to run, starts and stops them. It never runs user code.
 
-Assignments are levels, not edges: a heartbeat's reply holds the whole set of slots that this worker should run. The
-daemon starts what is missing and stops what is not in it, so a lost, late or repeated message changes nothing.
+Each heartbeat's reply holds the whole set of slots that this worker should run. The daemon starts slots that are
+missing and stops slots that are not in the set, so a lost, late or repeated message does no harm.
 """
 
 from __future__ import annotations
@@ -61,16 +61,17 @@ RETRY_S = 0.3
 AWAY_AGAIN_S = 60.0
 """Seconds between two log lines about an unreachable coordinator."""
 AWAY = (CoordinatorUnavailableError, DeadlineError, JournalError)
-"""Temporary errors that are not this worker's fault. JournalError: the coordinator's disk is full, for example."""
+"""Temporary errors whose cause is the coordinator. JournalError: its disk is full, for example."""
 ATTACH_DEADLINE_S = 30.0
 HELPERS_AT_ONCE = 2
-"""Smallest number of helper tasks that run at a time; with more cores, one for each core."""
+"""Number of helper tasks that run at a time on one or two cores; with more cores, one for each core."""
 ASSIGNED = 2
-"""Factor of the number of slots: assignments above it are ignored; those above the slots are reported lost."""
+"""Largest number of assignments that are processed, as a factor of the worker's slots. Assignments above it are
+ignored; those between the number of slots and this limit are reported lost."""
 ANSWERS_AT_ONCE = 1024
 """State requests that are answered at a time; a coordinator sends no more in one reply."""
 TURN_S = 0.5
-"""Seconds between two signs of progress of the event loop."""
+"""Seconds between two records that the event loop makes progress."""
 
 
 class Daemon:
@@ -81,7 +82,7 @@ class Daemon:
         self.settings = settings
         self.name = settings.name or own_name()
         self.coordinator = AsyncCoordinatorClient(settings.coordinator, settings.token, tls=settings.tls)
-        self.scratches = TurnQueue(max(HELPERS_AT_ONCE, cores()))
+        self.helper_turns = TurnQueue(max(HELPERS_AT_ONCE, cores()))
         self.helpers = HelperPool(self.fork_server)
         self.blobs = Blobs(self._connect)
         self.runner_memory = settings.runner_memory
@@ -94,7 +95,7 @@ class Daemon:
             self._tempdirs,
             self.starts,
             settings.start_timeout_s,
-            caged=not settings.no_cage,
+            sandboxed=not settings.no_cage,
             user=user,
             groups=self._groups,
             started=fork_server,
@@ -125,22 +126,24 @@ class Daemon:
         self._unanswered = False
         """True if state requests are left because ANSWERS_AT_ONCE are being answered."""
         self._made = self._seen = 0
-        """Versions of replies, which rise: the last applied, and the one in heartbeats (0 requests a whole reply)."""
+        """Version numbers of the coordinator's replies, which rise: the last one applied, and the one that heartbeats
+        name as seen (0 requests a whole reply)."""
         self._listeners = LaneListeners(self._attach, settings.tls, insecure=settings.insecure)
         self._coordinators_clock = 0.0
-        """Coordinator's clock in its last reply less the monotonic clock at that time, seconds."""
+        """Coordinator's clock minus this worker's monotonic clock, as of the last reply, in seconds."""
         self._dirty = asyncio.Event()
         self._assigned = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._ending: set[asyncio.Task[None]] = set()
         """Tasks that stop slots. They are never cancelled, so that their runners are reaped."""
         self._draining = self._leaving = False
-        """Flags that this worker gets no new slots: the coordinator drains it, or it is about to end."""
+        """Flags that this worker gets no new slots: the coordinator drains it; it is about to end."""
         self._stuck = 0
-        """Slots of this worker for which no other worker has capacity, as the coordinator reports while it drains."""
+        """Slots of this worker for which no other worker has free capacity, as the coordinator reports during a
+        drain."""
         self._commit_mark = b""
         """Signed number of the newest journal commit that the coordinator reported. Each heartbeat carries it, so that
-        a coordinator whose journal lacks commits notices."""
+        a coordinator that restarts with an older journal detects the missing commits."""
         self._replied = asyncio.Event()
         self.stopping = asyncio.Event()
         self._at_once = asyncio.Event()
@@ -253,13 +256,13 @@ class Daemon:
                 reply = await self.coordinator.register(request)
                 self._hold_s, self._lease_s = intervals(reply)
                 self._note_answer()
-                # a coordinator that does not know this worker may be another one, with its own versions
+                # a coordinator that does not know this worker may be a new one, whose version numbers start again
                 self._made = self._seen = 0
                 return
             except OverloadedError as error:
                 self._liveness.turned()
                 _log.info("the coordinator is busy: %s", error.message)
-                # spread, so that the workers do not all return at once
+                # a random delay, so that the workers do not all retry at once
                 await asyncio.sleep(error.retry_after_s * random.uniform(1.0, 1.5))
             except AWAY as error:
                 if first:
@@ -312,8 +315,8 @@ class Daemon:
     def _note_answer(self) -> None:
         """Record an answer of the coordinator."""
         self.answered_at = time.monotonic()
-        self._heart.heard()
-        self._liveness.heard()
+        self._heart.note_answer()
+        self._liveness.note_answer()
 
     def _take(self, reply: coordinator_pb2.HeartbeatReply) -> None:
         self._hold_s, self._lease_s = intervals(reply)
@@ -326,14 +329,14 @@ class Daemon:
             within(reply.snapshot_every_s, MOST, self.share.every_s),
             within(reply.snapshot_bytes_per_s, MOST, self.share.bytes_per_s),
         )
-        # otherwise the reply to a later heartbeat has overtaken it
+        # a reply with a lower version was overtaken by the reply to a later heartbeat
         if not reply.unchanged and reply.version >= self._made:
             self._made = self._seen = reply.version
             self._apply(reply)
         self._replied.set()
 
     def _heartbeat(self, hold_s: float, bare: bool = False) -> coordinator_pb2.HeartbeatRequest:
-        """Build a heartbeat. `bare`: without the slots, which belong to the event loop."""
+        """Build a heartbeat. `bare`: without the slots' reports, which only the event loop may read."""
         return coordinator_pb2.HeartbeatRequest(
             worker=self.name,
             session=self._session,
@@ -554,7 +557,7 @@ async def serve(
             Process(pid).on_end(daemon.stopping.set)
         except ProcessLookupError:
             return
-    become_subreaper()  # of the children of a fork server that dies
+    become_subreaper()  # adopts the children of a fork server that dies
     with unblocked_logging(), contextlib.ExitStack() as closing:
         if settings.http:
             from penstock.worker.daemon.worker_metrics import open_web

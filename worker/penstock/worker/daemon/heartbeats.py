@@ -3,7 +3,7 @@
 The event loop reports its slots and receives its assignments. While it is busy with something else (hundreds of states
 at once, a large value) it sends nothing, and the coordinator would take the worker for dead after one lease and move
 all of its slots. So a thread with a connection of its own watches the time since the coordinator's last answer. If that
-is too long, it sends a bare heartbeat, without slots, whose answer is ignored.
+time is too long, the thread sends a bare heartbeat, without slots, and ignores the answer.
 
 This is a thread and not a process, because it must stop when the daemon is stopped or killed. It also stops if the
 event loop hangs: after `HANGS_S` it sends nothing more, and other workers take over.
@@ -25,7 +25,7 @@ __all__ = ["Heartbeats", "fitted"]
 REPORTS_MAX = 3 << 20
 """Bytes of all reports in one heartbeat: the coordinator accepts 4 MiB."""
 BARE = 300
-"""Bytes reserved for the part of a report that is neither text nor the name of its run."""
+"""Bytes reserved in each report for everything but its texts and the name of its run."""
 
 LATE = 0.5
 """Share of a lease without an answer after which the thread sends a heartbeat."""
@@ -38,7 +38,7 @@ SOON_S = 0.5
 
 
 def fitted(reports: list[coordinator_pb2.SlotReport]) -> list[coordinator_pb2.SlotReport]:
-    """Return the reports, cut to one heartbeat's bytes: texts above their share are shortened."""
+    """Return the reports, shortened to fit into one heartbeat: each may have an equal share of REPORTS_MAX."""
     if sum(report.ByteSize() for report in reports) <= REPORTS_MAX:
         return reports
     share = REPORTS_MAX // len(reports)
@@ -67,7 +67,7 @@ class Heartbeats:
     """
     Args:
         connect: makes the client that the thread calls with.
-        bare: makes a heartbeat that only shows that the worker is alive.
+        bare: makes a heartbeat without reports, which only renews the lease.
         lease_s: the last lease from the coordinator, in seconds; 0 before the first.
     """
 
@@ -92,7 +92,7 @@ class Heartbeats:
         """Send no more heartbeats: the worker is about to end. Returns at once."""
         self._stopped.set()
 
-    def heard(self) -> None:
+    def note_answer(self) -> None:
         """Record an answer of the coordinator to the event loop."""
         self._answered = self._turned = time.monotonic()
 

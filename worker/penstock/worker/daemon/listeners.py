@@ -1,16 +1,17 @@
 """The listeners for lanes: an abstract Unix socket for consumers on this host, a TCP port for others.
 
-A consumer sends Hello. If it shows a ticket for the slot, the daemon passes its connection to the runner and takes no
-further part. A remote consumer gets a sender in between, which to the runner is a consumer like any other.
+A consumer sends a Hello message. If the Hello has a valid ticket for the slot, the daemon passes the connection to the
+runner and takes no further part. For a consumer on another host the daemon starts a sender in between, which the runner
+treats as any other consumer.
 
-A peer that has not sent Hello must cost little: no thread, at most the bytes of a handshake and a Hello, and one
-deadline for both. The number of such peers is limited; with one more, the longest-waiting connection of the address
-that has most of them is closed. So a peer that opens connections and sends nothing closes its own; an honest one needs
-milliseconds.
+A peer that has not sent Hello must cost little: it gets no thread, may send only the bytes of a handshake and a Hello,
+and has one deadline for both. The number of such peers is limited. At the limit, the longest-waiting connection of the
+address that has most of them is closed. So a peer that floods the port with silent connections loses its own; other
+peers need milliseconds, and are not affected.
 
-Every user of the network namespace can connect to an abstract name, so the kernel is asked for the peer's user. With
-TLS a consumer on another host is checked by its certificate before its Hello is read. A peer without TLS where TLS is
-expected, or the reverse, gets an error at once: otherwise both ends would wait for each other.
+Every user of the network namespace can connect to an abstract name, so the daemon checks the peer's user, which the
+kernel reports. With TLS, a consumer on another host is checked by its certificate before its Hello is read. If only one
+of the two ends uses TLS, the peer gets an error at once; otherwise both ends would wait for each other.
 """
 
 from __future__ import annotations
@@ -63,12 +64,12 @@ SlotOf = tuple[str, int, int, int, int]
 
 
 def slot_of(hello: lane_pb2.Hello) -> SlotOf:
-    """Return the slot whose batches the consumer asks for."""
+    """Return the slot whose batches the consumer requests."""
     return hello.run, hello.attempt, hello.box, hello.slot, hello.generation
 
 
 def check_hello(hello: lane_pb2.Hello) -> None:
-    """Raise VersionSkewError for another lane protocol than this worker's."""
+    """Raise VersionSkewError if the consumer uses another lane protocol than this worker."""
     if hello.protocol != LANE_PROTOCOL:
         raise VersionSkewError(
             f"the training job uses lane protocol {hello.protocol}, this worker {LANE_PROTOCOL}: install the same "
@@ -77,22 +78,22 @@ def check_hello(hello: lane_pb2.Hello) -> None:
 
 
 class LaneListeners:
-    """Listens on the Unix socket and on TCP; `attach` verifies each connection whose Hello could be read.
+    """Listeners on the Unix socket and on TCP. `attach` verifies each connection whose Hello could be read.
 
-    tls: what to show to consumers on other hosts; they must show a certificate too if it holds a CA.
-    insecure: allows an address that other machines can reach without TLS.
+    tls: certificate for consumers on other hosts. If it holds a CA, consumers must show a certificate too.
+    insecure: allow an address that other machines can reach without TLS.
     """
 
     def __init__(self, attach: Attach, tls: Tls | None = None, *, insecure: bool = False) -> None:
         self._attach = attach
-        # With only a CA this worker checks its coordinator, and has nothing to show to consumers.
+        # With only a CA this worker can check its coordinator, but has no certificate to show to consumers.
         self._files: Renewing | None = None
         self._context: ssl.SSLContext | None = None
         if tls is not None and tls.cert:
             tls.check_own("worker")
             self._files, self._context = Renewing(tls, "worker"), tls.server_context()
         self._insecure = insecure
-        self._strangers = RepeatedWarnings(_log)
+        self._refusals = RepeatedWarnings(_log)
         self._sockets: list[socket.socket] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiting: dict[asyncio.Task[None], str] = {}
@@ -140,7 +141,7 @@ class LaneListeners:
         """End the senders of this slot, because its runner ends or has a newer lane.
 
         Otherwise a consumer whose host has vanished would keep the sender, the connection and the ring's memory until
-        the kernel gives up, and one that opens lanes again and again would have any number of them.
+        the kernel gives up, and a consumer that opens lanes again and again could have any number of senders.
         """
         for sender in [sender for sender, of in self._senders.items() if of == slot]:
             sender.stop(0)
@@ -152,7 +153,7 @@ class LaneListeners:
 
     @property
     def certificate_expires_at(self) -> float:
-        """Unix time at which the certificate expires; 0 = there is none."""
+        """Unix time at which the certificate expires; 0 = no certificate."""
         return self._files.expires_at if self._files is not None else 0.0
 
     @property
@@ -170,34 +171,34 @@ class LaneListeners:
         while True:
             try:
                 connection, peer = await loop.sock_accept(listener)
-            # for example no descriptor left: a listener that gave up would stay closed for ever
+            # for example no free descriptor: continue, because a listener that ends here is never opened again
             except OSError as error:
                 _log.warning("a lane's connection could not be accepted: %s", error)
                 await asyncio.sleep(PAUSE_S)
                 continue
             address = peer[0] if listener.family != socket.AF_UNIX else "this host"
             while len(self._waiting) >= WAITING:
-                self._turn_out()
+                self._close_oldest()
             task = self._spawn(self._greeted(connection, address, greet))
             self._waiting[task] = address
-            task.add_done_callback(self._no_longer_waits)
+            task.add_done_callback(self._forget_waiting)
 
-    def _turn_out(self) -> None:
+    def _close_oldest(self) -> None:
         """Close the longest-waiting connection of the address that has most of them."""
         (busiest, count), *_ = Counter(self._waiting.values()).most_common(1)
         oldest = next(task for task, address in self._waiting.items() if address == busiest)
         why = f"{count} connections from {busiest} were opened to read batches and sent no request: closing the oldest"
-        self._strangers.warning(f"{busiest} sends nothing", why)
+        self._refusals.warning(f"{busiest} sends nothing", why)
         del self._waiting[oldest]
         oldest.cancel()
 
-    def _no_longer_waits(self, task: asyncio.Task[None]) -> None:
+    def _forget_waiting(self, task: asyncio.Task[None]) -> None:
         self._waiting.pop(task, None)
 
-    def _has_said_hello(self) -> None:
+    def _note_hello(self) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._no_longer_waits(task)
+        self._forget_waiting(task)
 
     async def _greeted(
         self, connection: socket.socket, address: str, greet: Callable[[socket.socket], Awaitable[None]]
@@ -206,7 +207,7 @@ class LaneListeners:
             await greet(connection)
         except (PenstockError, OSError, TimeoutError) as error:
             why = str(error) or "it sent no request in time"
-            self._strangers.warning(address, f"a connection from {address} to read batches was refused: {why}")
+            self._refusals.warning(address, f"a connection from {address} to read batches was refused: {why}")
             connection.close()
         except asyncio.CancelledError:
             connection.close()
@@ -217,7 +218,7 @@ class LaneListeners:
         connection.setblocking(False)
         async with asyncio.timeout(HELLO_DEADLINE_S):
             data = await asyncio.get_running_loop().sock_recv(connection, MAX_FRAME)
-        self._has_said_hello()
+        self._note_hello()
         hello = _parse(data)
         try:
             check_hello(hello)
@@ -234,7 +235,7 @@ class LaneListeners:
             async with asyncio.timeout(HELLO_DEADLINE_S):
                 lane = await self._under_tls(connection)
                 hello = await _read_hello(lane)
-            self._has_said_hello()
+            self._note_hello()
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
                 check_hello(hello)
@@ -297,7 +298,8 @@ class LaneListeners:
 
 
 def _check_certificate(lane: TlsSocket, tls: Tls) -> None:
-    """Raise TlsError if a consumer's certificate is for another role. `penstock doctor` may say Hello as an admin."""
+    """Raise TlsError if a consumer's certificate is for a role that may not read batches. `penstock doctor` reads as an
+    admin."""
     names = dns_names(lane.getpeercert() or {})
     if tls.ca and not tls.roles_named(names, ("client", "admin")):
         shown = ascii(", ".join(names)[:SHOWN])
@@ -319,7 +321,7 @@ async def _first_bytes(connection: socket.socket) -> bytes:
 
 
 async def _read_hello(lane: socket.socket) -> lane_pb2.Hello:
-    """Read the Hello and not a byte more: the rest belongs to the sender."""
+    """Read the Hello and not a byte more, because the sender reads the bytes after it."""
     reading = tcp.HelloReader()
     while reading.missing:
         try:
@@ -347,7 +349,7 @@ def _parse(data: bytes) -> lane_pb2.Hello:
 
 
 def _refusal(error: PenstockError) -> bytes:
-    """Return the one frame that a refused consumer gets: CLOSE for an older generation, else an ERROR with the
+    """Return the frame for a refused consumer: CLOSE if its generation is out of date, otherwise ERROR with the
     cause."""
     kind = CLOSE if isinstance(error, SupersededError) else ERROR
     return Frame(kind, rest=detail_of(error).SerializeToString()).encode()

@@ -1,9 +1,9 @@
 """The sender: a runner's ring -> TCP, for a box on another host.
 
-It is a thread of the daemon, one for each TCP lane. To the runner it is a consumer like any other. To the receiver it
+The daemon runs one sender thread for each TCP lane. To the runner it is a consumer like any other. To the receiver it
 writes the same frames, each BATCH frame followed by its payload straight from the ring's mapping, or compressed if the
-consumer asked for that. So the runner does not know where its batches go, keeps its processor, and what it had produced
-when it died is still sent.
+consumer requested that. So the runner works as for a local consumer, spends no processor time on sending, and batches
+that it had produced before it died are still sent.
 
 It never blocks on one side while the other is ready: one poll over both sockets, and writes that take as much as the
 socket does. Outgoing data waits in `_out`, in order; many small buffers go out in one call. `_out` needs no bound of
@@ -13,13 +13,13 @@ their entries). Only announcements are counted, against a runner that floods the
 The checksum behind a payload (penstock.proto.lane.tcp) is computed a piece at a time, right before the piece is sent,
 so that the kernel copies from the processor's cache.
 
-A ring entry goes back to the runner when the remote training loop was handed its batch, not when it was sent. So a
-broken TCP connection costs no computation: the sender leaves, the runner keeps what was not delivered, and the next
-lane gets it again. The acks in between (credits of the receiver's ring) are internal to the receiver.
+A ring entry goes back to the runner when its batch was delivered to the remote training loop, not when it was sent. So
+a broken TCP connection costs no computation: the sender ends, the runner keeps the batches that were not delivered, and
+the next lane sends them again. The acks in between (free entries of the receiver's ring) are internal to the receiver.
 
 When the runner is gone, the sender sends all that it had produced, shuts its direction of the TCP connection, and
 receives the last acks until the receiver closes: closing sooner would destroy data in flight. When the TCP connection
-is gone, the sender leaves the runner without a message. A CLOSE from either side is passed on.
+is gone, the sender detaches from the runner without a message. A CLOSE from either side is passed on.
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ PACKED_A_TURN = 1 << 20
 MAX_BACKLOG = 1 << 16
 """Acks that the runner has not read, in messages and numbers, above which the receiver counts as flooding it."""
 AT_ONCE = 512 << 10
-"""Bytes given to one sendmsg, and bytes of a payload that are checksummed at a time: the send buffer of a peer nearby
-holds as much. With half or twice of it the sender takes a tenth longer for batches of 1 and 8 MiB."""
+"""Bytes given to one sendmsg, and bytes of a payload that are checksummed at a time: as much as the send buffer of a
+connection to a nearby peer holds. With half or twice as much, the sender takes a tenth longer for batches of 1 and 8
+MiB."""
 MAX_OUT = 512
 """Buffers waiting to be sent above which the runner is not read: more than all ring entries can need."""
 
@@ -92,7 +93,7 @@ class Sender(threading.Thread):
     tcp_socket: connected socket, its Hello read and verified; under TLS a TlsSocket. local: the daemon's end of the
     SEQPACKET pair whose other end the runner attaches, with the same Hello. hello: the consumer's Hello. The sender
     closes both sockets.
-    name: which worker, box and slot, for messages. on_end: called in the sender's thread at its end.
+    name: text for messages that names the worker, box and slot. on_end: called in the sender's thread at its end.
     """
 
     def __init__(
@@ -115,15 +116,15 @@ class Sender(threading.Thread):
         self._packer = _packer(tuple(hello.codecs))
         self._on_end = on_end
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._lock = threading.Lock()  # guards _wake against being written to once it is closed
+        self._lock = threading.Lock()  # prevents writes to _wake after it is closed
         self._stopped = False
         self._out: deque[bytes | memoryview | _Payload] = deque()
-        self._ready: deque[bytes | memoryview] = deque()  # the first of it, as it is given to the kernel
-        self._sent: deque[tuple[int, int, int]] = deque()  # total, ring, slot of batches not delivered yet
+        self._ready: deque[bytes | memoryview] = deque()  # first part of _out, cut for one sendmsg
+        self._sent: deque[tuple[int, int, int]] = deque()  # total, ring, entry of batches not delivered yet
         self.sent_bytes = 0
         """Bytes sent over TCP, headers and payloads as they travel."""
         self._inbox = tcp.SealedInbox()
-        self._reading = True  # the runner is there
+        self._reading = True  # the runner may still send
         self._shut = False  # nothing more will be sent over TCP
 
     def stop(self, timeout: float = 5.0) -> bool:
@@ -148,7 +149,7 @@ class Sender(threading.Thread):
             reason = self._work()
         except LaneLostError as error:
             reason = str(error)
-        except PenstockError as error:  # the peer broke the protocol: the lane is lost, the daemon lives
+        except PenstockError as error:  # the peer broke the protocol: only this lane ends
             reason = f"{type(error).__name__}: {error}"
             _log.warning("%s: %s", self.name, reason)
         finally:
@@ -166,7 +167,7 @@ class Sender(threading.Thread):
         poll.register(runner_fd, select.POLLIN)
         asked_tcp = asked_runner = select.POLLIN
         acks_wait = more = False
-        look = True  # what came together with the Hello may be inside TLS already, where no poll can see it
+        look = True  # bytes that came with the Hello may already be decrypted, and poll does not report those
         while not self._stopped:
             want_tcp = select.POLLIN | (select.POLLOUT if self._out or self._ready else 0)
             if want_tcp != asked_tcp:
@@ -177,12 +178,12 @@ class Sender(threading.Thread):
                 want_runner = 0
             if want_runner != asked_runner:
                 if want_runner:
-                    poll.register(runner_fd, want_runner)  # changes it if it is registered
+                    poll.register(runner_fd, want_runner)  # also changes an existing registration
                 else:
-                    poll.unregister(runner_fd)  # asking for nothing would still tell of a hang-up, again and again
+                    poll.unregister(runner_fd)  # even with an empty mask poll would report a hang-up each time
                 asked_runner = want_runner
             more = more and want_runner != 0
-            # Frames that were received in one packet and not yet taken are nothing that a poll could see.
+            # poll does not report frames that were already received with an earlier one.
             events = dict(poll.poll(0 if more or look else None))
             if (look or events.get(tcp_fd, 0) & ~select.POLLOUT) and not self._take_acks():
                 return "the receiver closed the connection"
@@ -196,7 +197,7 @@ class Sender(threading.Thread):
         return "stopped"
 
     def _take_frames(self) -> bool:
-        """Move frames of the runner to `_out`, as they are; a payload that is not compressed is only viewed.
+        """Move frames of the runner to `_out` unchanged. A payload that is not compressed is not copied.
 
         Return False if there are no more for now.
         """
@@ -267,7 +268,7 @@ class Sender(threading.Thread):
             except BlockingIOError:
                 return
             except OSError:
-                # The connection is gone, but acks may have come before that: `_take_acks` finds the end behind them.
+                # The connection is gone. Acks may have arrived before: `_take_acks` reads them, and then finds the end.
                 self._out.clear()
                 ready.clear()
                 self._shut = True
@@ -309,7 +310,7 @@ class Sender(threading.Thread):
         if ack.wanted:
             runner.want(ack.wanted)
         if ack.abandon_epoch:
-            # The runner takes all these slots back itself, and counts on from what was delivered.
+            # The runner takes back all these entries itself, and continues after the last delivered batch.
             sent.clear()
             runner.abandon(ack.abandon_epoch - 1)
         if ack.close:
@@ -336,12 +337,12 @@ def _packer(codecs: Sequence[int]) -> Packer | None:
     """Return the compression for a consumer that accepts these codecs."""
     codec = first_of(codecs)
     if codecs and codec is None:
-        _say_that_it_is_missing(codecs)
+        _warn_missing_codec(codecs)
     return None if codec is None else Packer(codec)
 
 
 @cache  # once for each process
-def _say_that_it_is_missing(codecs: Sequence[int]) -> None:
+def _warn_missing_codec(codecs: Sequence[int]) -> None:
     known = lane_pb2.Codec.DESCRIPTOR.values_by_number
     names = ", ".join(known[number].name.lower() if number in known else str(number) for number in codecs)
     _log.warning(

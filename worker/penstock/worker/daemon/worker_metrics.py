@@ -1,7 +1,7 @@
 """The HTTP pages of a worker daemon: /metrics for Prometheus, /healthz for orchestrators.
 
-The daemon's state belongs to its event loop, so a scrape has the loop copy what is needed, and reads /proc, which takes
-longer, on its own thread. Nothing is kept between scrapes.
+Only the event loop may read the daemon's state. So a scrape lets the event loop copy the needed figures, and reads
+/proc, which takes longer, on the scrape's own thread. Nothing is kept between scrapes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from penstock.worker.slots.slot_interfaces import DaemonCounters
 __all__ = ["health", "open_web"]
 
 MANY = 1 << 62
-"""Memory limit above what any runner holds: plain sums are returned, as proportional shares take the kernel long."""
+"""Memory limit above what any runner holds. With it `held_by` returns plain sums, because the kernel needs long for
+proportional shares."""
 _PLAIN = "text/plain; charset=utf-8"
 
 
@@ -178,6 +179,6 @@ def open_web(daemon: MeasuredDaemon, loop: asyncio.AbstractEventLoop) -> WebServ
 
     settings = daemon.settings
     routes = {"/metrics": metrics_route(Collector(lambda: _readings(daemon, loop))), "/healthz": well}
-    # Peers on loopback have no certificate of the cluster; with only a CA there is none to show to others.
+    # No TLS on loopback, whose clients do not have the cluster's CA, and none if this worker has no certificate.
     tls = None if is_local(settings.http) or settings.tls is None or not settings.tls.cert else settings.tls
     return WebServer(settings.http, routes, tokens=settings.http_tokens, tls=tls, insecure=settings.insecure)

@@ -1,4 +1,4 @@
-"""Settings of a worker daemon, and what follows from them here: the user and the control groups of its runners."""
+"""Settings of a worker daemon, and the user and control groups of its runners that they lead to on this machine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class DaemonSettings:
     """host:port for lanes from other hosts; port 0 = any."""
     name: str = ""
     parent_pids: Sequence[int] = ()
-    """Processes with which the daemon ends (embedded mode: the training job and its coordinator)."""
+    """Process ids; the daemon ends when one of them ends (embedded mode: the training job and its coordinator)."""
     embedded: bool = False
     runner_memory: int = 0
     """Bytes that a runner may hold; 0 = no limit."""
@@ -47,7 +47,7 @@ class DaemonSettings:
     runner_processes: int = 0
     """Processes and threads of all runners together; 0 = no limit. Needs runner_user or control groups."""
     no_cage: bool = False
-    """Flag that turns off the sandbox that keeps runners from other processes of their user, see sandbox.py."""
+    """Flag that turns off the sandbox, which hides other processes of the same user from runners; see sandbox.py."""
     no_groups: bool = False
     """Flag that gives runners no control groups; otherwise see control_groups.py."""
     tls: Tls | None = None
@@ -55,7 +55,7 @@ class DaemonSettings:
     insecure: bool = False
     """Flag that allows listening for lanes and metrics beyond this machine without TLS."""
     drain_s: float = 0.0
-    """Seconds that the daemon continues after it was told to stop, while other workers get ready for its slots."""
+    """Seconds that the daemon continues after a stop request, while other workers prepare to take over its slots."""
     liveness_file: str = ""
     """Path of the file that is touched at each heartbeat, see penstock.runtime.process.liveness_file; "" = none."""
     http: str = ""
@@ -65,7 +65,7 @@ class DaemonSettings:
 
 
 def own_name() -> str:
-    """Return the name of a worker that was given none."""
+    """Return the default name of a worker: host name and process id."""
     return f"{socket.gethostname()}:{os.getpid()}"
 
 

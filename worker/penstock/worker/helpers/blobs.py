@@ -1,8 +1,8 @@
 """Large values that slots need (a loader's arguments, the state to resume from), fetched once for each daemon.
 
-A value lies in a sealed memfd, and every child gets a descriptor of it. It is fetched by a thread, with a connection
-of its own, and never touched by the daemon's event loop: 300 MB for each of 32 slots would be 10 GB, and seconds
-without a heartbeat.
+A value lies in a sealed memfd, and every child gets a descriptor of it: copies of 300 MB for each of 32 slots would
+take 10 GB. A thread with a connection of its own fetches it, because the daemon's event loop could send no heartbeats
+for seconds meanwhile.
 """
 
 from __future__ import annotations

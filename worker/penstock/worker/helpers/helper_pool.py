@@ -1,9 +1,9 @@
 """The daemon's warm helpers (helper_process.py): as many as there are processors, shared by the tasks of a run.
 
-Where a run asks for many tasks at once, for example the states of a hundred slots, its tasks go to warm helpers, one
-task at a time to each. The first task of a run goes to a fresh child, which reports the modules that it had to import;
-warm helpers import the same. A task that fails in a warm helper, for whatever reason, is done again by a fresh child,
-whose answer counts: results of user code never depend on whether a warm helper ran it.
+If a run has many tasks at once, for example the states of a hundred slots, they go to warm helpers, one task at a time
+to each. The first task of a run goes to a fresh child, which reports the modules that it had to import; warm helpers
+import the same. A task that fails in a warm helper is done again by a fresh child, whose answer counts. So results of
+user code never depend on whether a warm helper ran it.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from penstock.worker.processes.progress_page import ProgressPage
 __all__ = ["HelperPool", "HelperProcess"]
 
 PAYS = 3
-"""Smallest number of a run's tasks for which a warm helper is started: fewer are done before it is warm."""
+"""Smallest number of a run's tasks for which a warm helper is started: fewer tasks end before its imports do."""
 IDLE_S = 30.0
-"""Seconds for which a warm helper is kept without a task."""
+"""Seconds that a warm helper is kept without a task."""
 WARM_S = 60.0
-"""Longest time, in seconds, for a warm helper to import what its tasks need."""
+"""Largest number of seconds that a warm helper may take for its imports."""
 
 _Key = tuple[str, ...]
 
 
 class HelperProcess:
-    """A warm helper, with one task at a time."""
+    """A warm helper process, which does one task at a time."""
 
     def __init__(self) -> None:
         self.child: Child | None = None
@@ -54,7 +54,7 @@ class HelperProcess:
             self.answer.set_result(message)
 
     def expect(self) -> asyncio.Future[ControlMessage]:
-        """Return a future of the answer to its next task."""
+        """Return a future for the answer to the helper's next task."""
         self.worker, self.answer = 0, asyncio.get_running_loop().create_future()
         return self.answer
 
@@ -86,7 +86,7 @@ class _Crew:
     modules: list[str] | None = None
     """Names of modules to import; None before a task has reported them."""
     unfit: str = ""
-    """Reason why there can be no warm helpers; "" = there can."""
+    """Reason why no warm helpers can be used; "" = they can."""
     idle: list[HelperProcess] = field(default_factory=list)
 
 
@@ -102,7 +102,7 @@ class HelperPool:
 
     @contextlib.contextmanager
     def counted(self, assignment: records_pb2.WorkerAssignment) -> Any:
-        """Count a task for this assignment's loader while it waits or runs."""
+        """Count a task of this assignment's loader while it waits or runs, in a `with` block."""
         crew = self._crews.setdefault(_key_of(assignment), _Crew())
         crew.tasks += 1
         try:
@@ -111,8 +111,8 @@ class HelperPool:
             crew.tasks -= 1
 
     async def take(self, assignment: records_pb2.WorkerAssignment, progress_page: ProgressPage) -> HelperProcess | None:
-        """Return a warm helper for one task, None if there is none or starting one does not pay. The caller gives it
-        back or ends it."""
+        """Return a warm helper for one task, None if none is free and starting one does not pay. The caller must give
+        it back or end it."""
         crew = self._crews.get(_key_of(assignment))
         if crew is None or crew.unfit or crew.modules is None or (crew.tasks < PAYS and not crew.idle):
             return None
@@ -144,7 +144,7 @@ class HelperPool:
         self._crews[_key_of(assignment)].unfit = why
 
     def forget(self, attempts: set[tuple[str, int]]) -> None:
-        """End the warm helpers of all attempts but these: the others have no slots here."""
+        """End the warm helpers of all attempts but these; the other attempts have no slots here."""
         live = {(run, str(attempt)) for run, attempt in attempts}
         for key in [key for key, crew in self._crews.items() if key[:2] not in live and not crew.tasks]:
             for helper in self._crews.pop(key).idle:

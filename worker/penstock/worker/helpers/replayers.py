@@ -24,13 +24,13 @@ __all__ = ["DEADLINE_S", "ReplayHost", "run_task", "send_assignment"]
 
 DEADLINE_S = 120.0
 ASKED_FOR = ("state", "aggregate", "advance")
-"""Tasks that a training job waits for; they come before the daemon's own."""
+"""Tasks for which a training job waits. They run before the daemon's own tasks."""
 
 
 class ReplayHost(Protocol):
     """Interface of the daemon that replays need."""
 
-    scratches: TurnQueue
+    helper_turns: TurnQueue
     """Queue that limits the tasks running at a time."""
     helpers: HelperPool
     blobs: Blobs
@@ -56,10 +56,10 @@ async def run_task(
         WorkerLostError: the helper died; with its stack, if it crashed.
         PenstockError: the error with which the task failed.
     """
-    left_s = deadline_s  # of work; to wait for one's turn and for a child takes none of it
+    left_s = deadline_s  # time for work only, without waits for a turn and for a child
     helpers, began = host.helpers, 0.0
     with helpers.counted(assignment):
-        async with host.scratches.turn(urgent=task in ASKED_FOR):
+        async with host.helper_turns.turn(urgent=task in ASKED_FOR):
             helper = await helpers.take(assignment, progress_page)
             if helper is not None:
                 began = time.monotonic()
@@ -119,7 +119,7 @@ async def _by_child(
     left_s: float,
     fields: dict[str, Any],
 ) -> ControlMessage:
-    """Return the answer of a fresh child; if that is killed from outside, of another one."""
+    """Return the answer of a fresh child, or of a second one if the first is killed from outside."""
     what = f"the helper process of {name}"
     for last in (False, True):
         fork_server = await host.fork_server(assignment)
@@ -159,7 +159,7 @@ async def _ask(
 
 
 async def send_assignment(blobs: Blobs, child: Child, assignment: records_pb2.WorkerAssignment) -> None:
-    """Send a child its assignment; large arguments as a descriptor."""
+    """Send a child its assignment, with large arguments as a descriptor."""
     name = assignment.loader.arguments_blob
     await child.send("assign", assignment.SerializeToString(), [await blobs.descriptor(name)] if name else None)
 

@@ -1,4 +1,4 @@
-"""Decisions on how a loader that was restored within an epoch gets into the next one: pure functions over values.
+"""The choice of how a loader that was restored within an epoch enters the next one (its *crossing*): pure functions.
 epoch_crossing.py carries them out. Needs no torch, because the daemon compares the findings of its helpers."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WAYS = ("", KEPT, FRESH, REPLAY)
 
 
 def more_careful(one: str, other: str) -> str:
-    """Return the more careful of two crossings: it may still be right after the other was found wrong."""
+    """Return the more careful of two crossings, which may still be right where the other is wrong."""
     return max(one, other, key=WAYS.index)
 
 
@@ -38,14 +38,14 @@ def first_choice(known: str, *, methods: int, whole: bool, untouched: bool, stra
     """Return the crossing to use, as far as it is known; "" if it must be found out by trying.
 
     Args:
-        known: `StreamHistory.crossing`.
+        known: crossing found so far, see `StreamHistory.crossing`.
         methods: how many of the four state methods the loader has.
         whole: the loader's stream can be replayed from the beginning.
         untouched: the loader has yielded nothing since it was restored, and may not know that it is within an epoch.
         strays: after the restore the loader drew other random numbers than the loader that streamed.
     """
     if methods == 4 and not whole:
-        return KEPT  # its stream began on another topology: there is no other word than its own
+        return KEPT  # its stream began on another topology, so it cannot be compared with a new loader
     if strays:
         return REPLAY
     return "" if known == KEPT and untouched else known
@@ -68,10 +68,10 @@ class First:
 
 
 def are_one(kept: First, fresh: First, *, awaited: int | None, whole: bool) -> bool:
-    """Return whether KEPT and FRESH give the same epoch, so that FRESH can be used.
+    """Return whether KEPT and FRESH give the same epoch; then FRESH can be used.
 
-    An equal first batch alone is not enough, unless the stream cannot be replayed and nothing better is known.
-    `awaited`: digest of the batch that followed when a state was saved at this epoch's end, None if not known; a
+    An equal first batch is enough only if the stream cannot be replayed; otherwise the states after it must be equal
+    too. `awaited`: digest of the batch that followed when a state was saved at this epoch's end, None if not known; a
     crossing with another batch is wrong.
     """
     same = fresh == kept or (fresh.alike(kept) and not whole)

@@ -1,13 +1,13 @@
 """Crossing the end of an epoch with a loader that was restored within it.
 
-A loader that ran the whole epoch is asked for the next one by `iter()`. A loader that was restored within an epoch may
-not know any more where an epoch begins: a Hugging Face IterableDataset begins every later epoch at the restored
+The next epoch of a loader that ran the whole epoch is opened by `iter()`. A loader that was restored within an epoch
+may not know any more where an epoch begins: a Hugging Face IterableDataset begins every later epoch at the restored
 position. A new loader from input_fn begins an epoch at its beginning, but if it counts epochs, its count is wrong. A
-loader replayed from the beginning shows what is right. `StreamHistory.crossing` names one of three ways:
+loader replayed from the beginning is always right, but takes long. `StreamHistory.crossing` names one of three ways:
 
-    KEPT     go on with the restored loader
-    FRESH    input_fn() anew, with the generators as they are
-    REPLAY   neither: only a loader that comes from the beginning
+    KEPT     continue with the restored loader
+    FRESH    call input_fn() again, with the generators as they are
+    REPLAY   replay a new loader from the beginning
 
 If the crossing is not known, the first batch of the next epoch is made in the first two ways. If the two batches are
 equal, and also `state_dict()` and the generators after them, FRESH is used. Otherwise the slot's stream is replayed
@@ -137,8 +137,8 @@ def _as_resumed(
     history: StreamHistory,
     take: Callable[[Any], tuple[int, int]],
 ) -> None:
-    """Bring a loader that is resumed by its own methods back to its position between two epochs. On the way it crosses
-    the ends of epochs by itself, as it did in its launch; these crossings are not verified again."""
+    """Bring a loader that is resumed by its own methods back to its position between two epochs. It crosses the ends of
+    epochs on the way by itself, as in its launch; these crossings are not verified again."""
 
     def seen(batch: Any) -> None:
         source.digest, samples = take(batch)
@@ -161,9 +161,9 @@ def _first_of(source: PositionedLoader, take: Callable[[Any], tuple[int, int]]) 
 
 
 def _tried(source: PositionedLoader, step: int, take: Callable[[Any], tuple[int, int]]) -> First:
-    """Return the beginning of the epoch if it can be opened from the source's present state. A loader that raises here
-    may be one that cannot begin again after a restore, so another crossing is tried; if it always raises, the last
-    crossing reports the error."""
+    """Return the beginning of the next epoch, opened from the source's present state, or the error that the loader
+    raised. Some loaders cannot open an epoch after a restore, so another crossing is tried; if each one fails, the last
+    error is reported."""
     try:
         source.open(step=step)
         return _first_of(source, take)
@@ -183,7 +183,7 @@ def _from_the_beginning(source: PositionedLoader, take: Callable[[Any], tuple[in
     if not history.complete:
         raise ReplayMismatchError(
             f"{why}; and its stream cannot be replayed from the beginning, because it began on another topology, or "
-            "more than a thousand epochs were left by `break`. Let its state_dict() contain the epoch and "
+            "more than a thousand epochs were abandoned by `break`. Let its state_dict() contain the epoch and "
             "the position in it, so that a restored loader begins the next epoch as a new one does"
         )
 

@@ -1,7 +1,7 @@
 """Bringing a user's loader to any position in its stream.
 
 All code that opens, saves, restores or replays a loader is here; the runner that streams and the helper processes that
-verify and make states run the same code. The order of the moments matters. It was found by trying all of them on
+verify and make states run the same code. The order of these steps matters. It was found by trying all orders on
 shuffled torch DataLoaders and StatefulDataLoaders with and without worker processes:
 
     open an epoch         take RNG R0, `iter(loader)`, take `state_dict()`, take RNG R1           -> an epoch start
@@ -10,12 +10,13 @@ shuffled torch DataLoaders and StatefulDataLoaders with and without worker proce
     from a snapshot       load it, `iter`, then set its RNG
 
 RNG restored at any other moment gives other batches. No state is taken after StopIteration: a finished epoch is
-(snapshot or epoch start, all of its batches). A loader that is its own iterator (a generator) is made anew by input_fn
-for each epoch. A state is loaded only into a loader that input_fn has just made, because the other contents of a used
-one are unknown.
+described by a snapshot or epoch start in it and the number of all its batches. A loader that is its own iterator (a
+generator) is made again by input_fn for each epoch. A state is loaded only into a loader that input_fn has just made,
+because a used loader may hold other data that a state does not replace.
 
-A loader of four methods is only ever given what its `deaggregate_state_dict` returned, as the protocol says, unless it
-declares `loads_own_state`. So it starts from the beginning, or from the state that the launch resumed from.
+By the protocol, the load_state_dict of a loader with four state methods gets only results of its
+`deaggregate_state_dict`, unless it declares `loads_own_state`. So such a loader starts from the beginning, or from the
+state that the launch resumed from.
 """
 
 from __future__ import annotations
@@ -53,23 +54,23 @@ class PositionedLoader(SlotLoader, ABC):
         self.resume: dict[str, Any] | None = None
         """Decoded state from which the launch resumed; needed to start again from there by the loader's own methods."""
         self.restored = False
-        """Flag that a state, and not its batches, brought the loader to the middle of its epoch."""
+        """Flag that the loader reached the middle of its epoch by a state, and not by yielding the batches before."""
         self.strays = False
-        """Flag that the loader, restored at an epoch's start, drew other random numbers than the loader that streamed:
+        """Flag that the loader, restored at an epoch's start, drew other random numbers than the streaming loader did:
         the generators differ at the epoch's end."""
         self.counts_from: RestartPoint | None = None
-        """Start of the stream, if later restart points are counted from there because the loader's own states
-        mislead."""
+        """Start of the stream, if later restart points are saved as numbers of batches from there, because the loader's
+        own states lead to wrong batches."""
         self.awaited: dict[int, int] = {}
-        """Batches in all up to an epoch's end where a state was saved -> digest of the batch that came next."""
+        """Slot's total at an epoch's end where a state was saved -> digest of the batch that came next."""
         self._restored_at = 0
         self._ahead: list[Any] = []
         """Batches that `peek` has taken; at most one."""
         self._rng_at_peek = b""
         self._held: tuple[Iterator[Any], list[Any], RestartPoint | None] | None = None
-        """Next epoch, if the loader has begun it already but the end of the present one was not returned yet."""
+        """Next epoch, if the loader has already begun it before `next` returned the end of the present one."""
         self._start: RestartPoint | None = None
-        """Start of a loader that is restored by its own methods only."""
+        """Start of the launch, for a loader that is restored by its own methods only."""
 
     @abstractmethod
     def open_epoch(self, *, step: int = 0) -> RestartPoint:
@@ -82,13 +83,13 @@ class PositionedLoader(SlotLoader, ABC):
 
     @property
     def is_untouched(self) -> bool:
-        """True if the loader was restored and has yielded nothing since: it may not know yet that it is in the middle
-        of an epoch, and continue this epoch when the next one is opened."""
+        """True if the loader was restored and has yielded nothing since. Such a loader may continue this epoch when the
+        next one is opened."""
         return self.restored and self.position.total == self._restored_at
 
     @property
     def is_ahead(self) -> bool:
-        """True if the loader has made a batch more than `next` has returned."""
+        """True if the loader has made one more batch than `next` has returned."""
         return bool(self._ahead)
 
     @property
@@ -104,8 +105,9 @@ class PositionedLoader(SlotLoader, ABC):
             self.awaited[a.start.slots[a.slot].total] = part["next_digest"]
 
     def trusts_history(self, part: dict[str, Any]) -> bool:
-        """Return whether the history in a slot's saved part is valid. It is not if an older release wrote the part, or
-        the user has edited it or loads it with strict=False; then only the loader's own state is used."""
+        """Return whether the history in a slot's saved part is valid. If an older release wrote the part, or the user
+        has edited it or loads it with strict=False, the history is not valid, and only the loader's own state is
+        used."""
         strict = self.capabilities.state_methods != 4 or self.resume is None or self.resume["strict"]
         return bool("history" in part["restart"] and strict and not part.get("changed"))
 
@@ -131,7 +133,7 @@ class PositionedLoader(SlotLoader, ABC):
             try:
                 state, asked = self.state(step)
             except PenstockError as error:
-                self.unsaved = error  # the stream goes on; the save will report it
+                self.unsaved = error  # the stream continues; the next save reports the error
         return self.marked(
             RestartPoint(self.position.copy(), state, self.rng(), before, self.digest, step if asked else 0)
         )
@@ -140,7 +142,8 @@ class PositionedLoader(SlotLoader, ABC):
         self, position: StreamPosition, epoch: int, epoch_start: RestartPoint | None = None
     ) -> None:
         """Let `next` return the end of the previous epoch before the batches of the open one, because `position` still
-        lies in the previous epoch. `epoch_start`: how the open epoch began; None if no batch of it was made yet."""
+        lies in the previous epoch. `epoch_start`: epoch start of the open epoch; None if no batch of it was made
+        yet."""
         assert self._iterator is not None
         self._held = self._iterator, self._ahead, epoch_start
         self._iterator, self._ahead = iter(()), []
@@ -161,7 +164,7 @@ class PositionedLoader(SlotLoader, ABC):
         self._start = replace(self._start, history=self._start.history.of(self.history.launch))
 
     def _reached_from_start(self, point: RestartPoint) -> RestartPoint:
-        """Return the point; if only the start is a restart point, marked as reached from there by replay."""
+        """Return the point. If only the start is a restart point, mark the point as reached from there by replay."""
         start = self._start or self.counts_from
         return point if start is None or point.position == start.position else replace(point, behind=start)
 
@@ -170,8 +173,8 @@ class PositionedLoader(SlotLoader, ABC):
         self._iterator, self._ahead, self._held = None, [], None
 
     def peek(self) -> Any:
-        """Return the next batch, or END; `next` will return it again. Only for digests: the loader's state is a batch
-        ahead."""
+        """Return the next batch, or END; `next` will return it again. Use it only for digests, because the loader's
+        state is then one batch ahead."""
         position, iterator, self._rng_at_peek = self.position.copy(), self._iterator, self.rng()
         self._ahead = [self.next()]
         self.position, self._iterator = position, iterator
@@ -189,7 +192,7 @@ class PositionedLoader(SlotLoader, ABC):
         return before
 
     def next(self) -> Any:
-        """Return the next batch, or END; the position moves with it, except for samples, which the caller counts."""
+        """Return the next batch, or END, and advance the position, except for its samples, which the caller counts."""
         assert self._iterator is not None
         try:
             if self._ahead:
@@ -201,7 +204,7 @@ class PositionedLoader(SlotLoader, ABC):
         except StopIteration:
             self.leave_epoch()
             return END
-        # sys.exit() too is the user's code, and must not look like a crash of the runner
+        # also sys.exit() of user code, which must not look like a crash of the runner
         except BaseException as error:
             raise self.failed(f"batch {self.position.total + 1}", error) from error
         self.position.delivered += 1
@@ -224,8 +227,8 @@ class PositionedLoader(SlotLoader, ABC):
 
     def marked(self, point: RestartPoint, *, way_on: bool = False) -> RestartPoint:
         """Return the same restart point with the present history and all skipped batches. `way_on`: also with the
-        epochs that former launches abandoned between the point and the loader's position, which this training loop
-        does not know."""
+        epochs that earlier launches abandoned between the point and the loader's position, because this launch's
+        training loop does not know them."""
         skips = tuple((epoch, total, count) for (epoch, total), count in self._skips.items())
         return replace(
             point, skips=skips, history=self.history if way_on else self.history.before(point.position.epoch)
@@ -239,7 +242,7 @@ class PositionedLoader(SlotLoader, ABC):
 
     def abandon_epoch(self, total: int) -> None:
         """Close an epoch that the loop abandoned after batch `total`."""
-        if self._ahead and self.saves_state:  # the generators of others are seeded by the caller
+        if self._ahead and self.saves_state:  # for a loader without states the caller seeds the generators
             self._restore_rng(self._rng_at_peek)
         self.history = self.history.leaving(self.position.epoch, total)
         self.leave_epoch()
@@ -257,8 +260,8 @@ class PositionedLoader(SlotLoader, ABC):
     def restore(self, point: RestartPoint) -> None:
         """Bring the source to the position of a restart point; may be called at any time.
 
-        At the beginning of the stream a new loader is built and no state loaded: a loader that begins an epoch in its
-        first next() could not record in a state that the epoch was opened.
+        At the beginning of the stream a new loader is built and no state is loaded: if a loader begins its epoch only
+        in the first next(), a state from before does not record that the epoch was opened.
         """
         self.learn(point)
         self.abort()
@@ -269,15 +272,15 @@ class PositionedLoader(SlotLoader, ABC):
             not self._unused and not self.capabilities.is_iterator and (as_made or not self.capabilities.exact_states)
         )
         if anew or self._taken_for != self.worker:
-            self._make_anew(self.history.launch.step + 1)
+            self._make_again(self.history.launch.step + 1)
         if point.rng_before is not None:
             self._restore_rng(point.rng_before)
         if self.capabilities.is_iterator:
             self._call()
         if not as_made:
             self._load_restart_point(point)
-        # A snapshot has no RNG from before its epoch; any will do, but the same one whenever it is restored, for worker
-        # processes of the loader are seeded from it.
+        # A snapshot has no RNG from before its epoch. Worker processes of the loader are seeded from it, so it must be
+        # the same at each restore; any value will do.
         if point.rng_before is None or not self.capabilities.is_iterator:
             self._restore_rng(point.rng if point.rng_before is None else point.rng_before)
         self._iterate()
@@ -327,22 +330,23 @@ class PositionedLoader(SlotLoader, ABC):
         """Bring the source to the slot's beginning: call input_fn again, load nothing, open no epoch."""
         self.abort()
         self.history = replace(self.history.of(self._first_launch()), abandoned=())
-        self._make_anew(1)
+        self._make_again(1)
         self.position, self.digest, self.restored, self._start = StreamPosition(0, 0, 0, 0), 0, False, None
         self.strays = False
 
     def renew(self, rng: bytes) -> None:
         """Let input_fn make a new loader, with the random generators as they were captured."""
-        self._make_anew(self.history.launch.step + 1)
+        self._make_again(self.history.launch.step + 1)
         self._restore_rng(rng)
 
     def make_as(self, worker: int) -> None:
-        """Have input_fn make a loader to be resumed as worker `worker` of the box, unless it was made so already."""
+        """Let input_fn make a loader as worker `worker` of the box, unless the present loader was made as that
+        worker."""
         self.abort()
         self.history = self.history.of(replace(self.history.launch, worker=worker))
         self._start = None
         if self._taken_for != worker or not self._unused or self._loader is None:
-            self._make_anew(self.history.launch.step + 1)
+            self._make_again(self.history.launch.step + 1)
 
     def drop(self) -> None:
         """Release the loader, because it may hold something exclusive, such as a lock or an open database."""
@@ -352,10 +356,10 @@ class PositionedLoader(SlotLoader, ABC):
     def seek(
         self, total: int, epoch: int, seen: Callable[[Any], None], open_epoch: Callable[[], object] | None = None
     ) -> bool:
-        """Replay until `total` batches in all, but not beyond the end of epoch `epoch`; `seen` gets each batch.
+        """Replay up to batch `total` of the slot, but not beyond the end of epoch `epoch`. `seen` gets each batch;
         `open_epoch` is called to open the epochs on the way.
 
-        Returns False if epoch `epoch` ended earlier; `position` then says after how many batches.
+        Returns False if epoch `epoch` ended earlier; `position` then is at its end.
         """
         self._doing("replay")
         while self.position.total < total:
@@ -370,7 +374,7 @@ class PositionedLoader(SlotLoader, ABC):
         return True
 
     def reach_end(self) -> None:
-        """Step over the end of the epoch, which must be here. Raise ReplayMismatchError if a batch comes instead."""
+        """Read the end of the epoch, which must come next. Raise ReplayMismatchError if a batch comes instead."""
         if self.is_open and self.next() is not END:
             raise ReplayMismatchError(
                 f"{self.name}: epoch {self.position.epoch} has more batches than when it was delivered: the data have "

@@ -1,4 +1,5 @@
-"""The plan of a way to a position: which restart points lead to it, their order, and the legs from each.
+"""The plan of how to reach a position: which restart points lead to it, in which order to try them, and the legs from
+each.
 
 Pure functions of values: no loader, no socket, no torch. A plan says "restore this restart point, replay along these
 legs, compare the last batch with this digest; on a mismatch take the next restart point". A runner (runner.py), a
@@ -15,7 +16,7 @@ from typing import Final, Generic, Protocol, TypeVar
 __all__ = ["BEGINNING", "Leg", "Recovery", "RestartPoint", "Target", "first_fit", "plan_recovery", "route", "usable"]
 
 BEGINNING: Final = None
-"""Entry in a list of ways: call input_fn again, and replay all batches from the beginning."""
+"""Way without a restart point: call input_fn again, and replay all batches from the beginning."""
 
 
 class RestartPoint(Protocol):
@@ -25,15 +26,15 @@ class RestartPoint(Protocol):
     def epoch(self) -> int: ...
     @property
     def total(self) -> int:
-        """Batches of the slot in all when the restart point was taken."""
+        """Batches of the slot over all epochs when the restart point was taken."""
 
     @property
     def began(self) -> int:
-        """Batches of the slot in all when the restart point's epoch was opened."""
+        """Batches of the slot over all epochs when the restart point's epoch was opened."""
 
     @property
     def is_epoch_start(self) -> bool:
-        """True if the restart point was taken where an epoch begins, and not after a batch."""
+        """True if the restart point was taken at the beginning of an epoch, and not after a batch."""
 
 
 class _History(Protocol):
@@ -59,7 +60,7 @@ W = TypeVar("W")
 
 @dataclass(frozen=True)
 class Leg:
-    """Leg of a replay: until `total` batches in all, in this epoch."""
+    """Part of a replay within one epoch: up to the slot's batch `total`, counted over all epochs."""
 
     epoch: int
     total: int
@@ -76,17 +77,18 @@ class Target:
     epoch: int
     total: int
     left: Mapping[int, int] = field(default_factory=dict)
-    """Epoch -> the slot's batches in all where the loop abandoned it."""
+    """Epoch -> the slot's total where the loop abandoned that epoch."""
     digest: int = 0
     """Digest of batch `total`; 0 = not known."""
 
     def behind(self, left: Iterable[tuple[int, int]]) -> Target:
-        """Return the same target with further abandoned epochs: those in the history of a restart point."""
+        """Return the same target, with the abandoned epochs of a restart point's history added."""
         return replace(self, left=dict(left) | dict(self.left))
 
 
 def route(from_epoch: int, target: Target) -> list[Leg]:
-    """Return the legs of a replay from one position to another: each abandoned epoch is left where the loop left it."""
+    """Return the legs of a replay from one position to another; each abandoned epoch ends where the loop abandoned
+    it."""
     left = target.left
     legs = [Leg(epoch, left[epoch], leaves=True) for epoch in sorted(left) if from_epoch <= epoch < target.epoch]
     return [*legs, Leg(target.epoch, target.total, digest=target.digest)]
@@ -95,19 +97,19 @@ def route(from_epoch: int, target: Target) -> list[Leg]:
 def _is_on_the_way(point: RestartPoint, target: Target) -> bool:
     if point.epoch > target.epoch or point.total > target.total:
         return False
-    # What was taken of an epoch beyond the position where the loop abandoned it is not on the way.
+    # A restart point beyond the position where the loop abandoned its epoch, or a later one, is not on the way.
     if any(point.total > there for epoch, there in target.left.items() if epoch >= point.epoch):
         return False
-    # An epoch that was opened ahead of the loop began behind that position.
+    # The runner opened this epoch ahead of the loop if it began after the position where the loop abandoned the last
+    # one.
     return point.began <= target.left.get(point.epoch - 1, point.began)
 
 
 def usable(points: Iterable[Point], target: Target) -> list[Point]:
-    """Return the restart points from which a position can be reached, in the order in which they are given.
+    """Return the restart points from which a position can be reached, in the given order.
 
-    A snapshot of exactly the position where the loop abandoned an epoch is the last resort: a loader that was loaded
-    and has yielded nothing may not know that it is in the middle of an epoch, and would continue it when the next is
-    opened.
+    A snapshot of exactly the position where the loop abandoned an epoch comes last: a loader that was restored and has
+    yielded nothing may continue this epoch when the next one is opened.
     """
     found = [point for point in points if _is_on_the_way(point, target)]
     return [point for point in found if point.is_epoch_start or point.total != target.left.get(point.epoch)] or found
@@ -129,9 +131,9 @@ def plan_recovery(
     """Return the ways by which a runner that takes a slot over can recover; None if there is none.
 
     The best is the nearest restart point, if possible strictly before the last delivered batch, so that at least this
-    batch is compared. Verification compared only a few batches, so points further back follow. The beginning comes
-    last if the stream can be replayed from it. It is the only way if restart points are `counted` from it, because
-    the loader's own states mislead.
+    batch is compared. Earlier restart points follow, because verification compared only a few batches. The beginning
+    comes last, if the stream can be replayed from it. With `counted` the beginning is the only way, because the
+    loader's own states lead to wrong batches.
     """
     found = usable(points, target)
     before = [point for point in found if point.total < target.total] or found

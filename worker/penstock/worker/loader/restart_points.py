@@ -1,8 +1,9 @@
-"""Restart points: what a slot can be rebuilt from in a fresh process, and how they are encoded.
+"""Restart points: the data from which a slot is rebuilt in a fresh process, and their encoding.
 
 There are three kinds. Only the first needs no verification (see verification.py):
 
-    the beginning    input_fn() anew, seeded as when the slot's counts began; also a launch's start: for a loader of
+    the beginning    call input_fn() again, seeded as when the slot's counts began; also a launch's start: for a loader
+    of
                      four methods, input_fn() and its own methods with the state that the launch resumed from
     an epoch start   the generators before `iter()`, the state if there is one, the generators after
     a snapshot       `state_dict()` after batch n and the generators of that moment
@@ -39,7 +40,7 @@ END = _End()
 
 @dataclass
 class StreamPosition:
-    """Position of a slot: batches in this epoch, batches in all, and the samples in all of those."""
+    """Position of a slot: epoch, batches in this epoch, batches over all epochs, and samples in all of those."""
 
     epoch: int
     delivered: int
@@ -48,7 +49,7 @@ class StreamPosition:
 
     @property
     def began(self) -> int:
-        """Batches in all when the epoch was opened."""
+        """Batches of the slot over all epochs when the epoch was opened."""
         return self.total - self.delivered
 
     def copy(self) -> StreamPosition:
@@ -60,17 +61,17 @@ class StreamPosition:
 
 @dataclass(frozen=True)
 class Launch:
-    """Start of a loader's launch, from which the loader's own counts run; for a loader that was replayed from the
-    beginning, the beginning."""
+    """Start of a launch, from which the loader counts its own batches. For a loader that was replayed from the
+    beginning, it is the beginning."""
 
     step: int = 0
     """Steps of the box before the launch."""
     batches: int = 0
-    """Batches of the slot before the launch, in all."""
+    """Batches of the slot in all launches before."""
     samples: int = 0
     worker: int | None = None
-    """Number of the worker that a loader resumed by its own methods was made as. A loader that deals its batches in
-    turn begins each launch with worker 0, so the slot whose turn it is becomes worker 0. None: any other loader."""
+    """Worker number with which input_fn made a loader that resumes by its own methods. A loader that deals its batches
+    in turn begins each launch with worker 0, so the slot whose turn it is becomes worker 0. None: any other loader."""
     enters: int | None = None
     """Epoch with which a loader that was resumed at the end of an epoch continued at once; Penstock then ends the
     epochs before it. None: the loader ended the epoch first."""
@@ -90,11 +91,11 @@ class StreamHistory:
     """Flag that the slot's counts began with a loader as input_fn makes it, and `abandoned` is complete: its stream can
     be made again from the beginning."""
     crossing: str = ""
-    """How the loader gets into its next epoch after it was restored within one: KEPT, FRESH or REPLAY; "" = not known
-    yet."""
+    """Crossing: the way in which the loader enters its next epoch after it was restored within one. KEPT, FRESH or
+    REPLAY; "" = not known yet."""
 
     def leaving(self, epoch: int, total: int) -> StreamHistory:
-        """Return the history behind an epoch that the loop abandoned after batch `total`."""
+        """Return the history with one more epoch, which the loop abandoned after batch `total`."""
         abandoned = (*(known for known in self.abandoned if known[0] < epoch), (epoch, total))
         return replace(
             self, abandoned=abandoned[-MOST_ABANDONED:], complete=self.complete and len(abandoned) <= MOST_ABANDONED
@@ -109,8 +110,8 @@ class StreamHistory:
         return replace(self, abandoned=tuple(known for known in self.abandoned if known[0] < epoch))
 
     def knowing(self, crossing: str) -> StreamHistory:
-        """Return this history with the more careful of its crossing and the one found at another position: a crossing
-        that was found wrong anywhere is not used."""
+        """Return this history with the more careful of its crossing and the given one, which was found at another
+        position: a crossing that is wrong anywhere must not be used."""
         return replace(self, crossing=more_careful(self.crossing, crossing))
 
     def encode(self) -> dict[str, Any]:
@@ -145,12 +146,12 @@ class RestartPoint:
     digest: int = 0
     """Digest of batch `position.total`; 0 = not known."""
     step: int = 0
-    """Box's step on which the state depends, if state_dict() asked for it; else 0."""
+    """Box's step on which the state depends, if state_dict() called get_worker_state(); else 0."""
     skips: tuple[tuple[int, int, int], ...] = ()
     """Skipped batches known when the restart point was taken, as (epoch, total, count), see records.proto."""
     history: StreamHistory = StreamHistory()
     behind: RestartPoint | None = None
-    """Restart point from which this position is reached by replay; None if the position is itself a restart point."""
+    """Restart point from which a replay reaches this position; None if this object is itself a restart point."""
 
     @property
     def epoch(self) -> int:
@@ -162,17 +163,17 @@ class RestartPoint:
 
     @property
     def began(self) -> int:
-        """Batches of the slot in all when the restart point's epoch was opened."""
+        """Batches of the slot over all epochs when the restart point's epoch was opened."""
         return self.position.began
 
     @property
     def is_epoch_start(self) -> bool:
-        """True if the restart point was taken where an epoch begins, and not after a batch."""
+        """True if the restart point was taken at the beginning of an epoch, and not after a batch."""
         return self.rng_before is not None
 
     @property
     def is_beginning(self) -> bool:
-        """True if the slot's counts began here (with a loader as input_fn makes it, if `history.complete`)."""
+        """True if the slot's counts began here; if `history.complete`, with a new loader from input_fn."""
         return self.is_epoch_start and self.position.total == self.position.epoch == 0
 
     def encode(self) -> bytes:
@@ -215,9 +216,8 @@ class RestartPoint:
 
     @classmethod
     def of(cls, value: dict[str, Any]) -> RestartPoint:
-        """Return the restart point from its decoded form; for a position that is not one itself, that of `behind`.
-
-        Raises StateCorruptError for values that `encode` did not write.
+        """Return the restart point of a decoded value; for a position that is reached by replay, its `behind`. Raises
+        StateCorruptError for values that `encode` did not write.
         """
         try:
             return cls._of(value)

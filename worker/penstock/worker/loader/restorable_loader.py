@@ -1,5 +1,5 @@
-"""A user's loader that can be brought to any position in its stream, across epochs. positioned_loader.py says when its
-state and random generators are taken and set; epoch_crossing.py, how the next epoch is opened.
+"""A user's loader that can be brought to any position in its stream, across epochs. positioned_loader.py describes when
+its state and random generators are taken and set; epoch_crossing.py describes how the next epoch is opened.
 
 All code that opens, saves, restores or replays a loader is in these modules; the runner that streams and the helper
 processes that verify and make states run the same code.
@@ -16,7 +16,7 @@ __all__ = ["RestorableLoader"]
 
 
 class RestorableLoader(PositionedLoader):
-    """The loader of one slot. Every exception of user code leaves as InputFnError with its traceback."""
+    """The loader of one slot. Each exception of user code is raised as InputFnError with its traceback."""
 
     def open_epoch(self, *, step: int = 0) -> RestartPoint:
         """Open the epoch `position.epoch` and take its epoch start, as of the box's `step`."""
@@ -25,5 +25,5 @@ class RestorableLoader(PositionedLoader):
         crosses = self.restored and not (self.capabilities.is_iterator or self.capabilities.exact_states)
         kept = self.history.crossing == KEPT and not self.is_untouched
         opened = cross(self, step) if crosses else self.open(step=step)
-        self.restored &= kept  # any other way comes to a loader that runs all of its epoch
+        self.restored &= kept  # the other crossings give a loader that runs the whole epoch
         return opened

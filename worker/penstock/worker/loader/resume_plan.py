@@ -1,4 +1,5 @@
-"""The ways in which a slot can resume on the topology of its state, best first. Pure; start.py carries them out."""
+"""The ways in which a slot can resume from a state of the same topology, best first. Pure; start.py carries them
+out."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ class ResumeKind(Enum):
 
 @dataclass(frozen=True)
 class ResumeWay:
-    """Way to resume: where to start, and which slot is worker 0."""
+    """Way to resume: its starting point, and the slot that is worker 0."""
 
     kind: ResumeKind
     first: int | None = None
@@ -31,14 +32,15 @@ class ResumeWay:
 
 
 def rotations(turn: int, own: int, other: int, *, whole: bool) -> list[ResumeWay]:
-    """Return which slots of the box may be the loader's worker 0, so that all slots continue with their own batches.
+    """Return ways that differ in which slot of the box is the loader's worker 0, so that each slot continues with its
+    own batches.
 
     In most loaders slot 0 stays worker 0. A loader that counts the samples of all workers begins a launch with worker
     0, and its next batch is that of the slot whose turn it is. The batches distinguish the two kinds of loader; if
     they cannot, the result is empty.
 
     Args:
-        turn: the slot whose turn it was; 0 if both kinds give the same, or no batch can be compared.
+        turn: the slot whose turn it was; 0 if both kinds of loader give the same, or no batch can be compared.
         own: digest of this slot's next batch when the state was saved, 0 if not known.
         other: digest of the next batch of the slot that is `turn` slots further.
         whole: the stream can be replayed from the beginning.
@@ -59,9 +61,9 @@ def resume_ways(
         methods: how many of the four state methods the loader has.
         turns: result of `rotations`, for a loader that is resumed by its own methods only; None for any other loader.
         whole: the stream can be replayed from the beginning.
-        replays: a loader that is resumed by its own methods was found to begin its next epoch with a wrong batch. All
-            workers of the box are then replayed, so that their own states are counted from the same position.
-        total: batches before the saved restart point; 0 if that is the beginning.
+        replays: whether a loader that was resumed by its own methods began its next epoch with a wrong batch. All
+            workers of the box are then replayed, so that their own states are counted from the same position. total:
+            batches of the slot before the saved restart point; 0 if it is the beginning.
     """
     beginning = ResumeWay(ResumeKind.BEGINNING)
     if turns is not None and whole and replays:

@@ -1,5 +1,5 @@
-"""A user's loader, made by input_fn for a slot: each call of the user's code, with the assignment, random generators
-and worker information that it sees. Every exception of user code leaves as InputFnError with its traceback.
+"""A user's loader, made by input_fn for a slot. Each call of user code is here, with the assignment, random generators
+and worker information that the code reads. Each exception of user code is raised as InputFnError with its traceback.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class SlotLoader:
         left_out: Callable[[int, int], None] = lambda epoch, count: None,
         load: Callable[[records_pb2.LoaderSpec], Callable[..., Any]] = load_input_fn,
     ) -> None:
-        """Take the settings. `doing`: called with the activity that user code is called for. `left_out`: called with
-        the epoch of the next batch, and the count of batches left out before it. `load`: finds the callable of the
+        """Take the settings. `doing`: called with the activity before user code is called. `left_out`: called with the
+        epoch of the next batch, and the number of batches skipped before it. `load`: returns the callable of the
         spec."""
         self.assignment = assignment
         self.position = StreamPosition(0, 0, 0, 0)
@@ -62,7 +62,7 @@ class SlotLoader:
         self._loader: Any = None
         self._iterator: Iterator[Any] | None = None
         self._taken_for = slot
-        """Number of the worker, in its box, that the loader was made as."""
+        """Worker number, in its box, with which the loader was made."""
         self._unused = False
         self._rng_before_call = b""
         self._strict = False
@@ -76,7 +76,7 @@ class SlotLoader:
 
     @property
     def worker(self) -> int:
-        """Number of the worker in its box as which the loader is built."""
+        """Worker number, in its box, with which the loader is built."""
         worker = self.history.launch.worker
         return self.assignment.slot if worker is None else worker
 
@@ -86,7 +86,7 @@ class SlotLoader:
 
     @property
     def by_own_methods(self) -> bool:
-        """True if its load_state_dict takes only what its deaggregate_state_dict returns."""
+        """True if the loader's load_state_dict takes only results of its deaggregate_state_dict."""
         return by_own_methods(self.capabilities)
 
     def another(self, assignment: records_pb2.WorkerAssignment) -> Self:
@@ -100,7 +100,7 @@ class SlotLoader:
         a = self.assignment
         self._seed()
         self._introduce(a.start.step + 1)
-        self._doing("input_fn")  # its module is the user's too
+        self._doing("input_fn")  # importing its module runs user code too
         with self._user("its module"):
             self._fn = self._load_fn(a.loader)
         self._call()
@@ -137,8 +137,8 @@ class SlotLoader:
         place_of.set_assignment(place_of.Assignment(a.box, a.num_boxes, worker, a.num_workers_per_box, a.seed, step))
 
     def _seed(self) -> None:
-        """Seed the generators for the call of input_fn, in the same way whenever the slot starts over. After a change
-        of topology the seed differs, or randomness would repeat."""
+        """Seed the generators for the call of input_fn, with the same seed at each start of the slot. After a change of
+        topology the seed differs, because the same random numbers would repeat otherwise."""
         a = self.assignment
         new_topology = a.start.step > 0 and not a.resume.same_topology
         seed_rng(derive_seed(a.seed, "slot", a.box, a.slot, *([a.start.step] if new_topology else [])))
@@ -148,7 +148,7 @@ class SlotLoader:
         with self._user("its arguments"):
             fn, args, kwargs = unpacked(self._fn, self.assignment.loader)
         self._rng_before_call = self.rng()
-        self._loader = None  # it may hold something exclusive, such as an open database
+        self._loader = None  # release it first: it may hold an exclusive resource, such as an open database
         with self._user("input_fn", activity="input_fn"):
             loader = fn(*args, **kwargs)
         if loader is None or not (hasattr(type(loader), "__iter__") or hasattr(type(loader), "__getitem__")):
@@ -159,7 +159,7 @@ class SlotLoader:
         self._loader = FirstBatch(loader) if self.assignment.loader.options.synthetic else loader
         self._unused = True
 
-    def _make_anew(self, step: int) -> None:
+    def _make_again(self, step: int) -> None:
         self._introduce(step)
         self._seed()
         self._call()

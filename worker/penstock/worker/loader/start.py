@@ -1,5 +1,5 @@
-"""Bringing a loader to where a slot starts: the steps of a runner before its first batch. Code that replays the stream
-does the same steps in the same order."""
+"""The steps that bring a loader to the slot's start position, before its first batch. Code that replays the stream does
+the same steps in the same order."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def start(source: RestorableLoader, resume: dict[str, Any] | None, keep: Keep, g
 
     Args:
         resume: decoded blob of the assignment's resume, None to start from nothing.
-        keep: gets each restart point, and whether the stream is made from it, so that it needs no verification.
-        go: replays a leg of the way; see travel.py.
+        keep: gets each restart point, and whether the stream is made from it (such a restart point needs no
+            verification). go: replays a leg; see travel.py.
     """
     a = source.assignment
     point, slots = a.start, a.start.slots
@@ -54,13 +54,14 @@ def start(source: RestorableLoader, resume: dict[str, Any] | None, keep: Keep, g
         source.resume_by_own_methods(resume["aggregated"], resume["strict"])
         keep(source.open_epoch(step=point.step), True)
         return
-    # Over the end of the epoch, if it had ended when the state was saved: for this slot, or for all.
+    # The next epoch, if this slot had ended its epoch when the state was saved.
     epoch = point.epoch if a.slot in point.live else point.epoch + 1
     _Resume(source, part, own.total, point.epoch, epoch, keep, go).run()
 
 
 def _leads_on(beside: RestorableLoader, slot: int, worker: int, resume: dict[str, Any]) -> bool:
-    """Return whether a loader made as worker `worker` continues with the batch that came next in slot `slot`."""
+    """Return whether a loader that is made as worker `worker` continues with the batch that came next in slot
+    `slot`."""
     a, part = beside.assignment, resume["slots"].get(slot)
     if part is None or not part["next_digest"]:
         return True
@@ -85,7 +86,7 @@ def _leads_on(beside: RestorableLoader, slot: int, worker: int, resume: dict[str
 
 
 class _Resume:
-    """Resume on the topology of the state, by the first way that leads to the delivered batches."""
+    """A resume on the topology of the state, by the first way that leads to the delivered batches."""
 
     def __init__(
         self, source: RestorableLoader, part: dict[str, Any], total: int, epoch: int, then: int, keep: Keep, go: Go
@@ -131,20 +132,20 @@ class _Resume:
             methods=source.capabilities.state_methods,
             turns=self._rotations() if own else None,
             whole=self._history.complete,
-            replays=own and self._history.complete and self._cannot_go_on,
+            replays=own and self._history.complete and self._any_wrong_epoch,
             total=self._point.position.total,
         )
 
     @property
-    def _cannot_go_on(self) -> bool:
-        """Return whether a worker of the box found that the resumed loader begins its next epoch with a wrong batch.
-        Then all workers are replayed, so that their own states are counted from the same position."""
+    def _any_wrong_epoch(self) -> bool:
+        """Return whether, on any worker of the box, the resumed loader began its next epoch with a wrong batch. Then
+        all workers are replayed, so that their own states are counted from the same position."""
         resume = self._source.resume
         assert resume is not None
         return any(RestartPoint.of(part).history.crossing == REPLAY for part in resume["slots"].values())
 
     def _rotations(self) -> list[ResumeWay]:
-        """Return which slot of the box may be the loader's worker 0."""
+        """Return ways that differ in which slot of the box is the loader's worker 0."""
         a, resume = self._source.assignment, self._source.resume
         slots, point = len(a.start.slots), a.start
         turn = point.live[point.cursor] if point.HasField("first") else 0
@@ -188,13 +189,13 @@ class _Resume:
         if worker is None:
             self._go()
         elif self._at_an_end:
-            self._step_over_the_end()
+            self._cross_saved_end()
 
     def _from_restart_point(self) -> None:
         source = self._source
         source.restore(replace(self._point, history=self._history))
         source.restored &= self._as_saved
-        self._keep(source.marked(self._point))  # all that this attempt yields comes from there
+        self._keep(source.marked(self._point))  # all batches of this attempt come from there
         self._go()
 
     def _from_the_beginning(self) -> None:
@@ -206,7 +207,7 @@ class _Resume:
 
     @property
     def _at_an_end(self) -> bool:
-        """Return whether the state was saved where the slot had come to the end of an epoch."""
+        """Return whether the slot had reached the end of an epoch when the state was saved."""
         return bool(self._next_epoch > self._part["restart"]["at"][0])
 
     @property
@@ -214,7 +215,7 @@ class _Resume:
         """Return the epoch of the batch that comes next."""
         return self._epoch + 1 if self._as_saved and self._part.get("next_epoch") else self._then
 
-    def _step_over_the_end(self) -> None:
+    def _cross_saved_end(self) -> None:
         """Find out, by looking at the next batch, whether the loader ends this epoch first or continues with the next
         one at once."""
         source, (first, _), to = self._source, self._kept[-1], self._next_epoch
@@ -234,7 +235,7 @@ class _Resume:
         catch_up(source, self._then)
 
     def _go(self) -> None:
-        """Replay up to the saved position; leave each abandoned epoch where the loop left it."""
+        """Replay up to the saved position; abandon each epoch where the loop abandoned it."""
         source, digest = self._source, self._part["digest"]
         travel(source, Target(self._epoch, self._total, dict(self._history.abandoned)), self._replay)
         if digest and source.digest and source.digest != digest:
@@ -252,11 +253,11 @@ class _Resume:
         if not source.is_open:
             self._keep(source.open_epoch(step=source.assignment.start.step), start=False)
         if source.peek() is END and self._part.get("next_epoch"):
-            return  # compared where that epoch is opened: see epoch_crossing.py
+            return  # compared when that epoch is opened: see epoch_crossing.py
         self._compare_next()
         if self._part.get("next_epoch"):
-            # It goes on with the next epoch's batches and ends no epoch before them: its epochs are no longer those of
-            # a loader from the beginning.
+            # The loader continues with the next epoch without ending the present one, so its epochs differ from those
+            # of a loader replayed from the beginning.
             source.history = replace(source.history, complete=False)
 
     def _compare_next(self) -> None:

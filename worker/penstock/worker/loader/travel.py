@@ -1,4 +1,4 @@
-"""Moving a loader along its stream: the thin part beside restart_plan.py, which plans the way."""
+"""Replay of a loader along the plans of restart_plan.py."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Go = Callable[[Leg], object]
 
 
 def recover(source: PositionedLoader, plan: Recovery[RestartPoint], target: Target, go: Go) -> RestartPoint:
-    """Bring the loader to a position by the first way of the plan that leads to it; return the way's restart point."""
+    """Bring the loader to a position from the first restart point of the plan that leads to it; return that point."""
     beginning = plan.nearest
 
     def take(point: RestartPoint | None) -> None:
@@ -50,7 +50,7 @@ def begin(source: PositionedLoader, history: StreamHistory) -> None:
 
 
 def travel(source: PositionedLoader, target: Target, go: Go) -> None:
-    """Replay to a position; leave each abandoned epoch where the loop left it. `go` replays a leg."""
+    """Replay to a position; abandon each epoch where the loop abandoned it. `go` replays a leg."""
     for leg in route(source.position.epoch, target):
         go(leg)
         if leg.leaves:
@@ -78,8 +78,8 @@ def replay(
 
 
 def catch_up(source: PositionedLoader, epoch: int) -> None:
-    """Advance to where epoch `epoch` is opened, if the loader is before it: the loop got no batch of the epochs in
-    between. Raises ReplayMismatchError if one of them yields a batch."""
+    """Advance to the beginning of epoch `epoch`, through epochs of which the loop took no batch. Raises
+    ReplayMismatchError if one of them yields a batch."""
     while source.position.epoch < epoch:
         if not source.is_open:
             source.open_epoch()

@@ -1,4 +1,4 @@
-"""Output of children, on its way into the daemon's log. User code may print without end, and must not stop the daemon.
+"""Writes the output of child processes to the daemon's log, in bounded amounts: user code may print without end.
 
 `OutputLines` cuts a child's output into lines and passes on a bounded number; it counts and reports what it leaves out.
 The reader also bounds how much is read, so that a flood costs the child its time and not the daemon.
@@ -23,10 +23,10 @@ LINES_PER_S = 200.0
 BURST = 1000
 """Lines of one child that are logged at once: a long traceback, a table of settings."""
 BYTES_PER_S = 16 << 20
-"""Bytes per second that are read from one child; a child that writes faster waits for its pipe."""
+"""Bytes per second that are read from one child. A child that writes faster blocks until its pipe has free space."""
 READ_BYTES = 1 << 16
 PAUSE_S = 0.01
-TOLD_S = 1.0
+REPORT_S = 1.0
 """Seconds between two log lines about lines that were left out."""
 QUEUED = 10_000
 """Largest number of log records that wait for a slow standard error."""
@@ -64,14 +64,14 @@ class OutputLines:
         self._credit -= len(shown)
         self.left_out += len(lines) - len(shown)
         texts = [_text(line) for line in shown]
-        if self.left_out and (now - self._told_at >= TOLD_S or not data):
+        if self.left_out and (now - self._told_at >= REPORT_S or not data):
             texts.append(f"... {self.left_out} lines were left out: it prints more than {LINES_PER_S:g} a second")
             self.left_out, self._told_at = 0, now
         return texts
 
     @property
     def too_fast(self) -> bool:
-        """True while more has been read than is allowed: wait a moment."""
+        """True while the child has written more than its allowed rate: the caller must pause reading."""
         return self._bytes_credit < 0
 
 
@@ -81,7 +81,7 @@ def _text(line: bytes) -> str:
 
 
 class _Dropping(logging.handlers.QueueHandler):
-    """Queue handler that never waits: a record that finds the queue full is counted."""
+    """Queue handler that never waits: if the queue is full, the record is dropped and counted."""
 
     def __init__(self, records: queue.Queue[logging.LogRecord]) -> None:
         super().__init__(records)

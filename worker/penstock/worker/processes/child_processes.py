@@ -1,8 +1,8 @@
 """The daemon's view of its children: fork servers, and the processes they fork.
 
-All of it belongs to the event loop. A child is known by a control socket, the pipe of its output, and a pidfd. Only the
-pidfd shows that it has ended: its sockets may stay open in processes that it forked, and its fork server may be
-stopped. The fork server reports the exit status; without it the cause of the end is unknown. All messages of a child
+Everything here runs on the event loop. The daemon holds a control socket, an output pipe and a pidfd of each child.
+Only the pidfd shows that it has ended: its sockets may stay open in processes that it forked, and its fork server may
+be stopped. The fork server reports the exit status; without it the cause of the end is unknown. All messages of a child
 are processed before its end is reported.
 """
 
@@ -40,10 +40,10 @@ _log = logging.getLogger("penstock.worker")
 _user_log = logging.getLogger("penstock.user")
 START_DEADLINE_S = 600.0
 """Seconds for a fresh interpreter to import torch from a cold network file system: the default of --start-timeout."""
-STANDS_STILL = 0.1
-"""Share of the start deadline: a process that neither ran nor asked for a processor for so long is killed."""
+IDLE_SHARE = 0.1
+"""Share of the start deadline after which a process is killed if it neither ran nor waited for a processor."""
 FORK_DEADLINE_S = 15.0
-"""Seconds without an answer after which a fork server that neither runs nor asks for a processor is stopped and not
+"""Seconds without an answer after which a fork server that neither runs nor waits for a processor is stopped and not
 used again. A fork takes milliseconds, plus its turn on a busy machine."""
 FORK_MOST_S = 300.0
 """Longest time for a fork, in seconds, however busy the machine is."""
@@ -70,7 +70,7 @@ def about_slot(assignment: records_pb2.WorkerAssignment) -> dict[str, str | int]
 
 
 def _refuse_descriptors(message: ControlMessage) -> None:
-    """Raise ProtocolError for descriptors from a child: children send none, and each one costs the daemon a
+    """Raise ProtocolError if a child sent descriptors: children have none to send, and each one costs the daemon a
     descriptor."""
     if message.fds:
         for fd in message.fds:
@@ -167,7 +167,7 @@ class Child:
         """Ask the child to end, and kill it if it does not."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
-                await self.send("stop")  # may have to wait behind something large that it does not read
+                await self.send("stop")  # waits if the child has not read an earlier large message
                 await asyncio.shield(self.exited)
         self.kill()
 
@@ -190,11 +190,12 @@ class Child:
         """Handle the child's end, as the kernel reports it."""
         self.drain()
         loop = asyncio.get_running_loop()
-        loop.call_later(STATUS_S, self._gone_untold, loop.time() + LAST_STATUS_S)
+        loop.call_later(STATUS_S, self._find_status, loop.time() + LAST_STATUS_S)
 
-    def _gone_untold(self, until: float) -> None:
-        """Find out how the child ended, because its fork server has not reported it. If the fork server is stopped, the
-        dead child is not reaped, and the kernel has the status; otherwise the fork server is busy."""
+    def _find_status(self, until: float) -> None:
+        """Find the exit status of a child whose fork server has not reported it. If the fork server is stopped, it has
+        not reaped the child, and the kernel still has the status. Otherwise the fork server is busy: wait for its
+        report."""
         if self.exited.done():
             return
         loop = asyncio.get_running_loop()
@@ -203,7 +204,7 @@ class Child:
             kill_group(self.pid)
             self.gone(status)
         elif loop.time() < until:
-            loop.call_later(STATUS_S, self._gone_untold, until)
+            loop.call_later(STATUS_S, self._find_status, until)
         else:
             self.gone(None)
 
@@ -300,7 +301,7 @@ class ForkServer:
     async def start(
         self,
         *,
-        caged: bool = True,
+        sandboxed: bool = True,
         user: RunnerUser | None = None,
         deadline_s: float = START_DEADLINE_S,
         started: StartedForkServer | None = None,
@@ -308,14 +309,15 @@ class ForkServer:
         """Start the fork server; return when it can fork. It is killed if it takes too long or this call is cancelled.
 
         Args:
-            caged: whether the children are sandboxed; see sandbox.py.
+            sandboxed: whether the children are sandboxed; see sandbox.py.
             user: user of the children, if not this process's own; see runner_user.py.
-            deadline_s: seconds that the start may take; at most a tenth of them without asking for a processor.
+            deadline_s: longest time for the start, in seconds. The start also fails if the process neither runs nor
+                waits for a processor for a tenth of it.
             started: the process, if it was started with these settings already.
         """
         try:
-            self._watch(started or start_fork_server(caged=caged, user=user.encode() if user else ""))
-            still_s = STANDS_STILL * deadline_s
+            self._watch(started or start_fork_server(sandboxed=sandboxed, user=user.encode() if user else ""))
+            still_s = IDLE_SHARE * deadline_s
             await unless_it_stands_still(asyncio.shield(self._up), self.pid, still_s, deadline_s)
         except BaseException as error:
             await self._give_up()
@@ -403,7 +405,7 @@ class ForkServer:
                 f"the process that starts this run's runners (fork server) did not answer within {FORK_DEADLINE_S:g} s"
             ) from None
         except BaseException:
-            child.kill()  # it may be forked yet
+            child.kill()  # the fork server may still fork it later
             raise
         return child
 
@@ -460,7 +462,7 @@ class ForkServer:
         if message.kind == "forked":
             if child is not None:
                 child.begun(message.fields["pid"], message.fds[0])
-            else:  # it was given up; it finds its control socket closed and ends
+            else:  # no longer wanted: the child finds its control socket closed, and ends
                 os.close(message.fds[0])
         elif message.kind == "exited" and child is not None:
             child.gone(message.fields["status"])

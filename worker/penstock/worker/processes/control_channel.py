@@ -1,7 +1,7 @@
 """Messages between a daemon and its children: JSON with a payload, over a Unix stream socket.
 
-The children run user code, so nothing in their messages is unpickled, sizes are bounded, and a child that breaks the
-protocol is killed alone. File descriptors travel in front of the message that announces them.
+The children run user code, so nothing in their messages is unpickled, and sizes are bounded. A child that breaks the
+protocol is killed; the others continue. File descriptors are sent before the message that announces them.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class MessageInbox:
 
 
 class ControlChannel:
-    """One end of a blocking socket: `send` blocks, `receive` waits or not, as asked."""
+    """Blocking end of a control socket: `send` always blocks, `receive` only if `wait` is set."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(True)
@@ -225,7 +225,7 @@ def payload_of(message: ControlMessage) -> bytes:
         return message.payload
     (fd,) = message.fds
     try:
-        # Not read: others have the same open file, and its offset.
+        # Mapped and not read: other processes share the open file, and reading would move the offset for all of them.
         with mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ) as memory:
             return memory[:]
     finally:
@@ -233,7 +233,7 @@ def payload_of(message: ControlMessage) -> bytes:
 
 
 def assignment_of(message: ControlMessage) -> records_pb2.WorkerAssignment:
-    """Return the assignment from a message to a child. Large arguments come as a descriptor beside it."""
+    """Return the assignment from a message to a child. Large arguments come as a descriptor with the message."""
     assignment = records_pb2.WorkerAssignment.FromString(message.payload)
     if message.fds:
         assignment.loader.arguments = payload_of(message)
@@ -271,7 +271,7 @@ def plain_detail(error: Exception) -> dict[str, str]:
 
 
 def describe(error: BaseException) -> str:
-    """Return "Type: text" of any exception, also of one whose __str__ raises."""
+    """Return "Type: text" of an exception, even if its __str__ raises."""
     try:
         text = str(error)
     except Exception:
@@ -288,7 +288,7 @@ def describe(error: BaseException) -> str:
 
 
 def _bounded(text: str, keep: int) -> str:
-    """Return head and tail of a text, which may hold anything."""
+    """Return the text, without its middle if it is longer than `keep` characters."""
     text = text.encode("utf-8", "backslashreplace").decode()
     if len(text) <= keep:
         return text

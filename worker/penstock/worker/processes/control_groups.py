@@ -1,16 +1,17 @@
-"""A control group (cgroup v2) for each child that runs user code, where the daemon has a group to itself.
+"""A control group (cgroup v2) for each child that runs user code, if the daemon is alone in its own group.
 
     <the daemon's own group>     delegated to it: systemd's Delegate=yes, a container with a writable /sys/fs/cgroup
       penstock-daemon            the daemon and its fork servers: a group that has groups can have no processes itself
       penstock-runners           pids.max: processes and threads of all runners together
         1, 2, ...                of one child: memory.max, and the kernel kills all of it or none (memory.oom.group)
 
-The kernel enforces these limits at every moment. The memory watch (memory_watch.py) measures once a second, and
-recycles a runner in good order. A group counts more memory than the watch does: rings, and what loader processes share.
-So its limit is a gibibyte above the watch's kill limit: it stops what grows faster than the watch measures.
+The kernel enforces these limits at every moment. The memory watch (memory_watch.py) measures only once a second, and
+replaces a runner at a snapshot. A group counts more memory than the watch does: rings, and what loader processes share.
+So its limit is a gibibyte above the watch's kill limit; it stops a runner whose memory grows faster than the watch
+measures.
 
-A group also ends what a child leaves: processes still in it a moment after the child's end are killed at once, however
-fast they fork.
+A group also ends the processes that a child leaves behind: a moment after the child's end, all processes still in the
+group are killed at once, however fast they fork.
 
 Only user code that runs as another user (runner_user.py) cannot leave its group. No groups are made if the daemon's
 group has processes that are not the daemon's, because Penstock must not move them.
@@ -34,8 +35,8 @@ _log = logging.getLogger("penstock.worker")
 DAEMON, RUNNERS = "penstock-daemon", "penstock-runners"
 CONTROLLERS = ("memory", "pids")
 SPARE_BYTES = 1 << 30
-"""Bytes that a group may hold beyond the limit of the memory watch: the rings of a box aim for 512 MiB, and an outgrown
-one may exist beside a new one."""
+"""Bytes that a group may hold beyond the limit of the memory watch: the rings of a box take about 512 MiB, and a ring
+that became too small may exist beside its larger replacement."""
 _REMEDY = (
     "give the worker a group of its own: in a unit Delegate=yes, from a shell systemd-run --scope -p Delegate=yes "
     "(with --user where it is not root's), in a container a writable /sys/fs/cgroup"
@@ -43,7 +44,7 @@ _REMEDY = (
 
 
 class OutOfMemory(Enum):
-    """Whose memory had run out when the kernel killed a process in a group."""
+    """Memory limit that was reached when the kernel killed a process in a group."""
 
     NO = "it has killed nothing"
     OWN = "that of the group"
@@ -58,7 +59,7 @@ def own_group(cgroups: str, mounts: str) -> Path | None:
         mounts: text of its /proc/PID/mountinfo.
     """
     name = next((line[3:] for line in cgroups.splitlines() if line.startswith("0::/")), "")
-    if not name or ".." in name.split("/"):  # it is above all that this namespace shows
+    if not name or ".." in name.split("/"):  # the group lies above the part of the hierarchy that this namespace shows
         return None
     for line in mounts.splitlines():
         before, _, after = line.partition(" - ")
@@ -70,7 +71,7 @@ def own_group(cgroups: str, mounts: str) -> Path | None:
 
 
 def why_not(own: Path | None, own_pids: Sequence[int], controllers: Sequence[str] = CONTROLLERS) -> str:
-    """Return why there can be no groups below this one, with a remedy; "" if there can be.
+    """Return the reason why no groups can be made below this one, with a remedy; "" if they can.
 
     Args:
         own: see own_group.
@@ -91,19 +92,20 @@ def why_not(own: Path | None, own_pids: Sequence[int], controllers: Sequence[str
             f"{own} has no controller {', '.join(lacking)}: the groups above it do not hand it on, or it is of cgroup "
             "v1 here"
         )
-    others = sum(pid not in own_pids for pid in there)  # 0 is one of another namespace
+    others = sum(pid not in own_pids for pid in there)  # a process of another namespace is listed as 0
     if others:
         return f"{own} has {others} processes that are not the worker's: {_REMEDY}"
     return ""
 
 
 def enter(group: str) -> None:
-    """Put this process, and all that it will start, into a group that `make` returned. Raise OSError if it cannot."""
+    """Move this process into a group that `make` returned; its later children start there too. Raise OSError on
+    failure."""
     Path(group, "cgroup.procs").write_text("0")
 
 
 def out_of_memory(group: str) -> OutOfMemory:
-    """Return whose memory ran out, if the kernel has killed a process in the group."""
+    """Return which memory limit was reached, if the kernel has killed a process in the group."""
     try:
         events = dict(line.split() for line in Path(group, "memory.events").read_text().splitlines())
     except (OSError, ValueError):
@@ -121,7 +123,7 @@ class ControlGroups:
         self._own, self._processes, self._controllers = own, processes, controllers
         self._count = 0
         self._busy: set[str] = set()
-        """Groups of dead children that still have processes."""
+        """Groups whose child is dead and that still have processes."""
 
     @classmethod
     def take(
@@ -154,7 +156,7 @@ class ControlGroups:
 
     def _divide(self, own_pids: Sequence[int]) -> None:
         for name in (DAEMON, RUNNERS):
-            (self._own / name).mkdir(exist_ok=True)  # one that was killed leaves them
+            (self._own / name).mkdir(exist_ok=True)  # a killed daemon leaves its groups
         for pid in own_pids:
             with contextlib.suppress(ProcessLookupError):
                 (self._own / DAEMON / "cgroup.procs").write_text(str(pid))
@@ -164,7 +166,7 @@ class ControlGroups:
             (self._own / RUNNERS / "pids.max").write_text(str(self._processes or "max"))
 
     def make(self) -> str:
-        """Return a group for a child that is about to be forked; "" if there can be none."""
+        """Return a group for a child that is about to be forked; "" if it cannot be made."""
         self._forget_empty()
         self._count += 1
         group = self._own / RUNNERS / str(self._count)
@@ -190,7 +192,7 @@ class ControlGroups:
     def kill(self, group: str) -> None:
         """Kill all processes in the group; the group is removed with the next child."""
         if group in self._busy:
-            with contextlib.suppress(OSError):  # before Linux 5.14 there is no such file, and orphans.py has to do
+            with contextlib.suppress(OSError):  # no such file before Linux 5.14: orphans.py alone ends them
                 Path(group, "cgroup.kill").write_text("1")
             self._forget_empty()
 
@@ -223,6 +225,6 @@ class ControlGroups:
 
 
 def here() -> tuple[Path | None, list[int]]:
-    """Return this process's own group, and those of its processes that are this one or its descendants."""
+    """Return this process's own group, and the process ids in it that are this process or its descendants."""
     texts = (Path("/proc/self", name).read_text() for name in ("cgroup", "mountinfo"))
     return own_group(*texts), family(os.getpid())

@@ -17,7 +17,8 @@ def how_it_ended(status: int | None, progress_page: ProgressPage) -> str:
 
 
 def descriptors_closed(status: int | None, name: str) -> InputFnError | None:
-    """Return the error for a child whose user code closed its control socket, as it would in a replacement runner."""
+    """Return the error for a child whose user code closed its control socket; None for any other end. It is an error of
+    user code, and not a lost worker, because a replacement runner would end in the same way."""
     if status != DESCRIPTORS_CLOSED:
         return None
     return InputFnError(

@@ -24,7 +24,7 @@ class KeptForkServer:
         tempdirs: directories of the runners.
         starts: queue of starts; it allows one less while a fork server that was killed has not ended.
         deadline_s: seconds that a fork server may take to start; see ForkServer.start.
-        caged: whether runners are sandboxed; see sandbox.py.
+        sandboxed: whether runners are sandboxed; see sandbox.py.
         user: user of the runners, if not the daemon's own; see runner_user.py.
         groups: control groups of the runners, None without them. See control_groups.py.
         started: a fork server that was started with these settings already.
@@ -36,7 +36,7 @@ class KeptForkServer:
         starts: TurnQueue,
         deadline_s: float,
         *,
-        caged: bool,
+        sandboxed: bool,
         user: RunnerUser | None = None,
         groups: ControlGroups | None = None,
         started: StartedForkServer | None = None,
@@ -44,7 +44,7 @@ class KeptForkServer:
         self._tempdirs = tempdirs
         self._starts = starts
         self._deadline_s = deadline_s
-        self._caged = caged
+        self._sandboxed = sandboxed
         self._user = user
         self._groups = groups
         self._given_up: set[asyncio.Task[ForkServer]] = set()
@@ -67,7 +67,9 @@ class KeptForkServer:
     async def _start(self, started: StartedForkServer | None = None) -> ForkServer:
         fork_server = ForkServer(self._tempdirs, self._groups)
         try:
-            await fork_server.start(caged=self._caged, user=self._user, deadline_s=self._deadline_s, started=started)
+            await fork_server.start(
+                sandboxed=self._sandboxed, user=self._user, deadline_s=self._deadline_s, started=started
+            )
         finally:
             if fork_server.dead and fork_server.lives:
                 self._starts.lend_until(fork_server.wait())

@@ -1,8 +1,9 @@
-"""Orphans of a dead runner: processes, and the shared memory of torch's loader processes.
+"""Removal of what a dead runner leaves behind: its orphaned processes, and the shared memory of torch's loader
+processes.
 
-A runner is a subreaper. A process that its user code starts, however far it moves away (a session of its own, a double
-fork), stays below the runner while it lives, and comes to the fork server when it dies; children of a dead fork server
-come to the daemon. So any child there that Penstock did not start is an orphan, and is killed. Two kinds end by
+A runner is a subreaper: a process that its user code starts stays a descendant of the runner, even after a double fork
+or in a session of its own. When the runner dies, the process becomes a child of the fork server; when the fork server
+dies, of the daemon. So any child of theirs that Penstock did not start is an orphan, and is killed. Two kinds end by
 themselves once their users are gone and clean up as they do, so they get a moment: multiprocessing's resource tracker
 and torch's manager of shared memory.
 
@@ -42,13 +43,14 @@ def forget_shared_memory(pids: Collection[int]) -> None:
 
 
 class Orphans:
-    """Children of this process that it has not started."""
+    """Children of this process that other processes started."""
 
     def __init__(self) -> None:
-        self._spared: dict[int, float] = {}  # pid -> until when
+        self._spared: dict[int, float] = {}  # pid -> end of its time to clean up, monotonic seconds
 
     def end(self, own_pids: Collection[int]) -> bool:
-        """Kill orphans and reap the dead ones. Return False when none are left; otherwise call it again soon.
+        """Kill orphans and reap the dead ones. Return False when none are left; otherwise the caller must call again
+        soon.
 
         `own_pids`: children that are not orphans; nor are those in this process's own process group.
         """
@@ -81,8 +83,9 @@ def _orphans_of(own_pids: Collection[int]) -> list[int]:
 
 
 def own_children() -> list[int]:
-    """Process ids of this process's children. The kernel keeps a list of them for each of its threads: to read that
-    costs the same on a machine with ten processes and with ten thousand. A child that ends meanwhile may be missed.
+    """Return the process ids of this process's children. The kernel keeps a list of them for each thread of this
+    process; the time to read it does not grow with the number of processes on the machine. A child that ends meanwhile
+    may be missed.
     """
     children: list[int] = []
     try:
@@ -96,7 +99,7 @@ def own_children() -> list[int]:
 
 
 def _group_of(pid: int) -> int | None:
-    """Return its process group; None if it is gone."""
+    """Return the process group of a process; None if the process is gone."""
     try:
         return os.getpgid(pid)
     except ProcessLookupError:

@@ -1,11 +1,11 @@
 """A runner's progress page: shared memory in which it records each batch, and which its daemon reads at any time.
 
-The runner has no Penstock thread and may be inside user code for minutes, or dead; the page shows nevertheless what it
-had produced, what it was doing and since when. It has one writer and any number of readers; an entry is written before
-the head that makes it visible.
+The runner has no Penstock thread, and may be in user code for minutes, or dead. The page still shows what the runner
+has produced, and its current or last activity with the start time. It has one writer and any number of readers; an
+entry is written before the head that makes it visible.
 
-User code in the runner can write anything into the page, so readers trust no number. But it must not make the memory
-smaller, which would kill the reader with SIGBUS: so the memory is sealed at its size.
+User code in the runner can write anything into the page, so readers check every number. The memory is sealed at its
+size, because a reader of memory that was made smaller dies of SIGBUS.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ENDS = 1024
 _HEAD = struct.Struct("<QQQQQQdQd")  # total, epoch, delivered, ends, activity, looked, since, samples, worked_s
 _ENTRY = struct.Struct("<QQQQ")  # total, epoch, digest, samples
 _END = struct.Struct("<QQ")  # epoch, total
-_HERE = struct.Struct("<QQ")  # the epoch that is under way, and batches left out since the last one
+_HERE = struct.Struct("<QQ")  # present epoch, batches skipped since the last one
 _HERE_AT = 1024
 _COUNTS = struct.Struct("<QQQQ")  # total at the first position + 1, at the last one; made between them; replayed
 _COUNTS_AT = 2048
@@ -88,9 +88,9 @@ class ProgressPage:
 
     # ---- the runner writes
 
-    def stands_at(self, total: int, epoch: int, samples: int) -> None:
-        """Record the position where the runner starts, or to which it returns after an abandoned epoch; nothing before
-        it is known here."""
+    def set_position(self, total: int, epoch: int, samples: int) -> None:
+        """Record the position where the runner starts, or to which it returns after an abandoned epoch. The page has no
+        records of earlier batches."""
         if self._first is None:
             self._first = self._last = total
         else:
@@ -123,7 +123,7 @@ class ProgressPage:
             self._recorded += 1
 
     def end(self, epoch: int, total: int) -> None:
-        """Record that an epoch ended after the slot's batch `total`, counted over all epochs."""
+        """Record that an epoch ended after the slot's batch `total`, which is counted over all epochs."""
         _END.pack_into(self._map, _ENDS_AT + self._ends % ENDS * _END.size, epoch, total)
         self._ends += 1
         self._write_head()
@@ -149,7 +149,7 @@ class ProgressPage:
         """Record the epoch of the next batch; `skipped` batches were skipped since the last one."""
         _HERE.pack_into(self._map, _HERE_AT, epoch, skipped)
 
-    def saw_look(self) -> None:
+    def note_assignment_read(self) -> None:
         """Record that user code asked for its assignment."""
         self.looked = 1
         self._write_head()
@@ -172,10 +172,10 @@ class ProgressPage:
     # ---- the daemon reads
 
     def counts(self) -> tuple[int, int, int]:
-        """Return the numbers of batches that this runner made, that the loop was given, and that were replayed, as of
-        the last `refresh`. They never fall: while the runner replays, the last values are returned again."""
+        """Return three counts of batches as of the last `refresh`: made by this runner, delivered to the loop, and
+        replayed. The counts never fall: while the runner replays, the last values are returned again."""
         first, last, made, replayed = _COUNTS.unpack_from(self._map, _COUNTS_AT)
-        # Before the runner has its position, what the loop was handed is its predecessor's.
+        # Until the runner has its position, the delivered batches are those of the slot's previous runner.
         found = (made + self.total - last, self.delivered - (first - 1), replayed) if first else (0, 0, replayed)
         produced, delivered, replayed = map(max, found, self._counted)
         self._counted = produced, delivered, replayed
@@ -202,7 +202,7 @@ class ProgressPage:
 
     @property
     def working_s(self) -> float:
-        """Return `worked_s` up to now."""
+        """Return the seconds spent on batches up to now, including the one under way."""
         activity, for_s = self.activity
         return self.worked_s + (0.0 if activity in IDLE else for_s)
 

@@ -1,7 +1,7 @@
 """Another user for the processes that run user code, so that they cannot read the worker's own files and memory.
 
 Only a worker that runs as root may change the user, for example in a container or under systemd. Fork servers run as
-root; a runner that they fork gives up root for good before it learns of any user code.
+root. A runner that they fork gives up root for good before it receives its assignment.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _CAPABILITIES_VERSION = 0x20080522
 _NEEDED = {"CAP_CHOWN": 0, "CAP_DAC_OVERRIDE": 1, "CAP_KILL": 5, "CAP_SETGID": 6, "CAP_SETUID": 7}
 """Capability -> its bit: to become a user, to kill the user's processes, to give and remove the user's folders."""
 _LOOKS_INTO = 1 << 19
-"""CAP_SYS_PTRACE: to see what memory another user's process shares with others."""
+"""Bit of CAP_SYS_PTRACE, which shows how much memory another user's process shares."""
 _NO_USER = (1 << 32) - 1
-"""A number that the kernel takes for "unchanged"."""
+"""User number that the kernel reads as "unchanged"."""
 PROBE_S = 60.0
 """Seconds that an interpreter may take to start as that user."""
 
@@ -69,16 +69,18 @@ class RunnerUser:
         os.setresgid(self.gid, self.gid, self.gid)
         os.setresuid(self.uid, self.uid, self.uid)
         libc = ctypes.CDLL(None, use_errno=True)
-        # The kernel takes root's capabilities from who changes the user, unless it was told not to (securebits).
+        # A change of user also drops root's capabilities, unless securebits are set to keep them: so drop them
+        # explicitly.
         if libc.capset((ctypes.c_uint32 * 2)(_CAPABILITIES_VERSION, 0), (ctypes.c_uint32 * 6)()) != 0:
             raise OSError(ctypes.get_errno(), "the capabilities of root cannot be given up")
-        # The kernel hides the memory of a process that changed its user; from its own debuggers and profilers, too.
+        # The kernel makes a process that changed its user undumpable, which also locks out the user's debuggers and
+        # profilers.
         libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
         os.environ |= {"USER": self.name, "LOGNAME": self.name, "HOME": self.home}
 
 
 def find_user(wanted: str, processes: int = 0) -> RunnerUser:
-    """Return the user of this name or number; a number need not be known to the system's database. `processes`: see
+    """Return the user of this name or number. A number may be missing in the system's database. `processes`: see
     RunnerUser.
 
     Raises InvalidArgumentError if there is no such name, if it is root, if this process may not become that user or
@@ -103,7 +105,7 @@ def find_user(wanted: str, processes: int = 0) -> RunnerUser:
 
 
 def sees_shared_memory() -> bool:
-    """Return whether this process may see what another user's process shares with others."""
+    """Return whether this process may see how much memory another user's process shares."""
     return bool(_capabilities() & _LOOKS_INTO)
 
 

@@ -1,9 +1,9 @@
-"""The Python stack of a child, read from outside: while the child hangs, or at the moment of its crash.
+"""Python stacks of a child, for the daemon to read: while the child hangs, or as of its crash.
 
-Each child has a small file in memory to which faulthandler writes, in a signal handler: without the interpreter, also
-while user code holds the GIL in a library's C code. The file is sealed at its size, so that a child cannot make the
-daemon read more. It has a high descriptor number, which user code that closes and opens files does not hit; if user
-code closes all descriptors, only the stack is lost.
+Each child has a small file in memory, to which faulthandler writes from a signal handler. The handler does not need the
+interpreter, so it also works while user code holds the GIL in C code. The file is sealed at its size, so that a child
+cannot make the daemon read more. Its descriptor number is high, because user code that closes low descriptors would
+close it otherwise; if user code closes all descriptors, only the stack is lost.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SIGNAL = signal.SIGRTMAX - 2
 """Signal that asks a child for its stacks: a real-time signal, because libraries and users do not use these."""
 SIZE = 32 << 10
 SHOWN = 8 << 10
-"""Largest part of a stack that errors carry, in bytes. The newest frames come first, the oldest last."""
+"""Bytes of a stack that an error carries at most. The newest frames come first, so the oldest are cut."""
 WAIT_S = 1.0
 """Seconds for the child to write. Its handler runs as soon as the kernel schedules it."""
 _LOOK_S = 0.02
@@ -80,7 +80,7 @@ class StackFile:
         if self.fd < 0 or not state:
             return f"(process {pid} is gone)"
         if state in ("T", "t"):
-            return f"(process {pid} is stopped by a signal, so it shows no stack: kill -CONT {pid} lets it go on)"
+            return f"(process {pid} is stopped by a signal, so it shows no stack: kill -CONT {pid} continues it)"
         if state == "D":
             return f"(process {pid} waits in the kernel, for a disk or a network filesystem, and shows no stack)"
         if not _handles(pid):

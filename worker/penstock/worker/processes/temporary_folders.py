@@ -1,9 +1,9 @@
-"""A directory for each child's sockets and files of multiprocessing, which is removed with the child.
+"""A directory for each child, for multiprocessing's sockets and files; removed when the child has ended.
 
-multiprocessing makes a directory in the system's temporary one and removes it at a normal exit. A killed child does not
-exit normally, so thousands of such directories would stay. A daemon therefore gives each child a directory in its own
-folder; the next daemon removes what a killed one leaves (private_folders.py). This is only for multiprocessing's files:
-Penstock leaves the temporary files of user code alone.
+multiprocessing makes a directory below the system's temporary directory, and removes it only at a normal exit. Killed
+children would leave thousands of them. A daemon therefore gives each child a directory in its own folder; the next
+daemon removes the folder of a killed one (private_folders.py). This is only for multiprocessing's files: Penstock
+leaves the temporary files of user code alone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Finding a user's input_fn by name, and nothing else: code is named, never shipped.
+"""Import of a user's input_fn by its name. The coordinator and the training job send names of code, never code.
 
 A worker's operator lists the module prefixes that it may run. In embedded mode, where worker and trainer are the same
-user on the same machine, the training script itself may hold the input_fn: it is then loaded under the name
-`penstock_main`, so that its main guard does not fire.
+user on the same machine, the training script itself may define input_fn. The script is then loaded under the name
+`penstock_main`, so that the code under `if __name__ == "__main__":` does not run.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ def load_input_fn(spec: records_pb2.LoaderSpec) -> Callable[..., Any]:
     """Return the callable of the spec.
 
     Raises:
-        InputFnNotFoundError: no such module or name here.
-        InputFnNotAllowedError: the name is in a module that may be run, but it is defined in another one that may not:
-            otherwise anything that an allowed module imports could be called, for example `os.system`.
+        InputFnNotFoundError: this worker has no such module or name.
+        InputFnNotAllowedError: the callable is defined in a module that is not allowed, although the named module is.
+            Without this check, anything that an allowed module imports could be called, for example `os.system`.
         InputFnError: the module raised while it was imported.
     """
     module_name, _, qualname = spec.input_fn.partition(":")
@@ -115,7 +115,7 @@ def unpacked(
     Raises InputFnNotAllowedError for values sent by value unless they come from this worker's own training process,
     recognised by its search path: `check_plain` refuses search paths from other processes.
     """
-    from penstock.proto.state.codec import decode_state  # imports torch, which the daemon does without
+    from penstock.proto.state.codec import decode_state  # imports torch, which the daemon must not
 
     arguments: Any = decode_state(spec.arguments) if spec.arguments else {}
     if "by_value" not in arguments:
@@ -128,7 +128,7 @@ def unpacked(
     sys.path[:] = [*spec.sys_path, *(path for path in sys.path if path not in spec.sys_path)]
     if spec.main_path:
         _load_main(spec.main_path)
-    from penstock.proto.state.by_value import load  # cloudpickle, which few loaders need
+    from penstock.proto.state.by_value import load  # imports cloudpickle, which few loaders need
 
     given, args, kwargs = load(arguments["by_value"], lambda: _load_main(spec.main_path))
     return fn if given is None else given, args, kwargs
@@ -142,7 +142,7 @@ def load_class(name: str, spec: records_pb2.LoaderSpec) -> Any:
     """Return the class "module:qualname" of a loader that the spec's input_fn returned on this worker, or a class of
     Penstock.
 
-    Raises what load_input_fn raises. A module that may not be run is refused even if input_fn has imported it.
+    Raises the errors of load_input_fn. A module that is not allowed is refused even if input_fn has imported it.
     """
     if not module_of(name).startswith("penstock.") and spec.allow:
         check_allowed(name, spec.allow)
@@ -165,7 +165,7 @@ def _import_failed(spec: records_pb2.LoaderSpec, error: BaseException) -> InputF
 
 
 def _load_main(path: str) -> types.ModuleType:
-    """Load the training script as a module of another name, so that its main guard does not fire."""
+    """Load the training script under another module name, so that the code under its main guard does not run."""
     if MAIN in sys.modules:
         return sys.modules[MAIN]
     module = types.ModuleType(MAIN)

@@ -1,12 +1,13 @@
-"""Memory that a runner holds, with all processes that it has started.
+"""Memory that a runner and all its descendants hold.
 
-Counted is anonymous memory, which programs allocate, in RAM and in swap, by its proportional share: a page that N
-processes have in common counts 1/N in each. So neither the fork server's memory nor what a loader's worker processes
-share is counted twice. The ring, the progress page and mapped files are not counted at all: user code cannot leak them.
+The figure is the proportional share of anonymous memory, which programs allocate, in RAM and in swap: a page that N
+processes share counts 1/N in each. So neither the fork server's memory nor memory that a loader's worker processes
+share is counted twice. The ring, the progress page and mapped files are not counted, because user code cannot leak
+them.
 
-The share of a page takes the kernel 20 ms of work for a GiB; the plain sums, which are never less, take none. So the
-share is read only where the sums are above the limit. Where the kernel does not show it (another user's process without
-CAP_SYS_PTRACE, or one that made itself undumpable), the sum counts.
+The kernel needs 20 ms for each GiB to compute proportional shares. Plain sums, which are never less, cost almost
+nothing. So the shares are read only if the sums are above the limit. If the kernel does not show the shares (of another
+user's process without CAP_SYS_PTRACE, or of a process that made itself undumpable), the sum counts.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ __all__ = ["family", "held_by"]
 
 
 def held_by(runner: int, enough: int = 0) -> int:
-    """Return the bytes of the runner and all its descendants; 0 if it is gone. A value up to `enough` may be too
-    high."""
-    all_of_it = family(runner)  # a subreaper: no process can leave the tree below it
+    """Return the bytes of the runner and all its descendants; 0 if it is gone. A result up to `enough` is a plain sum,
+    which may be too high."""
+    all_of_it = family(runner)  # the runner is a subreaper: all its descendants stay below it
     most = sum(_sizes(pid, "status", "RssAnon", "VmSwap") for pid in all_of_it)
     if most <= enough:
         return most

@@ -1,9 +1,9 @@
-"""The processor time of other processes: what they had, and what they waited for while others had it.
+"""The processor time of other processes: time in which they ran, and time in which they waited for a processor.
 
 Linux counts both for each thread, in nanoseconds (/proc/PID/schedstat). A process that neither runs nor waits for a
-processor is stopped, or waits for a disk or a peer; one that is slow because the machine is busy shows in the second
-number. So a deadline that counts the time in which a process stood still is right on an idle machine and on one with a
-load of 140.
+processor is stopped, or waits for a disk or a peer. A process that is slow because the machine is busy has a high
+second number. So a deadline that counts only the time in which a process neither ran nor waited works on an idle
+machine and on one with a load of 140.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def cores(quota: Path = _CGROUP_QUOTA) -> int:
 
 
 def _counted(pid: int) -> tuple[float, float] | None:
-    """Return the seconds that the process's main thread ran, and that it waited for a processor; None if not
-    available."""
+    """Return the seconds in which the process's main thread ran, and those in which it waited for a processor; None if
+    not available."""
     try:
         ran, waited, _ = Path(f"/proc/{pid}/schedstat").read_text().split()
     except (OSError, ValueError):
@@ -67,7 +67,7 @@ def used_by(pid: int) -> ProcessorUse:
 
 @dataclass
 class ProcessorDemand:
-    """Measurement of how much of a processor a process asks for."""
+    """Measurement of the share of time in which a process runs or waits for a processor."""
 
     pid: int
     _at: float = 0.0
@@ -85,10 +85,10 @@ class ProcessorDemand:
 
 
 async def unless_it_stands_still(done: Awaitable[object], pid: int, still_s: float, most_s: float) -> None:
-    """Wait for `done`, which process `pid` must bring about, as long as the process makes progress.
+    """Wait for `done`, which process `pid` must complete, as long as the process makes progress.
 
     Raises:
-        TimeoutError: the process neither ran nor asked for a processor for `still_s` seconds, or `most_s` seconds are
+        TimeoutError: the process neither ran nor waited for a processor for `still_s` seconds, or `most_s` seconds are
             over.
     """
     waiting = asyncio.ensure_future(done)

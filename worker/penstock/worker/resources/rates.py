@@ -1,14 +1,14 @@
-"""Rates of a runner, from two readings of its progress page, for the coordinator, which balances by them.
+"""Rates of a runner, computed from two readings of its progress page. The coordinator balances slots by them.
 
-Batches per second show how fast the loop takes them. The runner's time per batch shows how fast it could be: its time
-at work, without waits for the loop and for a free ring entry. A batch that is not done yet counts as soon as it takes
-longer than usual.
+Batches per second show how fast the loop takes them. The runner's time per batch shows how fast the runner could be: it
+is the time spent on batches, without waits for the loop and for a free ring entry. A batch under way counts as soon as
+it takes longer than usual.
 
-That time includes waits for a processor, which more workers on the same cores would only make longer. So the processor
-time of a batch and its wait for a processor are measured, too.
+That time includes waits for a processor, which grow with more workers on the same cores. So the processor time of a
+batch and its wait for a processor are measured too.
 
-Pure: the clock and the figures are given. A runner's user code can write anything into the progress page, so impossible
-figures count as none.
+Pure: clock and figures are arguments. A runner's user code can write anything into the progress page, so impossible
+figures are ignored.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class BatchRates:
         return now - self.since >= WINDOW_S
 
     def look(self, now: float, total: int, worked_s: float, used: ProcessorUse = NOTHING) -> None:
-        """Take a reading. `total`: batches made so far. `worked_s`: seconds at work so far. `used`: processor time so
-        far."""
+        """Take a reading. `total`: batches made so far. `worked_s`: seconds spent on batches so far. `used`: processor
+        time so far."""
         if not self.due(now):
             return
         self.batches_per_s = max(0, total - self._total) / (now - self.since)

@@ -1,8 +1,8 @@
-"""A queue for tasks that take seconds of processor time: a few run at a time, the others know their position.
+"""A queue for tasks that take seconds of processor time: a few run at a time, the others wait in order.
 
 Starting a runner takes an interpreter, torch and the user's imports. If fifty start at once on two cores, each takes
-many times longer and exceeds its deadline; one after the other they would not. So as many start at a time as there are
-processors; helper tasks (replayers.py) have another queue of this kind.
+many times longer and exceeds its deadline. So as many start at a time as there are processors; helper tasks
+(replayers.py) have another queue of this kind.
 
 A start that does not use a processor does not delay others: a runner whose input_fn reads an index for minutes, or
 waits for the other slots of its run, gives up its turn as soon as it is idle, and after `TURN_S` in any case.
@@ -20,7 +20,7 @@ from penstock.worker.resources.processor_time import LOOK_S, ProcessorDemand
 __all__ = ["QueueTurn", "TurnQueue"]
 
 TURN_S = 10.0
-"""Seconds after its fork in which a runner that is busy keeps its turn."""
+"""Largest number of seconds after its fork in which a busy runner keeps its turn."""
 IDLE_SHARE = 0.3
 """Share of a processor below which a starting runner counts as idle, and gives its turn up."""
 IDLE_LOOKS = 2
@@ -60,7 +60,7 @@ class QueueTurn:
 class TurnQueue:
     """
     Args:
-        at_once: turns that are under way at a time.
+        at_once: largest number of turns at a time.
     """
 
     def __init__(self, at_once: int) -> None:
@@ -127,6 +127,6 @@ class TurnQueue:
             turn = next(iter(waiting))
             del waiting[turn]
             self._under_way += 1
-            if not turn.came.done():  # else whoever waited was cancelled, and is about to end it
+            if not turn.came.done():  # otherwise the waiting task was cancelled, and is about to end the turn
                 turn.came.set_result(None)
         self._places = {}

@@ -1,4 +1,5 @@
-"""The process that children are forked from: it has imported torch, and runs no threads and no user code.
+"""The fork server: the process from which a run's runners and helpers are forked. It has imported torch, and runs no
+threads and no user code.
 
 Importing torch takes a second or more and 150 MB; forking a process that has done so takes milliseconds, and the pages
 are shared. The daemon itself must never fork, for it runs gRPC; so it has a fork server, a fresh interpreter that
@@ -13,8 +14,9 @@ The daemon gets a pidfd of each child with the answer to its request. The pidfd 
 fork server is stopped. Only the fork server, as the parent, gets the exit status, and reports it.
 
 A fork server outlives its daemon by a moment, because a killed daemon cannot clean up: when the control socket closes,
-the fork server kills its children, all that they started and their orphans, and ends. So it has a process group of its
-own, or a kill of the daemon's group would kill it too; a stopped fork server is continued when the daemon dies.
+the fork server kills its children, their descendants and orphans, and ends. It has a process group of its own, so that
+a kill of the daemon's group does not kill it too. A fork server that is stopped by a signal is continued when the
+daemon dies.
 """
 
 from __future__ import annotations
@@ -50,11 +52,11 @@ from penstock.worker.processes.stack_dump import write_stacks_to
 __all__ = ["main"]
 
 ORPHANS_S = 0.05
-"""Seconds between two looks at orphans that are about to end."""
+"""Seconds between two checks of orphans that are about to end."""
 QUIET_S = 0.05
 """Seconds without a request before the next import of what only some children need."""
 LAST_LOOKS = 90
-"""Largest number of checks for orphans at the end; the fork server ends even if a fork bomb is quicker."""
+"""Largest number of checks for orphans at the end. After them the fork server ends, even if a fork bomb still runs."""
 
 
 def main() -> None:
@@ -110,7 +112,7 @@ def main() -> None:
         pass  # the daemon is gone, or ends this process
     finally:
         _end(children, orphans)
-    os._exit(0)  # the interpreter's own shutdown would take half a second for nothing
+    os._exit(0)  # the interpreter's own shutdown would take half a second
 
 
 @contextlib.contextmanager
@@ -148,7 +150,7 @@ def _reap(children: dict[int, int], channel: ControlChannel, orphans: Orphans) -
 
 
 def _end(children: Iterable[int], orphans: Orphans) -> None:
-    """Kill all processes below this one: its children, and then the orphans that their death leaves to this process."""
+    """Kill all descendants of this process: its children, and then the orphans that become its children."""
     for pid in children:
         kill_child(pid)
         reap(pid, group=False)
@@ -173,7 +175,7 @@ def _give_up_rights(tempdir: str) -> None:
     for trait in sys.argv[3:]:
         if trait.startswith("user="):
             RunnerUser.decode(trait.removeprefix("user=")).become()
-    if "caged" in sys.argv[3:]:
+    if "sandboxed" in sys.argv[3:]:
         sandbox.enter()
     if tempdir and os.access(tempdir, os.W_OK | os.X_OK):
         multiprocessing.current_process()._config["tempdir"] = tempdir  # type: ignore[attr-defined]
@@ -189,7 +191,7 @@ def _child(parent: int, message: ControlMessage, parents_channel: ControlChannel
     control, output, progress_page, stacks = message.fds
     become_subreaper()
     write_stacks_to(stacks)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's; the daemon stops us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer; the daemon stops this process
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
@@ -197,7 +199,7 @@ def _child(parent: int, message: ControlMessage, parents_channel: ControlChannel
     if message.fields["group"]:
         control_groups.enter(message.fields["group"])
     _give_up_rights(message.fields["tempdir"])
-    die_with_parent(parent)  # again, for a change of user undoes it
+    die_with_parent(parent)  # again, because a change of user undoes it
     from penstock.worker.processes.progress_page import ProgressPage
     from penstock.worker.runner import helper_process, replayer, runner
 
@@ -212,7 +214,7 @@ def _child(parent: int, message: ControlMessage, parents_channel: ControlChannel
     except DescriptorsClosedError:
         return DESCRIPTORS_CLOSED
     finally:
-        channel.sock.detach()  # it closes with the process; if user code closed it, its number is another's by now
+        channel.sock.detach()  # not closed: user code may have, and reused its number
     return 0
 
 

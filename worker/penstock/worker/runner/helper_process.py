@@ -1,12 +1,12 @@
 """A warm helper: it has imported what a run's loaders need, and forks a fresh child for each task.
 
-A child that is forked from the fork server first imports the user's modules, and whatever input_fn imports: 0.1 to 1 s,
-for each slot of a state. A warm helper imports them once, and then only forks. The child does the task (replayer.py),
-answers on the warm helper's own socket, and ends. So a task never sees what another one left.
+A child that is forked from the fork server first imports the user's modules, and the modules that input_fn imports: 0.1
+to 1 s, for each slot of a state. A warm helper imports them once, and then only forks. The forked child does the task
+(replayer.py), answers on the warm helper's own socket, and ends. So no task is affected by an earlier one.
 
-A warm helper equals a fresh child only if importing changed nothing but modules. If an import drew random numbers,
-asked for its slot, started a thread or a process, or opened a file, the warm helper reports that and ends: fresh
-children do the tasks then.
+A warm helper gives the same results as a fresh child only if importing had no other effect. If an import drew random
+numbers, read its assignment, started a thread or a process, or opened a file, the warm helper reports that and ends.
+Then fresh children do the tasks.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ def run_helper(channel: ControlChannel) -> None:
         spec = records_pb2.LoaderSpec.FromString(message.payload)
         with forks.hosting(channel):
             unfit = _warm_up(spec, message.fields["modules"])
-        gc.freeze()  # what a collection would touch is copied for each task
+        gc.freeze()  # a collection would write to shared pages, which are then copied for each task
         channel.send("warm", unfit=unfit)
         if not unfit:
             _serve(channel)
 
 
 def _warm_up(spec: records_pb2.LoaderSpec, modules: Sequence[str]) -> str:
-    """Import what the loader needs. Return the first effect besides imported modules, "" for none."""
+    """Import the modules that the loader needs. Return the first other effect of that, "" for none."""
     place_of.set_assignment(place_of.NEUTRAL)
     before = _surroundings()
     try:
         load_input_fn(spec)
         for name in modules:
-            with contextlib.suppress(Exception):  # not every name in sys.modules can be imported by itself
+            with contextlib.suppress(Exception):  # some names in sys.modules cannot be imported
                 importlib.import_module(name)
     except BaseException as error:  # sys.exit() in a module, too
         return f"it raised {type(error).__name__}"

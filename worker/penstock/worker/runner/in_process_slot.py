@@ -1,12 +1,12 @@
-"""Slot of a run in the process and thread of the code that takes its batches: a runner without a process.
+"""A slot whose loader runs in the training process, in the thread that takes its batches.
 
 The loader, its start, its return to an earlier position and its recovery are those of a runner (worker/loader); a state
 is made as in a helper process (replayer.py). Nothing runs ahead of the loop: a batch is made when it is
 requested, so the loader's position is the loop's, and there is no ring, socket, snapshot or verification.
 
-A state names the start position of the slot's launch, which needs no verification, and the number of batches
-between; loaders whose states are exact are saved at their position. Where a loader's own state at the step is
-aggregated, a second loader is brought to that step by replay.
+A saved state holds the start of the slot's launch, which needs no verification, and the number of batches since;
+loaders that declare exact states are saved at their position. If the loader's own states are aggregated, a second
+loader is brought to the step by replay, and its state is saved.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class SlotState:
 
 
 @dataclass(frozen=True)
-class _Noted:
+class _BatchRecord:
     """Record of a batch."""
 
     epoch: int
@@ -83,7 +83,7 @@ class _Noted:
 
 
 @contextmanager
-def _meant_for_the_loop() -> Iterator[None]:
+def _reraise_interrupts() -> Iterator[None]:
     """Replace an InputFnError caused by Ctrl-C, or by quitting a debugger, with that exception."""
     try:
         yield
@@ -94,13 +94,13 @@ def _meant_for_the_loop() -> Iterator[None]:
 
 
 class InProcessSlot:
-    """Slot, from its assignment to its end.
+    """A slot, from its assignment to its end.
 
     Args:
         assignment: assignment as for a daemon; its loader has a name and options, and no arguments.
         make: calls input_fn with its arguments.
         resume: blob from which the attempt resumes; b"" to start fresh.
-        noted: number of latest batches whose digests are kept.
+        noted: number of newest batches whose digests are kept.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class InProcessSlot:
         """Encoded start of the stream."""
         self._unsaved: Exception | None = None
         self._left: dict[int, int] = {}
-        self._log: OrderedDict[int, _Noted] = OrderedDict()
+        self._log: OrderedDict[int, _BatchRecord] = OrderedDict()
         self._noted = noted
         self._source: RestorableLoader | None = None
         self._lost = False
@@ -129,7 +129,7 @@ class InProcessSlot:
         """Make the loader and bring it to the slot's start. Raise the errors that a runner would fail with."""
         if self._source is not None:
             return
-        with self._globals.in_place(), _meant_for_the_loop():
+        with self._globals.in_place(), _reraise_interrupts():
             source = self._built()
             resume = decode_state(self._resume) if self._resume else None
             start(source, resume, partial(self._keep, source), partial(self._go, source))  # type: ignore[arg-type]
@@ -139,15 +139,15 @@ class InProcessSlot:
     def next(self, step: int, epoch: int, total: int) -> MadeBatch | None:
         """Return the batch after `total`, which will be the box's `step`; None at the end of the epoch.
 
-        Ctrl-C in the user's code, and quitting a debugger there, are raised unchanged, and not as an error of user
-        code, because they are meant for the process. Then the loader is lost, with a batch that was made and not
-        delivered: the next call creates the loader again.
+        Ctrl-C in the user's code, and quitting a debugger there, are raised unchanged and not as an InputFnError,
+        because they are meant for the process. The loader is then dropped, with a batch that was made and not
+        delivered; the next call creates the loader again.
         """
         source = self._ready()
         if source.position.total != total:
-            source = self._anew(epoch, total)
+            source = self._rebuilt(epoch, total)
         try:
-            with self._globals.in_place(), _meant_for_the_loop():
+            with self._globals.in_place(), _reraise_interrupts():
                 if not source.is_open:
                     source.open_epoch(step=step)
                 batch = source.next()
@@ -207,10 +207,10 @@ class InProcessSlot:
             self.prepare()
         assert self._source is not None
         position = self._source.position
-        return self._anew(position.epoch, position.total) if self._lost else self._source
+        return self._rebuilt(position.epoch, position.total) if self._lost else self._source
 
-    def _anew(self, epoch: int, total: int) -> RestorableLoader:
-        """Return another loader, brought to this loader's position as by a runner that takes the slot over."""
+    def _rebuilt(self, epoch: int, total: int) -> RestorableLoader:
+        """Return a second loader, brought to this loader's position in the way of a runner that takes the slot over."""
         if self._source is not None:
             self._source.drop()
         self._globals, noted = ProcessGlobals(), self._log.get(total)
@@ -270,7 +270,7 @@ class InProcessSlot:
 
     def _note(self, source: RestorableLoader) -> None:
         position, log = source.position, self._log
-        log[position.total] = _Noted(position.epoch, source.digest, position.samples)
+        log[position.total] = _BatchRecord(position.epoch, source.digest, position.samples)
         if len(log) > self._noted:
             log.popitem(last=False)
 
@@ -303,13 +303,13 @@ class InProcessSlot:
         at, following = self._log.get(total), self._log.get(total + 1)
         if at is None:  # no batch was made since the launch's start
             position = RestartPoint.taken(data)
-            at = _Noted(epoch, position.digest, position.position.samples)
+            at = _BatchRecord(epoch, position.digest, position.position.samples)
         if following is None:
             return SlotState(data, at.samples, at.digest)
         return SlotState(data, at.samples, at.digest, following.digest, following.epoch > epoch)
 
     def _replayed(self, epoch: int, delivered: int, total: int, step: int) -> SlotState:
-        """Return the state by a second loader, as a helper process makes it."""
+        """Return the state of a second loader that is replayed to the position, as in a helper process."""
         assert self._start_data is not None
         point = RestartPoint.decode(self._start_data)
         fields = {

@@ -14,7 +14,8 @@ __all__ = ["EncodedPoint", "LocalRestartPoints", "Return"]
 KEPT_POINTS = 16
 """Number of epoch starts, and of snapshots, that are kept."""
 KEPT_BYTES = 64 << 20
-"""Bytes of epoch starts up to which more are kept: those of all epochs that the runner may be ahead of the loop."""
+"""Bytes of epoch starts up to which more than KEPT_POINTS are kept: one for each epoch that the runner may be ahead of
+the loop."""
 CHECKED_BATCHES = 4
 """Batches between a snapshot and the position to return to; all of them are compared, because the snapshot is not
 verified."""
@@ -34,22 +35,23 @@ class Return:
     """Plan to go back to a position in an epoch that the runner ran ahead of."""
 
     inside: EncodedPoint | None
-    """Newest snapshot in the position's epoch that is far enough before it to compare batches on the way."""
+    """Newest snapshot in the position's epoch, at least CHECKED_BATCHES before the position so that the replay compares
+    batches."""
     epoch_start: EncodedPoint | None
     """Newest start of the position's epoch."""
     earlier: EncodedPoint | None
     """Newest start of an earlier epoch."""
     first: EncodedPoint | None
-    """Newest earlier start to use if `epoch_start` is in doubt; the run's first epoch only for a position in the
-    second."""
+    """Newest earlier start to use if `epoch_start` is in doubt; that of the run's first epoch only for a position in
+    the second."""
     there: EncodedPoint | None
     """Newest snapshot of exactly this position."""
     probe: Target | None = None
-    """Position that a replay from `epoch_start` must reach before `epoch_start` is trusted, if the loop got no batch of
-    the epoch: otherwise no compared batch would show that the restored loader is elsewhere."""
+    """Position that a replay from `epoch_start` must reach before `epoch_start` is trusted. Set if the loop took no
+    batch of the epoch, because then no batch of the replay itself can be compared."""
 
     def ways(self, *, origin_doubted: bool) -> list[EncodedPoint]:
-        """Return the restart points to try, the best first; empty if there is none.
+        """Return the restart points to try, the best first; empty if none is kept.
 
         The first is a snapshot before the position. The second is the epoch's start, which is wrong for a loader that
         begins an epoch in its first next(). The third is a point before the epoch. The last is a snapshot of exactly
@@ -69,8 +71,8 @@ class LocalRestartPoints:
         self._snapshots: deque[EncodedPoint] = deque(maxlen=KEPT_POINTS)
 
     def add(self, point: EncodedPoint, *, epoch_start: bool) -> None:
-        """Add a restart point, and drop the oldest. A slot with short or empty epochs may be many epochs ahead of the
-        loop, which may abandon any of them."""
+        """Add a restart point, and drop the oldest. Several epochs are kept, because a slot with short or empty epochs
+        may be many epochs ahead of the loop, which may abandon any of them."""
         (self._origins if epoch_start else self._snapshots).append(point)
         epoch_starts = self._origins
         while len(epoch_starts) > KEPT_POINTS and (
@@ -90,8 +92,8 @@ class LocalRestartPoints:
 
         Args:
             exact: the loader's snapshots need no verification.
-            following: digest of the batch that came next there, of the same epoch; 0 if it is not known, or the loader
-                is not to be tried.
+            following: digest of the batch that came next in the same epoch; 0 if it is not known, or if the loader must
+                not be tried.
         """
         epoch, total, left, snapshots = target.epoch, target.total, target.left, self._snapshots
         near = total - (1 if exact else CHECKED_BATCHES)

@@ -1,11 +1,12 @@
-"""The helper process that restores a loader beside the one that streams, does one task with it, and ends.
+"""The program of a helper process: it restores a second loader beside the streaming one, does one task with it, and
+ends.
 
 - `verify`: restore a restart point and compare the next batches with those that were delivered: see verification.py.
 - `state`: replay from the nearest verified restart point to a position, and take the loader's state there.
 - `advance`: advance a state by arithmetic, for loaders that can (`advance_state`): no input_fn runs, no batch is made.
 - `aggregate`: make one state of all workers' states, for a training job that cannot build the loader itself.
 
-The helper has memory of its own, so the stream continues whatever the user's code does in it.
+The helper has memory of its own, so user code that fails or hangs there does not stop the stream.
 """
 
 from __future__ import annotations
@@ -38,15 +39,16 @@ __all__ = ["run_task", "state_at"]
 _log = logging.getLogger("penstock.worker")
 
 MOST_MODULES = 8192
-"""Names of modules that are reported."""
+"""Largest number of module names in a report."""
 
 
 class _Answer(Protocol):
     def send(self, kind: str, payload: bytes = b"", **fields: Any) -> None: ...
 
 
-class _Told:
-    """Answer that also reports the modules imported for it, for warm helpers (helper_process.py)."""
+class _ReportingAnswer:
+    """Answer that also reports the modules imported for the task, which warm helpers then import
+    (helper_process.py)."""
 
     def __init__(self, channel: ControlChannel, known: set[str]) -> None:
         self._channel, self._known = channel, known
@@ -57,7 +59,8 @@ class _Told:
 
 
 def run_task(channel: ControlChannel) -> None:
-    """Do one task: messages `assign`, `point` ..., then the task; the answer is `done` or `failed`."""
+    """Do one task. The messages received are `assign`, any number of `point`, and the task; the answer is `done` or
+    `failed`."""
     forks.host_user_code()
     forks.keep(channel)
     known = set(sys.modules)
@@ -68,7 +71,7 @@ def run_task(channel: ControlChannel) -> None:
         try:
             while (message := cast(ControlMessage, channel.receive())).kind == "point":
                 values.append(message.payload)
-            answer: _Answer = _Told(channel, known) if message.fields.get("learn") else channel
+            answer: _Answer = _ReportingAnswer(channel, known) if message.fields.get("learn") else channel
             if message.kind == "advance":
                 answer.send("done", _advanced(RestartPoint.decode(values[0]), assignment, message.fields))
                 return
@@ -101,13 +104,13 @@ def _verify(
     replay_digest: ReplayDigest,
     opened: RestartPoint | None = None,
 ) -> dict[str, Any]:
-    """Find out whether the restart point leads to the delivered batches, and if not, which batch differs.
+    """Return whether the restart point leads to the delivered batches, and if not, which batch differs.
 
-    `digests`: total -> [epoch, digest] of the batches after the restart point. If some are of later epochs, the
-    loader's crossing is found too (see epoch_crossing.py). `crossing`: the crossing known so far. `opened`: a snapshot
-    of the loader that streamed, after the first batch of the next epoch. `generators`: see _compare. `early`: as
+    `digests`: total -> [epoch, digest] of the batches after the restart point. If some of them are of later epochs, the
+    loader's crossing is determined too (see epoch_crossing.py). `crossing`: the crossing known so far. `opened`: a
+    snapshot of the streaming loader after the first batch of the next epoch. `generators`: see _compare. `early`: like
     `digests`, for the slot's first batches, or empty. If the restart point does not lead to the delivered batches, a
-    loader from the beginning is compared with the early ones.
+    new loader is compared with the early ones.
     """
     delivered = {int(total): (epoch, digest) for total, (epoch, digest) in fields["digests"].items()}
     source.restore(point)
@@ -127,11 +130,11 @@ def _verify(
         source.abandon_epoch(source.position.total)
     crossing = ""
     if beyond and source.restored:
-        crossing = _way_over(source, beyond, replay_digest, fields["crossing"], opened)
+        crossing = _find_crossing(source, beyond, replay_digest, fields["crossing"], opened)
     return {"same": True, "crossing": crossing}
 
 
-def _way_over(
+def _find_crossing(
     source: RestorableLoader,
     beyond: dict[int, tuple[int, int]],
     replay_digest: ReplayDigest,
@@ -148,7 +151,7 @@ def _way_over(
                 source.renew(end)
             if _leads_on(source, beyond, replay_digest, opened):
                 return way
-        except InputFnError as error:  # one that cannot begin again where it was restored
+        except InputFnError as error:  # some loaders cannot open another epoch after a restore
             _log.info("%s: the restored loader fails to begin the next epoch: %s", source.name, error.message)
         source.abort()
     return REPLAY
@@ -160,8 +163,8 @@ def _leads_on(
     replay_digest: ReplayDigest,
     opened: RestartPoint | None,
 ) -> bool:
-    """Return whether the loader, between two epochs, continues with these batches. After the first of them it must also
-    have the state of the loader that streamed, because later epochs may depend on that state."""
+    """Return whether the loader, between two epochs, continues with these batches. After the first of them its state
+    must also equal that of the streaming loader, because later epochs may depend on that state."""
     for epoch in sorted({epoch for epoch, _ in beyond.values()}):
         while source.position.epoch < epoch:
             if not source.is_open:
@@ -195,13 +198,13 @@ def _compare(
             return source.position.total, "yields another batch"
         if generators and source.rng_hash() != generators:
             return source.position.total, "draws other random numbers"
-        if opened is not None and source.position.total == opened.position.total and not _is_as(source, opened):
+        if opened is not None and source.position.total == opened.position.total and not _equals(source, opened):
             return source.position.total, "is in another state"
         generators = 0
     return 0, ""
 
 
-def _is_as(source: RestorableLoader, point: RestartPoint) -> bool:
+def _equals(source: RestorableLoader, point: RestartPoint) -> bool:
     """Return whether the loader's state and the random generators equal those of the snapshot."""
     state = source.state(point.step or point.position.total)[0]
     return source.rng() == point.rng and encode_state(state) == encode_state(point.state)
@@ -215,9 +218,9 @@ def _advanced(point: RestartPoint, assignment: records_pb2.WorkerAssignment, fie
     return replace(point, position=position, state=state, digest=fields["digest"], rng_before=None, step=0).encode()
 
 
-def _all_over(source: RestorableLoader, epoch: int) -> bool:
-    """Return False if a batch comes before epoch `epoch`: then the loop abandoned an epoch that is not known here, and
-    a resume from this state would continue it."""
+def _no_batch_before(source: RestorableLoader, epoch: int) -> bool:
+    """Return whether no batch comes before epoch `epoch`. If one does, the loop abandoned an epoch that is not known
+    here, and a resume from this state would continue that epoch."""
     while source.position.epoch < epoch:
         if not source.is_open:
             source.open_epoch()
@@ -247,10 +250,10 @@ def state_at(
 
 
 def _replayed(
-    source: RestorableLoader, point: RestartPoint, told_until: int, fields: dict[str, Any], replay_digest: ReplayDigest
+    source: RestorableLoader, point: RestartPoint, known_until: int, fields: dict[str, Any], replay_digest: ReplayDigest
 ) -> tuple[dict[str, Any], bytes]:
     """Return the fields that describe the replay from a restart point to the source's position, and the state taken
-    there. `told_until`: the epoch before which the history names all abandoned epochs."""
+    there. `known_until`: epoch before which the history names all abandoned epochs."""
     delivered = {int(total): digest for total, digest in fields["digests"].items()}
     replayed: deque[tuple[int, int, int]] = deque(maxlen=ENTRIES)
 
@@ -271,27 +274,27 @@ def _replayed(
     )
     *left, _ = route(point.position.epoch, target)
     for leg in left:
-        if not (source.seek(leg.total, leg.epoch, seen) and _all_over(source, leg.epoch)):
+        if not (source.seek(leg.total, leg.epoch, seen) and _no_batch_before(source, leg.epoch)):
             return {"elsewhere": True}, b""
         leave(source, leg.epoch, leg.total)
     opened = source.open_epoch(step=fields["step"]) if left else None
     if not source.seek(total, epoch, seen):
         return {"ended": True, "epoch": epoch, "total": source.position.total}, b""
     position = source.position.copy()
-    unheard = told_until < fields["abandoned_from"] <= epoch
-    if unheard or (position.epoch == epoch and position.delivered != fields["delivered"]):
+    unknown_abandoned = known_until < fields["abandoned_from"] <= epoch
+    if unknown_abandoned or (position.epoch == epoch and position.delivered != fields["delivered"]):
         return {"elsewhere": True}, b""
     user, rng = None, b""
     if (
         source.capabilities.state_methods == 4
-    ):  # which is aggregated; for others the restart point and the count are saved
+    ):  # aggregated states only; for others the restart point and the number of batches are saved
         source.require_state()
         if source.unsaved is not None:
             raise source.unsaved
         user = opened.state if opened is not None and opened.position == position else source.state(fields["step"])[0]
         rng = source.rng()
     data = source.marked(RestartPoint(position, user, rng, digest=source.digest, behind=point)).encode()
-    if position.epoch < epoch and not _all_over(source, epoch):
+    if position.epoch < epoch and not _no_batch_before(source, epoch):
         return {"elsewhere": True}, b""
     there = {"samples": position.samples, "digest": source.digest, "replayed": list(replayed)}
     following = 0

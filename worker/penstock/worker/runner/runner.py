@@ -1,10 +1,11 @@
-"""The child that runs one slot: the user's loader in its main thread, and nothing beside it.
+"""The program of a runner: one slot's loader, in the main thread of its own process.
 
     next(loader) -> flatten into a ring entry -> digest, progress page -> snapshot, if one is due -> descriptor to the
     consumer
 
-Penstock has no thread in it, because user code may fork here, and no gRPC. Between two batches it polls its two
-sockets, the lane's and the daemon's, when there is a reason: the ring is half full, a batch was slow, or it is idle.
+The process has no thread of Penstock and no gRPC, because user code may fork in it. It polls its two sockets, the
+lane's and the daemon's, only between two batches, and only if the ring is half full, the batch was slow, or the runner
+is idle.
 """
 
 from __future__ import annotations
@@ -60,11 +61,11 @@ __all__ = ["run_slot"]
 _log = logging.getLogger("penstock.worker")
 
 SLOW_BATCH_S = 0.001
-"""Time for a batch, in seconds, above which the sockets are polled after it; a poll costs 2 us."""
+"""Seconds that a batch must take for the sockets to be polled after it; a poll costs 2 us."""
 LONGEST_DEAF_S = 0.1
-"""Longest time between two polls, in seconds, if there is no other reason to poll."""
+"""Largest number of seconds between two polls while batches are fast."""
 KEPT_LEFT = 64
-"""Number of abandoned epochs that a runner remembers; each has at least one epoch start."""
+"""Number of newest abandoned epochs that a runner keeps; each has at least one epoch start."""
 
 
 class _StopError(Exception):
@@ -91,7 +92,7 @@ def run_slot(channel: ControlChannel, progress_page: ProgressPage) -> None:
 
 @dataclass
 class _Start:
-    """What the daemon sent, besides the assignment, for the start of the slot."""
+    """Data from the daemon for the start of the slot, besides the assignment."""
 
     resume: dict[str, Any] | None
     points: list[RestartPoint]
@@ -112,7 +113,7 @@ class _Runner:
         self._flattener = Flattener(strict=options.strict_structure)
         self._cover = cover_of(assignment.loader.options)
         self._lease = EntryLease(self.producer, self._wait_in_user_code)
-        self._interrupt: Exception | None = None  # what came up while user code waited for a slot
+        self._interrupt: Exception | None = None  # error raised while user code waited for a ring entry
         lend(Builder(self._lease))
         self._numbers: OrderedDict[int, tuple[int, Structure]] = OrderedDict()
         self._structures = 0
@@ -121,17 +122,18 @@ class _Runner:
         self._start_data = b""
         """Encoded start of the stream."""
         self._counts = False
-        """Flag that states of the loader mislead, so restart points are counted from the start."""
+        """Flag that states of the loader lead to wrong batches, so restart points are numbers of batches from the
+        start."""
         self._left: dict[int, int] = {}
         """Epoch -> the slot's batches when the loop abandoned it."""
         self._hello: lane_pb2.Hello | None = None
         self._points: list[RestartPoint] = []
-        """Restart points that arrived after the start: from the previous runner, which continued meanwhile."""
+        """Restart points that arrived after the start; the previous runner, which continued meanwhile, made them."""
         self._looked = False
         self._begun = False
         self._generators_at = 0
-        """Number of the batch after which the generators are reported: the first one after the newest restart point,
-        for its verification."""
+        """Number of the batch after which the generators are reported: the first batch after the newest restart point,
+        whose verification compares them."""
         self._last_look = 0.0
         self._poll = select.poll()
         self._poll.register(channel.fileno(), select.POLLIN)
@@ -166,8 +168,8 @@ class _Runner:
             self._channel.send("failed", error=plain_detail(error))
             raise _StopError from error
         if place_of.looked_at():
-            self._progress_page.saw_look()
-        self._progress_page.stands_at(source.position.total, source.position.epoch, source.position.samples)
+            self._progress_page.note_assignment_read()
+        self._progress_page.set_position(source.position.total, source.position.epoch, source.position.samples)
 
     def _receive_start(self) -> _Start:
         sent = _Start(None, [])
@@ -187,8 +189,8 @@ class _Runner:
         return sent
 
     def _recover(self, points: list[RestartPoint]) -> None:
-        """Bring the source to the batch after the last delivered one, because another runner had this slot before, and
-        verify the replayed batches."""
+        """Bring the loader of a slot that another runner had before to the batch after the last delivered one, and
+        compare the replayed batches."""
         self._doing("waiting")
         while self._hello is None:
             self._serve(None)
@@ -205,11 +207,11 @@ class _Runner:
         catch_up(source, hello.epoch)
 
     def _await_resume(self) -> dict[str, Any]:
-        """Return the state from which the launch resumed; the daemon has fetched it only for runners that need it
-        again."""
+        """Request the state from which the launch resumed from the daemon, which does not send it at the start, and
+        return it."""
         self._channel.send("wants_resume")
         while (message := cast(ControlMessage, self._channel.receive())).kind != "resume":
-            self._heed(message)
+            self._handle(message)
         return cast(dict[str, Any], decode_state(payload_of(message)))
 
     def _open_epoch(self) -> None:
@@ -264,7 +266,7 @@ class _Runner:
             self._serve(None)
 
     def _await_epoch(self) -> None:
-        while self.producer.abandoned:  # an epoch that had already ended here
+        while self.producer.abandoned:  # epochs that had already ended here
             self._go_back()
         while self.producer.open_epochs < self.source.position.epoch:
             self._doing("waiting")
@@ -286,7 +288,7 @@ class _Runner:
         while True:
             started = clock()
             batch = self._next()
-            # received while user code waited for an entry: nothing more of this epoch may be sent
+            # the abandonment arrived while user code waited for an entry: nothing more of this epoch may be sent
             if producer.abandoned:
                 del batch
                 self._go_back()
@@ -325,7 +327,7 @@ class _Runner:
                 self._doing("next")
             if not self._looked and place_of.looked_at():
                 self._looked = True
-                progress_page.saw_look()
+                progress_page.note_assignment_read()
             progress_page.record(total, position.epoch, digest, position.samples, producer.delivered)
             producer.publish(entry, total, position.epoch, number, nbytes, dims, digest, cover=cover)
             if not self._begun:
@@ -353,7 +355,7 @@ class _Runner:
                 raise self._interrupt
 
     def _learn(self, structure: Structure) -> int:
-        """Return a number for a structure. It stays alive in the table, so its id is its own."""
+        """Return a number for a structure. The table keeps the structure alive, so that no other object gets its id."""
         self._structures += 1
         self._numbers[id(structure)] = self._structures, structure
         if len(self._numbers) > KNOWN_STRUCTURES:
@@ -379,7 +381,8 @@ class _Runner:
 
     def _wait_in_user_code(self) -> bool:
         """Wait for a ring entry in which user code will build a batch. Return False if the loop abandoned this epoch
-        meanwhile, or after an error: it is raised once user code has returned, because user code might catch it."""
+        meanwhile, or after an error. The error is raised only after user code has returned, because user code might
+        catch it."""
         if self._interrupt is None and not self.producer.abandoned:
             self._doing("sending")
             try:
@@ -413,16 +416,16 @@ class _Runner:
                     point, data, epoch_start=False, start=self._is_counted(point), wanted=steps is not None
                 )
                 if not point.step:
-                    break  # its state_dict() did not ask for the step: it is the same for all of them
+                    break  # state_dict() did not read the step, so the state is the same for all requested steps
         for stale in [known for known in producer.wanted if known <= producer.delivered]:
             del producer.wanted[stale]
 
     def _is_counted(self, point: RestartPoint) -> bool:
-        """Return whether the restart point is reached by replay from the start, and so needs no verification."""
+        """Return whether the restart point is a number of batches from the start, which needs no verification."""
         return self._counts and point.behind is not None
 
     def _step_of(self, total: int) -> int:
-        """Return the box's step that delivers this batch, as long as all slots live."""
+        """Return the box's step that delivers this batch, if all slots of the box are still in the epoch."""
         return self._first_step + (total - self._first_total - 1) * self._stride
 
     def _keep(
@@ -484,7 +487,7 @@ class _Runner:
             if (position.epoch, position.total) != (epoch, delivered) or source.is_ahead:
                 self._return_to(epoch, delivered)
             catch_up(source, epoch)
-            if not source.is_open:  # left before it was opened here, by a loop that was quick to leave two epochs
+            if not source.is_open:  # the loop abandoned this epoch before this runner opened it
                 self._open_epoch()
         source.abandon_epoch(delivered)
         self._left[epoch] = delivered
@@ -493,14 +496,14 @@ class _Runner:
         self._lease.release()
         self._own.forget_after(epoch)
         self._progress_page.cut(epoch, delivered)
-        self._progress_page.stands_at(delivered, epoch, source.position.samples)
+        self._progress_page.set_position(delivered, epoch, source.position.samples)
         self._channel.send("left", epoch=epoch, total=delivered)
 
     def _return_to(self, epoch: int, total: int) -> None:
         """Restore the loader to the position after batch `total` in an epoch that the runner ran ahead of."""
         source, history, page = self.source, self.source.history, self._progress_page
         delivered, ahead = page.entry(total), page.entry(total + 1)
-        # One with worker processes of its own is not tried: each try would start them anew.
+        # A loader with worker processes of its own is not tried, because each try would start them again.
         known = ahead is not None and ahead.epoch == epoch and not source.capabilities.own_workers
         target = Target(epoch, total, self._left, delivered.digest if delivered is not None else 0)
         following = ahead.digest if ahead is not None and known else 0
@@ -518,8 +521,8 @@ class _Runner:
             ways.append(BEGINNING)
         if not ways:
             raise StateMismatchError(
-                f"{source.name}: epoch {epoch}, which the loop left by `break`, cannot be ended there: no snapshot of "
-                "it is kept"
+                f"{source.name}: epoch {epoch}, which the loop abandoned by `break`, cannot be ended there: no "
+                "snapshot of it is kept"
             )
         try:
             first_fit(ways, take, UNFIT, lambda mismatch, instead: None)
@@ -573,9 +576,9 @@ class _Runner:
 
     def _listen(self) -> None:
         while (message := self._channel.receive(wait=False)) is not None:
-            self._heed(message)
+            self._handle(message)
 
-    def _heed(self, message: ControlMessage) -> None:
+    def _handle(self, message: ControlMessage) -> None:
         if message.kind == "stop":
             raise _StopError
         if message.kind == "crossing":

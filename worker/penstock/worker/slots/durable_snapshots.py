@@ -1,8 +1,8 @@
 """Durable restart points of a slot: those that the coordinator keeps for a runner that takes over elsewhere.
 
 The first restart point, where the attempt began, is durable before any batch can be fetched, so that every delivered
-batch can be recovered. A later runner can get to it as the first one did: by input_fn, and by the state that the
-attempt resumed from, which the coordinator has anyway. So if it is large, it is kept without its bytes.
+batch can be recovered. A later runner can reach it like the first one: by input_fn, and by the state that the attempt
+resumed from, which the coordinator has anyway. So a large first restart point is kept without its bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["NOT_OURS", "DurableSnapshots"]
 NOT_OURS = (CoordinatorUnavailableError, DeadlineError, JournalError)
 """Errors of the coordinator that are temporary."""
 LARGE = 1 << 20
-"""Bytes above which the restart point of an attempt's beginning is kept without its bytes."""
+"""Size in bytes above which the first restart point of an attempt is kept without its content."""
 AGAIN_S = 0.2
 """Seconds between two calls while the coordinator is unreachable."""
 
@@ -41,7 +41,7 @@ class DurableSnapshots:
         await asyncio.sleep(random.random() * slot.host.share.every_s)
         while True:
             size = 0
-            # Skip what the loop may still abandon: a restart point made beyond it would not be on its stream.
+            # Skip restart points beyond the last delivered batch: the loop may still abandon that part of the stream.
             slot.progress_page.refresh()
             for point in self.newest(slot.progress_page.delivered):
                 if not point.durable:

@@ -9,7 +9,7 @@ from penstock.proto.errors import ReplayMismatchError
 __all__ = ["FIRST_DEPTH", "LoaderFindings"]
 
 FIRST_DEPTH = 16
-"""Batches that the first long verification compares; until then every verification compares up to as many."""
+"""Largest number of batches that the first long verification compares, and each verification before it."""
 
 
 @dataclass
@@ -21,11 +21,11 @@ class LoaderFindings:
     depth: int = FIRST_DEPTH
     """Batches that the next long verification compares."""
     near_s: float = 0.0
-    """Seconds of a core that short verifications took since the last long one."""
+    """Seconds of processor time of the short verifications since the last long one."""
     far_s: float = 0.0
-    """Seconds of a core that the next long verification will take; 0 before the first."""
+    """Expected processor time of the next long verification, in seconds; 0 before the first."""
     misleads: bool = False
-    """Flag that a state of the loader led to the right batches first and to wrong ones later, so no state is used."""
+    """Flag that a state of the loader led first to the right batches and later to wrong ones, so no state is used."""
     not_used: str = ""
     """Reason for not using the loader's snapshots, as logged once; "" = they are used."""
     checked: bool = False
@@ -33,4 +33,5 @@ class LoaderFindings:
     inexact: bool = False
     """Flag that the verification of a loader that declares exact_states failed."""
     unrepeatable: ReplayMismatchError | None = None
-    """Error for saving a loader without state methods that yields other batches when replayed from its beginning."""
+    """Error for a save, if the loader has no state methods and yields other batches when replayed from its
+    beginning."""

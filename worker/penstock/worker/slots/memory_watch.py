@@ -19,11 +19,12 @@ __all__ = ["HARD_LIMIT", "MemoryWatch", "killed_for_memory"]
 MEMORY_S = 1.0
 """Seconds between two measurements of a runner's memory."""
 MEMORY_SHARE = 0.02
-"""Share of a processor for these measurements; a large runner near its limit is measured more rarely."""
+"""Largest share of a processor for these measurements. A large runner takes longer to measure, so it is measured more
+rarely."""
 HARD_LIMIT = 2
 """Factor of the limit at which a runner is killed at once."""
 GAIN_S = 0.05
-"""Seconds between two checks whether a runner that is to be recycled has made progress that can be saved."""
+"""Seconds between two checks whether a runner that will be replaced has made progress that can be saved."""
 
 
 class MemoryWatch:
@@ -40,11 +41,11 @@ class MemoryWatch:
         handing: asyncio.Task[None] | None = None
         while slot.phase != coordinator_pb2.FAILED:
             period = max(MEMORY_S, took / MEMORY_SHARE)
-            if handing is not None:  # which lasts while the coordinator is away, and the runner grows on meanwhile
+            if handing is not None:  # saving lasts while the coordinator is unreachable, and the runner grows meanwhile
                 await asyncio.wait((handing,), timeout=period)
             elif begun:
                 await asyncio.sleep(period)
-            else:  # one look is right behind the first batch
+            else:  # measure once right after the first batch
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(slot.begun.wait(), period)
             if handing is None:
@@ -55,7 +56,7 @@ class MemoryWatch:
             what = f"it used {_mib(most)} of memory, above the limit of {_mib(limit)} (penstock worker --runner-memory)"
             far = held > HARD_LIMIT * limit
             if far and not (young and begun):
-                # The loader, or a batch: a loss, with the batch that it was making.
+                # Killed at a batch: report that batch with the loss, because it may be the cause.
                 slot.lose(f"was killed at batch {slot.progress_page.total}, because {what}")
             elif far or (handing is not None and handing.done()):
                 slot.recycle, slot.outgrown = True, young
@@ -64,9 +65,9 @@ class MemoryWatch:
                 handing = slot.spawn(self._save_progress())
 
     async def _save_progress(self) -> None:
-        """Make progress of this runner durable before it is recycled. Otherwise its replacement would replay as much,
-        and leak as much. Wait until one of the runner's own snapshots is verified and the loop has taken a batch more;
-        return at once for a loader that is not saved."""
+        """Make this runner's progress durable before it is replaced. Otherwise its replacement would replay, and leak,
+        as much. Wait until one of the runner's own snapshots is verified and the loop has taken one more batch; return
+        at once for a loader that is not saved."""
         slot = self._slot
         await slot.begun.wait()
         while own := [
@@ -85,8 +86,9 @@ class MemoryWatch:
 
 
 def killed_for_memory(slot: SlotContext, whose: OutOfMemory, *, young: bool) -> None:
-    """Report the slot lost after the kernel killed its runner, or one of the runner's processes. If the limit of its
-    control group was the reason, treat the runner as the watch does. `young`: before the runner's second batch."""
+    """Report the slot lost after the kernel killed its runner, or one of the runner's processes, because memory ran
+    out. If the limit of its control group was reached, treat the runner as the memory watch does. `young`: before the
+    runner's second batch."""
     at = f"was killed by the kernel at batch {slot.progress_page.total}, because"
     if whose is OutOfMemory.OWN:
         slot.recycle = slot.outgrown = young
@@ -99,7 +101,7 @@ def killed_for_memory(slot: SlotContext, whose: OutOfMemory, *, young: bool) -> 
 
 
 def _looked_at(pid: int, limit: int) -> tuple[int, float]:
-    """Return the bytes that a runner holds, and the processor's seconds that measuring took."""
+    """Return the bytes that a runner holds, and the processor time of measuring them in seconds."""
     began = time.thread_time()
     held = held_by(pid, limit)
     return held, time.thread_time() - began

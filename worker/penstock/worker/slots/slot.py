@@ -1,8 +1,9 @@
 """A slot on this worker: its runner, its restart points, and its reports.
 
-A slot object is one generation's: when the runner dies or the slot moves, this object ends and another begins. It never
-runs user code; tasks that need user code (verifying a snapshot, a state between snapshots) go to helper processes.
-slot_states.py answers state requests, verification.py verifies restart points, memory_watch.py watches memory.
+A Slot object lives for one generation of the slot: when the runner dies or the slot moves, it ends and a new object
+begins. It never runs user code; tasks that need user code (verifying a snapshot, a state between snapshots) go to
+helper processes. slot_states.py answers state requests, verification.py verifies restart points, memory_watch.py
+watches memory.
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ __all__ = ["Slot"]
 _log = logging.getLogger("penstock.worker")
 
 STOP_GRACE_S = 0.5
-"""Seconds that a runner gets to end after it was asked to, before its process group is killed."""
-MOST_TRAITS = 8 << 10
+"""Seconds that a runner gets to end after a stop request, before its process group is killed."""
+MAX_REPORT_BYTES = 8 << 10
 """Largest report of a runner about its loader, in bytes: each heartbeat carries it."""
-MOST_TOLD = 1000
+MAX_UNSAVED_TEXT = 1000
 """Largest text about the loader's states that the training job gets, in characters."""
 LOOK_S = 0.02
 """Seconds between two checks whether the runner has taken a lane."""
@@ -114,16 +115,16 @@ class Slot:
         self._stopping = False
         self.attached = False
         self._attaching: asyncio.Future[None] | None = None
-        self._handed = False
-        """Flag that a lane was sent to the runner, which may not have taken it yet."""
+        self._lane_unread = False
+        """Flag that a lane was sent to the runner, which may not have received it yet."""
         self.begun = asyncio.Event()
         self._awaits_fork_server = False
         self._stage_told: coordinator_pb2.StartStage.ValueType = coordinator_pb2.START_STAGE_UNSPECIFIED
         self._life: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._rates = BatchRates(time.monotonic())
-        self._handing_over: asyncio.Task[None] | None = None
-        self._handed_over = False
+        self._migration_task: asyncio.Task[None] | None = None
+        self._migration_ready = False
         point = assignment.start.slots
         self._first_total = point[assignment.slot].total if len(point) > assignment.slot else 0
 
@@ -135,7 +136,7 @@ class Slot:
         self._life = asyncio.ensure_future(self._run())
 
     async def _run(self) -> None:
-        """Start the runner and see it to its end."""
+        """Start the runner, wait for its end, and report that."""
         self.spawn(self._tell_start())
         try:
             await self._start()
@@ -168,7 +169,7 @@ class Slot:
     async def _start(self) -> None:
         host, a = self.host, self.assignment
         for name in filter(None, (a.resume.blob, a.loader.arguments_blob)):
-            os.close(await host.blobs.descriptor(name))  # it is there when its turn comes
+            os.close(await host.blobs.descriptor(name))  # fetch it before the turn comes
         self._turn = turn = host.starts.join(urgent=a.recovery)
         try:
             await turn.came
@@ -210,8 +211,8 @@ class Slot:
         return _STAGES.get(self.progress_page.activity[0], coordinator_pb2.RUNNER)
 
     async def _fetch_restart_points(self, child: Child) -> bool:
-        """Send the runner the durable snapshots of the slot that it does not have. Return whether that of the attempt's
-        beginning came without its bytes: see durable_snapshots.py."""
+        """Send the runner the slot's durable snapshots from the coordinator. Return whether the attempt's first restart
+        point is kept without its bytes: see durable_snapshots.py."""
         run, attempt, box, slot, generation = key_of(self.assignment)
         kept = await self.host.coordinator.get_snapshots(
             coordinator_pb2.GetSnapshotsRequest(run=run, attempt=attempt, box=box, slot=slot, generation=generation)
@@ -239,15 +240,15 @@ class Slot:
 
     def assigned(self, assignment: records_pb2.WorkerAssignment) -> None:
         """Record the coordinator's newest assignment for the same slot and generation."""
-        if not assignment.prepare_migration:  # any more: the next successor needs what is newest then
-            self._handing_over, self._handed_over = None, False
-        elif self._handing_over is None:
-            self._handing_over = self.spawn(self._make_room_for_target())
+        if not assignment.prepare_migration:  # it ended: the next one makes its own restart points durable
+            self._migration_task, self._migration_ready = None, False
+        elif self._migration_task is None:
+            self._migration_task = self.spawn(self._prepare_migration())
 
-    async def _make_room_for_target(self) -> None:
+    async def _prepare_migration(self) -> None:
         await self.durable.prepare_migration()
-        if self._handing_over is asyncio.current_task():
-            self._handed_over = True
+        if self._migration_task is asyncio.current_task():
+            self._migration_ready = True
             self.host.slot_changed()
 
     async def stop(self) -> None:
@@ -284,7 +285,7 @@ class Slot:
         self.log.log(level, "%s: %.4000s%s", self.name, message, stack and f"\n{stack}")
 
     def _end_turn(self) -> None:
-        """End the turn in which the runner starts."""
+        """End the slot's turn in the queue of starts."""
         if self._turn is not None:
             self._turn.end()
 
@@ -332,9 +333,9 @@ class Slot:
             self._rates.look(now, self.progress_page.total, self.progress_page.working_s, spent)
         run, attempt, box, slot, generation = key_of(self.assignment)
         self._stage_told = self.start_stage
-        # Known once the first batch is out; until then there is nothing to warn of.
+        # Not known before the first batch is sent; until then there is nothing to warn about.
         place = self._turn.place if self._turn is not None else 0
-        self.capabilities.not_used = self.findings.not_used[:MOST_TOLD]
+        self.capabilities.not_used = self.findings.not_used[:MAX_UNSAVED_TEXT]
         self.capabilities.looked_at_assignment = bool(self.progress_page.looked) or not self.begun.is_set()
         return coordinator_pb2.SlotReport(
             run=run,
@@ -352,7 +353,7 @@ class Slot:
             batch_s=self._rates.batch_s,
             batch_cpu_s=self._rates.batch_cpu_s,
             batch_delay_s=self._rates.batch_delay_s,
-            migrated=self._handed_over,
+            migrated=self._migration_ready,
             doing=self._doing,
             stack=self._stack,
             recycle=self.recycle,
@@ -377,7 +378,7 @@ class Slot:
             point.wanted, point.begins = bool(fields["wanted"]), bool(fields["begins"]) or again
             self.host.tally.snapshots += 1
             self.store.add(point, *self._oldest_wanted())
-            return  # nothing that a report holds: a heartbeat for each would cost four times the snapshot
+            return  # snapshots do not change the report, and a heartbeat for each would cost four times the snapshot
         if message.kind == "generators":
             total, generators = counts(message, "total", "hash")
             for point in self.store:
@@ -385,9 +386,9 @@ class Slot:
                     point.generators = generators
             return
         if message.kind == "ready":
-            if len(message.payload) > MOST_TRAITS:
+            if len(message.payload) > MAX_REPORT_BYTES:
                 raise ProtocolError(
-                    f"the report of a runner about its loader must have at most {MOST_TRAITS} bytes, got "
+                    f"the report of a runner about its loader must have at most {MAX_REPORT_BYTES} bytes, got "
                     f"{len(message.payload)}"
                 )
             self.capabilities.ParseFromString(message.payload)
@@ -422,7 +423,7 @@ class Slot:
             if not point.durable and point.verified:
                 await self.durable.make(point)
             refused = self.durable.refused
-            if refused and not self.assignment.recovery:  # else an older one of the slot is there
+            if refused and not self.assignment.recovery:  # a recovery has an older snapshot of the slot
                 self.fail(detail_of(JournalError(_NO_ROOM.format(name=self.name, why=refused))), lost=False)
         if self.phase == coordinator_pb2.STARTING:
             self.phase = coordinator_pb2.READY
@@ -433,9 +434,9 @@ class Slot:
     # ---- lanes
 
     async def attach(self, sock: socket.socket, hello: lane_pb2.Hello, deadline_s: float) -> None:
-        """Hand a consumer's connection to the runner.
+        """Pass a consumer's connection to the runner.
 
-        Only one connection waits to be handed over at a time, and a newer one ends it: otherwise a consumer that opens
+        Only one connection waits for the runner at a time, and a newer one closes it. Otherwise a consumer that opens
         lanes again and again would fill the runner's control socket and the daemon's table of descriptors.
 
         Raises:
@@ -450,24 +451,24 @@ class Slot:
             sock.close()
             return
         except asyncio.CancelledError:
-            if self._attaching is attaching:  # it is our caller that ends
+            if self._attaching is attaching:  # not cancelled by a newer connection, but by the caller
                 raise
             raise SupersededError(f"a newer connection reads the batches of {self.name}") from None
         assert self._child is not None
-        self.attached = self._handed = True
+        self.attached = self._lane_unread = True
         await self._child.send("attach", hello.SerializeToString(), [sock.detach()])
 
     async def _until_attachable(self, deadline_s: float) -> None:
-        async with asyncio.timeout(deadline_s):  # not wait_for, which may swallow that it is cancelled
+        async with asyncio.timeout(deadline_s):  # not wait_for, which may lose a cancellation
             await self.ready.wait()
         assert self._child is not None
-        if self.assignment.is_target and not self.attached:  # its predecessor went on until now
-            with contextlib.suppress(*NOT_OURS):  # then from what was there when it began
+        if self.assignment.is_target and not self.attached:  # the slot's previous runner continued until now
+            with contextlib.suppress(*NOT_OURS):  # on an error, start from the snapshots fetched before
                 async with asyncio.timeout(deadline_s):
                     await self._fetch_restart_points(self._child)
-        while self._handed and self._child.reads_late:  # user code may have it for as long as it likes
+        while self._lane_unread and self._child.reads_late:  # user code may keep the runner busy for any time
             await asyncio.sleep(LOOK_S)
-        self._handed = False
+        self._lane_unread = False
 
     # ---- durable snapshots
 
@@ -481,8 +482,9 @@ class Slot:
 
     @property
     def is_savable(self) -> bool:
-        """Return whether a second instance of its loader may be made and replayed: it has state methods, or
-        `replay=True` was given. Any other loader (a reader of a queue, say) must not be called beside its stream."""
+        """Return whether a second instance of the slot's loader may be made and replayed: the loader has state methods,
+        or `replay=True` was given. A second instance of any other loader may take data from the stream, for example
+        from a queue."""
         return self.capabilities.state_methods > 0 or self.assignment.loader.options.replay_without_state
 
     @property
@@ -492,8 +494,8 @@ class Slot:
 
     def _oldest_wanted(self) -> tuple[int, int]:
         """Return the smallest total for which a state may be requested (the slot's share of the retention window), and
-        the first epoch: that of this batch, but at most `retention_steps` epochs back, because the loop takes at least
-        one batch in each epoch."""
+        the first such epoch: the epoch of that batch, but at most `retention_steps` epochs back, because the loop takes
+        at least one batch in each epoch."""
         progress_page = self.progress_page
         progress_page.refresh()
         steps = self.assignment.loader.options.retention_steps
@@ -503,7 +505,7 @@ class Slot:
         return total, max(epoch, progress_page.begun - EPOCHS_AHEAD - steps - 1)
 
     def step_of(self, total: int) -> int:
-        """Return the box's step that delivered this batch, as long as all slots live."""
+        """Return the box's step that delivered this batch, if all slots of the box were still in the epoch."""
         point = self.assignment.start
         turns = list(point.live)
         ahead = (turns.index(self.assignment.slot) - point.cursor) % len(turns) if self.assignment.slot in turns else 0
@@ -517,7 +519,7 @@ class Slot:
 
     @property
     def runner_gone(self) -> bool:
-        """True once its runner has ended."""
+        """True once the slot's runner has ended."""
         return self._child is not None and self._child.exited.done()
 
     def drain(self) -> None:
@@ -536,7 +538,7 @@ class Slot:
     async def helper(
         self, points: list[bytes], task: str, deadline_s: float = DEADLINE_S, **fields: Any
     ) -> ControlMessage:
-        """Have a helper process do a task with the loader; see run_task."""
+        """Run a task with the loader in a helper process; see run_task."""
         if task == "state" and by_own_methods(self.capabilities) and self.assignment.resume.blob:
             points = [*points, await self._resume_blob()]
         return await run_task(

@@ -23,7 +23,7 @@ SlotKey = tuple[str, int, int, int, int]
 
 
 def key_of(assignment: records_pb2.WorkerAssignment | coordinator_pb2.TakenSlot) -> SlotKey:
-    """(run, attempt, box, slot, generation)."""
+    """Return (run, attempt, box, slot, generation)."""
     a = assignment
     return a.run, a.attempt, a.box, a.slot, a.generation
 
@@ -33,13 +33,13 @@ class DaemonCounters:
     """Counters of a daemon over all its slots, including those that are gone."""
 
     snapshots: int = 0
-    """Snapshots that runners handed over."""
+    """Snapshots received from runners."""
     snapshots_sent: int = 0
     """Snapshots that were made durable."""
     snapshots_refused: int = 0
     snapshot_sent_bytes: int = 0
     recoveries: int = 0
-    """Slots taken over from another runner."""
+    """Slots that runners here took over from other runners."""
     losses: int = 0
     """Runners that were lost here."""
 
@@ -77,7 +77,7 @@ class SlotHost(ReplayHost, Protocol):
 
 
 class SlotContext(Protocol):
-    """A slot as its parts see it: durable_snapshots.py, memory_watch.py, slot_states.py and verification.py."""
+    """Interface of a slot for its parts: durable_snapshots.py, memory_watch.py, slot_states.py and verification.py."""
 
     name: str
     log: SubjectLogger
@@ -113,10 +113,10 @@ class SlotContext(Protocol):
         """Return whether a loader may be restored from the point: it was verified, or needs no verification."""
 
     def step_of(self, total: int) -> int:
-        """Return the box's step that delivered this batch, as long as all slots live."""
+        """Return the box's step that delivered this batch, if all slots of the box were still in the epoch."""
 
     def fail(self, error: records_pb2.ErrorDetail, *, lost: bool) -> None:
-        """End the slot: for good, or (lost) for another worker to take over."""
+        """End the slot: for good, or if `lost`, so that another worker takes it over."""
 
     def lose(self, how: str, stack: str = "") -> None:
         """Report the runner lost: another one is to continue. `how`: sentence without its subject, the runner."""
@@ -127,7 +127,7 @@ class SlotContext(Protocol):
     async def helper(
         self, points: list[bytes], task: str, deadline_s: float = DEADLINE_S, **fields: Any
     ) -> ControlMessage:
-        """Have a helper process do a task with the loader."""
+        """Run a task with the loader in a helper process."""
 
     def spawn(self, work: Awaitable[None]) -> asyncio.Task[None]:
         """Run a task of the slot, which ends with it."""

@@ -20,19 +20,19 @@ __all__ = ["POLL_S", "SlotStates"]
 POLL_S = 0.005
 """Seconds between two reads of the progress page while a request waits for a batch to be produced."""
 POLLERS = 8
-"""Largest number of requests that read every POLL_S; with more, each reads more rarely, or hundreds of requests would
-keep the event loop busy."""
+"""Number of requests that read every POLL_S. With more, each reads more rarely, because hundreds of requests would
+otherwise keep the event loop busy."""
 NEXT_S = 0.5
-"""Seconds that a state waits for the batch after it, if a resume is compared with that batch."""
+"""Seconds to wait for the batch after a state, if a resume will be compared with that batch."""
 CHEAP_S = 5.0
-"""Seconds of work since the launch up to which a helper may repeat it to make the batch after a state."""
+"""Largest work since the launch, in seconds, that a helper process may replay to make the batch after a state."""
 HELPER_SHARE = 0.7
-"""Share of the time left to a state request that its helper process may take. The rest is for the report of one that
-takes longer: its stack must reach the caller before the request's deadline."""
+"""Share of the time left to a state request that its helper process may take. The rest is for the report of a helper
+that takes longer: its stack must reach the caller before the request's deadline."""
 
 
 class _Pauses:
-    """Pauses between two reads of a progress page, over all answers that wait for a batch."""
+    """Pauses between two reads of a progress page, which grow with the number of answers that wait for a batch."""
 
     def __init__(self) -> None:
         self._waiting = 0
@@ -113,9 +113,9 @@ class SlotStates:
             raise error_of(self._slot.unsaved)
         await self._note_next(request, answer, until)
         slot, aggregated = self._slot, self._slot.capabilities.state_methods == 4
-        # A loader whose states are aggregated must give one of exactly this position. Others can use an earlier one and
-        # the count from there; but in this epoch, because otherwise it must be found out whether an epoch was
-        # abandoned.
+        # A loader whose states are aggregated needs a state of exactly this position. Other loaders can use an earlier
+        # state and the number of batches since. That state must lie in this epoch: with an earlier epoch it is not
+        # known whether the loop abandoned one in between.
         point = (
             slot.store.exactly(epoch, delivered, total, request.step)
             if aggregated
@@ -129,7 +129,8 @@ class SlotStates:
         return await self._advance(request, answer, until) or await self._materialise(request, answer, until)
 
     async def _nearest(self, request: coordinator_pb2.StateRequest, until: float) -> StoredSnapshot | None:
-        """Return the nearest restart point before a position, in its epoch if one of that epoch can be verified now."""
+        """Return the nearest restart point before a position, preferably in the position's epoch: a restart point there
+        is verified now if possible."""
         store, left = self._slot.store, _left(request)
         point = store.nearest(request.epoch, request.position.total, left=left)
         if point is not None and point.epoch == request.epoch:
@@ -143,8 +144,9 @@ class SlotStates:
     async def _note_next(
         self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer, until: float
     ) -> None:
-        """Record the digest of the batch after the position, with which a resumed loader is compared. For a loader that
-        resumes by its own methods, wait a little for it: nothing else verifies such a resume."""
+        """Record the digest of the batch after the position; a resumed loader must continue with that batch. For a
+        loader that resumes by its own methods, wait up to NEXT_S for the batch, because nothing else verifies such a
+        resume."""
         slot, total = self._slot, request.position.total
         patience = min(until, time.monotonic() + (NEXT_S if self._by_own and not self._waits_for_loop else 0.0))
         while True:
@@ -165,9 +167,9 @@ class SlotStates:
         return self._slot.capabilities.state_methods == 4 and not self._slot.capabilities.exact_states
 
     def _lacks_next(self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer) -> bool:
-        """Return whether a helper must make the batch after the position, because its digest is not known here. At the
-        end of an epoch, where no batch may follow, it does so only if that is cheap, or if the next launch may begin
-        with a slot other than worker 0."""
+        """Return whether a helper process must make the batch after the position, because the batch's digest is not
+        known here. At the end of an epoch, where no batch may follow, return True only if a replay is cheap, or if the
+        next launch may begin with a slot other than worker 0."""
         if not self._by_own or answer.next_digest:
             return False
         if not answer.next_epoch or self._slot.progress_page.worked_s <= CHEAP_S:
@@ -182,8 +184,8 @@ class SlotStates:
         return self._slot.assignment.recovery and not self._slot.attached
 
     def _lacks(self, point: StoredSnapshot, request: coordinator_pb2.StateRequest) -> bool:
-        """Return whether only a replay in a helper process can answer, because an earlier runner made the restart
-        point: batches skipped since, or digests, are not recorded here."""
+        """Return whether only a replay in a helper process can answer: an earlier runner made the restart point, so
+        this worker has no record of batches skipped since, or of digests."""
         if not point.inherited:
             return False
         if self._slot.assignment.skips:
@@ -192,8 +194,8 @@ class SlotStates:
         return self._waits_for_loop and start is not None and start.total <= after < request.position.total
 
     def _start(self, request: coordinator_pb2.StateRequest) -> StoredSnapshot | None:
-        """Return the restart point to replay from: the nearest, or one in its epoch from which a replay makes all
-        batches whose digests are requested."""
+        """Return the restart point to replay from: the nearest one, or an earlier one in its epoch if the replay must
+        also make batches whose digests are requested."""
         store, left = self._slot.store, _left(request)
         point = store.nearest(request.epoch, request.position.total, left=left)
         if point is not None and self._waits_for_loop:
@@ -230,23 +232,22 @@ class SlotStates:
             )
 
     async def _produced(self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer) -> bool:
-        """Wait until the position is reached. Return False, with the answer filled in, if its epoch, or the one before,
-        ended elsewhere than the request assumed."""
+        """Wait until the position is reached. Return False, with the answer filled in, if its epoch or the previous one
+        ended at another batch than the request assumed."""
         epoch, total = request.epoch, request.position.total
         began = total - request.position.delivered
         while True:
             self._slot.progress_page.refresh()
             ends = self._slot.progress_page.ends()
             end = ends.get(epoch - 1, began)
-            # More than the request assumed: the loop abandoned that epoch, and the runner, which was ahead, has not
-            # received
-            # it. If the request is wrong instead, another slot has less and reports it. An epoch that has begun is
-            # settled.
-            unheard = end > began and self._slot.progress_page.begun < epoch
-            if end != began and not unheard:
+            # More batches than the request assumed: the loop abandoned that epoch, and the runner, which was ahead, has
+            # not received the message yet. If the request is wrong instead, another slot has fewer batches and reports
+            # that. The end of an epoch is final once the next one has begun.
+            abandoned = end > began and self._slot.progress_page.begun < epoch
+            if end != began and not abandoned:
                 answer.ended, answer.ended_epoch, answer.ended_total = True, epoch - 1, end
                 return False
-            if unheard:
+            if abandoned:
                 if self._slot.phase == coordinator_pb2.FAILED:
                     raise StateUnavailableError(f"{self._slot.name}: its runner failed before epoch {epoch}")
                 await _pauses.next()
@@ -255,8 +256,8 @@ class SlotStates:
                 answer.ended, answer.ended_epoch, answer.ended_total = True, epoch, ends[epoch]
                 return False
             if self._waits_for_loop:
-                # And the loop may be waiting for this state. What was delivered was produced once, so it can be had by
-                # replay.
+                # The loop may be waiting for this state. A delivered batch was made once, so a replay can make it
+                # again.
                 return True
             if self._slot.progress_page.total >= total:
                 self._slot.drain()  # its snapshots were sent before the progress page showed the batch
@@ -267,8 +268,8 @@ class SlotStates:
 
     async def _begun(self, request: coordinator_pb2.StateRequest, tried: StoredSnapshot) -> None:
         """Wait until the runner begins the epoch after an abandoned one and takes a restart point there. `tried`: the
-        restart point from which the position was not reached. Raise StateUnavailableError if no other restart point
-        will come."""
+        restart point that did not lead to the position. Raise StateUnavailableError if no other restart point will
+        come."""
         slot, epoch, position = self._slot, request.epoch, request.position
         waits = not (self._waits_for_loop or position.delivered)
         while waits and slot.progress_page.begun < epoch:
@@ -278,7 +279,7 @@ class SlotStates:
         slot.drain()
         if not waits or self._start(request) is tried:
             raise StateUnavailableError(
-                f"{slot.name}: the state of step {request.step} is not available yet: the loop left an epoch by "
+                f"{slot.name}: the state of step {request.step} is not available yet: the loop abandoned an epoch by "
                 f"`break` after batch {position.total - position.delivered} of this worker, and its replacement runner "
                 "has not been informed yet. Retry after the next batch of this worker"
             )

@@ -1,8 +1,8 @@
 """The snapshots and epoch starts that a daemon keeps of a slot: pure bookkeeping over opaque bytes.
 
 A state may be requested at any step of the retention window. So the newest usable restart point at or before the
-window's oldest step is kept, and all later ones while memory suffices. When memory is short, every other snapshot is
-dropped: a state between two of them then takes a longer replay, and is no error.
+window's oldest step is kept, and all later ones while memory suffices. When memory is short, every second snapshot is
+dropped; a state between two of the others then takes a longer replay.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ __all__ = ["SlotSnapshots", "StoredSnapshot"]
 MAX_BYTES = 64 << 20
 MAX_COUNT = 1024
 MOST = 16
-"""Factor of these limits above which epoch starts are dropped too, against user code that makes them without end."""
+"""Factor of these limits above which epoch starts are dropped too, because user code may open epochs without end."""
 
 
 @dataclass
 class StoredSnapshot:
-    """A restart point. `step`: the box's step that its state depends on, 0 = none."""
+    """A restart point. `step`: the box's step on which its state depends, 0 = none."""
 
     epoch: int
     delivered: int
@@ -48,17 +48,17 @@ class StoredSnapshot:
     start: bool = False
     """Flag that this runner's stream begins there."""
     begins: bool = False
-    """Flag that the attempt began there: any runner of the slot can get there as the first one did."""
+    """Flag that the attempt began there, so any runner of the slot can reach it without its bytes."""
     compared: int = 0
     """Batches that the restart point's verification compared."""
     crossed: bool = False
-    """Flag that a verification from here gave a result, so that none is repeated to find the crossing."""
+    """Flag that a verification from here gave a result, so it is not repeated to find the loader's crossing."""
     wanted: bool = False
     """Flag that the snapshot was taken because a checkpoint at this step was announced."""
 
     @property
     def began(self) -> int:
-        """Batches in all when its epoch was opened."""
+        """Batches of the slot over all epochs when the restart point's epoch was opened."""
         return self.total - self.delivered
 
     @property
@@ -67,7 +67,7 @@ class StoredSnapshot:
 
     @property
     def position(self) -> tuple[int, int, int, bool, int]:
-        """Position that it describes, as a sort key."""
+        """Position of the restart point, as a sort key."""
         return self.epoch, self.delivered, self.total, self.epoch_start, self.step
 
 
@@ -109,7 +109,7 @@ class SlotSnapshots:
         )
 
     def exactly(self, epoch: int, delivered: int, total: int, step: int) -> StoredSnapshot | None:
-        """Return the newest restart point of exactly this position and step, which may be an epoch start."""
+        """Return the newest restart point of exactly this position and step, also if it is an epoch start."""
         for kept in reversed(self._kept):
             if (kept.epoch, kept.delivered, kept.total) == (epoch, delivered, total) and kept.step in (0, step):
                 return kept

@@ -1,7 +1,7 @@
-"""The watch over a runner's progress: for how long it is in one activity, and where in its code.
+"""The watch over a runner's progress, which reports a long activity with the runner's stack.
 
-User code may take as long as it likes. An activity that takes a good part of the training loop's deadline is reported
-while it lasts, with the stack, so that the loop's own error can show what it waited for. Nothing is killed for it.
+An activity that takes half of the training loop's deadline is reported while it lasts, so that the loop's own timeout
+error can show what it waited for. User code may take any time: a slow runner is never killed.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ HANG_S = 60.0
 """Seconds of one activity after which it is reported if the training loop's deadline is not known: half of the default
 deadline."""
 SHARE = 0.5
-"""Share of the loop's deadline after which an activity is reported; the rest is for the report to arrive, and for a
-loop that began to wait earlier."""
+"""Share of the loop's deadline after which an activity is reported. The rest is for the report to arrive, and for a
+loop that began to wait before the activity."""
 LOOKS = 8
-"""Checks of an activity before it is reported."""
+"""Number of checks of an activity before it is reported."""
 _IDLE = ("waiting", "sending")
 _CALLS = {"input_fn": "input_fn", "iter": "iter()", "next": "next()", "state_dict": "state_dict()"}
 _CALLS["load_state_dict"] = "load_state_dict()"
@@ -38,8 +38,8 @@ class Stall:
     since: float = 0.0
 
     def look(self, now: float, activity: str, for_s: float, total: int) -> float:
-        """Record a reading; return the seconds that the runner is in this activity without a new batch. `for_s`:
-        seconds in the activity."""
+        """Record a reading; return how many seconds the runner has been in this activity without a new batch. `for_s`:
+        seconds in the activity, as the progress page shows them."""
         if (activity, total) != (self.activity, self.total):
             self.activity, self.total, self.since = activity, total, now
         self.since = max(self.since, now - for_s)

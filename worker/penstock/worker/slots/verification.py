@@ -2,20 +2,22 @@
 
 A loader may count after its `yield`, prefetch in the background, draw from generators that are not saved, or count its
 fast-forward twice once it was restored. Then its state describes another position than that of the batches it has
-handed out, and nothing else would show it before a resume goes wrong. So each state is verified before it is used. It
-is restored once, beside the stream, in a loader that input_fn has just made. The next batches are compared with those
-that were delivered, and so are the random generators after the first of them, from which the next epoch may draw its
-order. Only verified states become durable, are saved, and are used for recovery; the batches between are counted and
-replayed. A verification holds for one restart point and not for its kind: the next one may come from a loader that was
-restored.
+yielded, and without verification only a wrong resume would show that. So each state is verified before it is used: a
+helper process restores it in a loader that input_fn has just made, while the stream continues. The next batches are
+compared with those that were delivered, and so are the random generators after the first of them, from which the next
+epoch may draw its order. Only verified states become durable, are saved, and are used for recovery; later positions are
+reached by replaying a number of batches from one. Each restart point is verified separately, because the next one may
+come from a loader that was restored.
 
-The beginning needs no verification, because the stream is made from it. So a snapshot that leads elsewhere is not an
-error: it is not used, which is logged once in a run. It is an error only if the beginning, too, leads to other batches.
+The beginning of the stream needs no verification, because the stream is made from it. A snapshot that leads to other
+batches is not an error: it is not used, and that is logged once in a run. It is an error only if the beginning leads to
+other batches too.
 
-Verifications take a share of the time, so their interval follows from their cost. A loader that declares `exact_states`
-is verified once in a run and then trusted. A loader without state methods is not verified unless saving by replay was
-asked for: it may not yield the same again, or may not be callable a second time beside its stream. If its runner is
-lost, it is replayed from the beginning of its epoch, and what was delivered is compared then.
+Verifications take a fixed share of processor time, so their interval follows from their cost. A loader that declares
+`exact_states` is verified once in a run and then trusted. A loader without state methods is verified only if saving by
+replay was requested: any other may yield different batches the next time, or may not allow a second instance beside its
+stream. If its runner is lost, it is replayed from the beginning of its epoch, and the replay is compared with the
+delivered batches.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ LOOK_S = 0.05
 """Seconds between two checks for a first restart point to verify."""
 LATER_LOOK_S = 0.5
 LAPSES = 2
-"""Verifications without a result (a helper that is late, or dies) after which a restart point is no longer used."""
+"""Verifications without a result (the helper process was late, or died) after which a restart point is not used."""
 RARELY = 8
 """Largest factor of the pause after failed verifications."""
 
@@ -65,7 +67,7 @@ class RestartPointVerifier:
         self._verifying = asyncio.Lock()
 
     async def run(self) -> None:
-        """Verify one restart point after the other, as long as the slot lives."""
+        """Verify one restart point after the other until the slot ends."""
         await self._slot.ready.wait()
         if not self._verifiable:
             return
@@ -84,7 +86,7 @@ class RestartPointVerifier:
             await asyncio.wait_for(self._hurried.wait(), seconds)
         except TimeoutError:
             return
-        await asyncio.sleep(LOOK_S)  # a request waits, and repeats until then
+        await asyncio.sleep(LOOK_S)  # a request that waits repeats its call of `hurry` meanwhile
 
     def hurry(self) -> bool:
         """Verify the newest restart point now, because a request waits for it. Return False if that does not help."""
@@ -119,10 +121,10 @@ class RestartPointVerifier:
         )
         if early and not self._done and slot.capabilities.state_methods:
             return None
-        # First what the loop has been handed: the rest may still be abandoned by a `break`.
+        # First the delivered batches: the loop may still abandon later ones by a `break`.
         handed = [point for point in store if point.total <= slot.progress_page.delivered]
         open_ones = self._unjudged(handed) or self._unjudged(store)
-        if self._failed and any(point.epoch_start for point in open_ones):  # the next best, where snapshots are no good
+        if self._failed and any(point.epoch_start for point in open_ones):  # snapshots fail, so try epoch starts
             open_ones = [point for point in open_ones if point.epoch_start]
         wanted = [point for point in open_ones if point.wanted]
         return next(reversed(wanted or open_ones), None)
@@ -130,8 +132,8 @@ class RestartPointVerifier:
     def _beginning(self, store: list[StoredSnapshot]) -> StoredSnapshot | None:
         """Return the beginning of a loader without state methods, once in a run.
 
-        The beginning needs no verification. But a loader that does not yield the same batches again cannot be saved at
-        all; if this is verified now, its next save reports it, and otherwise only a resume would.
+        The beginning needs no verification for a recovery. But a loader that does not yield the same batches again
+        cannot be saved at all. If it is verified now, the next save reports that; otherwise only a resume would.
         """
         if self._slot.capabilities.state_methods or self._slot.findings.checked:
             return None
@@ -211,7 +213,7 @@ class RestartPointVerifier:
         are not known yet."""
         if not point.verified and self._verifiable and self._followers(point):
             with suppress(TimeoutError):
-                async with asyncio.timeout(deadline_s):  # a verification under way takes its part of it
+                async with asyncio.timeout(deadline_s):  # includes the rest of a verification under way
                     await self.verify(point)
         return point.verified
 
@@ -236,7 +238,7 @@ class RestartPointVerifier:
                     generators=point.generators,
                     crossing=slot.findings.crossing,
                 )
-            except InputFnError as error:  # the loader's own word that it cannot be restored from this
+            except InputFnError as error:  # the loader itself refuses this state
                 what = f"fails ({error.message.splitlines()[0]:.200})"
                 if beginning:
                     slot.log.warning("%s: the loader is not verified: a second one from input_fn %s", slot.name, what)
@@ -248,7 +250,7 @@ class RestartPointVerifier:
                 point.lapses += 1
                 point.refuted = point.lapses >= LAPSES and not beginning
                 self._failed += 1
-                slot.findings.checked = self._failed >= LAPSES  # else it was not looked at yet
+                slot.findings.checked = self._failed >= LAPSES  # one failure may be by chance: verify again
                 return 1.0
             self._done += 1
             point.crossed = True
@@ -299,7 +301,7 @@ class RestartPointVerifier:
             )
             if slot.capabilities.state_methods:
                 slot.fail(detail_of(mismatch), lost=False)
-            else:  # no state was requested yet, and the stream itself is unaffected
+            else:  # not an error: no state was requested yet, and the stream is unaffected
                 slot.findings.unrepeatable = mismatch
         elif not slot.findings.not_used:
             slot.findings.not_used = (

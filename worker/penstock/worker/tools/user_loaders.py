@@ -1,6 +1,6 @@
 """Users' loaders as runners run them: built, opened, restored and replayed, by the code that workers use.
 
-Imports torch: for child processes of tools (loader_children.py).
+Imports torch, so only child processes of tools import it (loader_children.py).
 """
 
 from penstock.worker.loader.crossing_kinds import REPLAY

@@ -1,4 +1,5 @@
-"""The random generators that a loader draws from, as bytes: the process's own, and those that the loader was given."""
+"""States of the random generators that a loader draws from, as bytes: the process's own, and those that the loader
+holds."""
 
 from __future__ import annotations
 

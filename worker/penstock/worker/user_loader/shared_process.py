@@ -1,5 +1,5 @@
-"""The process-wide globals of a worker, for workers that share one process: set around each call of user code, and
-restored afterwards."""
+"""Process-wide globals of a worker, for workers that share one process: set before each call of user code, and restored
+after it."""
 
 from __future__ import annotations
 

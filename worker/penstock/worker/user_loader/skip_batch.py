@@ -46,7 +46,7 @@ def skip_batch(loader: Any, iterator: Any) -> None:
             else f"neither the loader, a {type(loader).__qualname__}, nor its iterator has a method skip_batch()"
         )
     if iterator._dataset_kind != _DatasetKind.Map:
-        raise CannotSkipError("its dataset is an IterableDataset, which must make each sample to pass it")
+        raise CannotSkipError("its dataset is an IterableDataset, which can skip a sample only by making it")
     iterator._dataset_fetcher = _FetchesNothing()
     try:
         next(iterator)

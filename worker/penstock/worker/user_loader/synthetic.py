@@ -15,9 +15,9 @@ NOT_SAVED = (
 
 
 class FirstBatch:
-    """A loader's first batch, yielded again and again: as often as its length says in an epoch, or for ever.
+    """A loader's first batch, repeated `len(loader)` times in each epoch, or without end if the loader has no length.
 
-    The loader makes that one batch and is dropped, and its worker processes with it.
+    The loader makes that one batch, and is then dropped with its worker processes.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:

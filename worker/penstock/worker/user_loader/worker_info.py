@@ -1,8 +1,10 @@
-"""torch's get_worker_info() in a process that runs a user's loader: a worker's index among all of the run's.
+"""Replacement of torch's get_worker_info() in a process that runs a user's loader: it returns the worker's index in the
+run.
 
 Datasets that shard by get_worker_info() work unchanged. In the worker processes of a torch DataLoader, torch's own
-answer is returned, and the call does not count as using the assignment. The same holds for torch's default_collate,
-which gets None: otherwise it would build each batch in new shared memory, which costs more than the batch.
+answer is returned, and the call does not count as a read of the assignment. Calls by torch's default_collate do not
+count either, and return None: otherwise it would build each batch in new shared memory, which costs more than the
+batch.
 
 A loader with worker processes is saved in the main process, where torch answers None. Some loaders refuse to be saved
 anywhere else (litData's StreamingDataLoader); their state methods get None, too.
@@ -49,15 +51,15 @@ _offered = 0
 
 
 def exchange(answers: Answers | None) -> Answers | None:
-    """Set the answers for another worker's code; return those set before. For a process in which several workers take
-    turns."""
+    """Set the answers for another worker's code, in a process that several workers share in turn; return those set
+    before."""
     global _current
     before, _current = _current, answers
     return before
 
 
 def offer_worker_info(a: records_pb2.WorkerAssignment) -> None:
-    """Answer get_worker_info() in this process with the worker index that the loader was made as."""
+    """Let get_worker_info() in this process return the worker index with which the loader was made."""
     global _current, _offered
     if _current is None:
         _current = Answers()
@@ -78,7 +80,7 @@ def offer_worker_info(a: records_pb2.WorkerAssignment) -> None:
         position = place_of.current_assignment()
         number = position.global_worker_id
         if number not in answers.infos:
-            dataset: Any = None  # made after this, by the user
+            dataset: Any = None  # not known yet: user code makes it later
             answers.infos[number] = torch_worker.WorkerInfo(
                 id=number, num_workers=position.total_num_workers, seed=answers.seed, dataset=dataset
             )
@@ -89,8 +91,8 @@ def offer_worker_info(a: records_pb2.WorkerAssignment) -> None:
 
 
 def as_main_process(method: Callable[[], T]) -> T:
-    """Call a state method of the loader. If it asks get_worker_info() and raises, call it again without a worker info,
-    as torch does in a main process; if that helps, do so from then on."""
+    """Call a state method of the loader. If it calls get_worker_info() and raises, call it again with get_worker_info()
+    returning None, as in a main process; if it then succeeds, do so from now on."""
     answers = _current if _current is not None else Answers()
     if not answers.refused:
         before = answers.given

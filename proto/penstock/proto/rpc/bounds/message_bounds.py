@@ -1,8 +1,8 @@
-"""Limit on the number of fields in a message, checked before it is parsed.
+"""Limit on the number of fields in a message, checked before the message is parsed.
 
-An element of two bytes becomes an object of a hundred or more: 4 MiB of empty reports took 400 MiB and nine seconds of
-the coordinator's event loop, in which every lease ended. The size of a message does not bound that, so the fields are
-counted in its bytes, at the levels that can hold repeated ones; a message too short for so many is not looked at.
+A field of two bytes becomes an object of a hundred bytes or more: 4 MiB of empty reports took 400 MiB and nine seconds
+of the coordinator's event loop, in which every lease ended. So the fields are counted before parsing, at the levels
+that can hold repeated fields. A message that is too short to exceed the limit is not counted.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ LEVELS = 8
 """Largest depth to which fields are counted; Penstock's messages have four levels."""
 
 SMALL_REQUEST = 64 << 10
-"""Largest request that does not count as large, bytes: gRPC itself takes about as much memory for any."""
+"""Largest request that does not count as large, bytes: gRPC itself takes about as much memory for any request."""
 LARGE_REQUESTS = 128 << 20
-"""Largest size of all larger requests of one token that are being answered, bytes."""
+"""Largest size, in bytes, of all large requests of one token that are being answered."""
 
 M = TypeVar("M", bound=Message)
 C = TypeVar("C")
@@ -56,13 +56,13 @@ class _TooMany(Exception):
 
 @cache
 def _holds_repeated(kind: Descriptor) -> bool:
-    """Return whether a message of this kind can hold any number of others."""
+    """Return whether a message of this kind has a repeated message field, at any depth."""
     return bool(_levels(kind)) or any(field.is_repeated for field in kind.fields)
 
 
 @cache
 def _levels(kind: Descriptor) -> _Table:
-    """Return the fields whose messages have to be counted, too: number -> their kind."""
+    """Return the message fields in which fields must be counted too: field number -> kind of message."""
     inner = {
         field.number: field.message_type
         for field in kind.fields
@@ -74,8 +74,8 @@ def _levels(kind: Descriptor) -> _Table:
 
 
 def check_fields(data: bytes, kind: Descriptor, most: int) -> None:
-    """Raise InvalidArgumentError for the bytes of a message with more fields than `most`. Malformed bytes are left to
-    the parser."""
+    """Raise InvalidArgumentError for the bytes of a message with more fields than `most`. Malformed bytes pass: the
+    parser refuses them."""
     if len(data) // 2 <= most:
         return
     try:
@@ -110,9 +110,9 @@ def _counted(data: bytes, pos: int, end: int, kind: Descriptor, left: int, level
             case 5:
                 pos += 4
             case 3 | 4:
-                raise _TooMany  # a group: ours have none, and its fields would not be counted
+                raise _TooMany  # a group: Penstock's messages have none, and its fields would not be counted
             case _:
-                raise IndexError  # no wire type: the parser ends here, too
+                raise IndexError  # an invalid wire type, at which the parser stops too
     return left
 
 
@@ -128,7 +128,7 @@ def _varint(data: bytes, pos: int) -> tuple[int, int]:
         value |= (byte & 127) << shift
         if byte < 128:
             return value, pos + 1
-    raise IndexError  # longer than any number
+    raise IndexError  # more bytes than any number has
 
 
 _METHODS = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"].methods_by_name
@@ -137,7 +137,7 @@ _METHODS = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"].methods_by
 def parsed_request(method: str, parse: Callable[[bytes], Any], data: bytes) -> Any:
     """Return the parsed request of a method, of this service or another. Raises InvalidArgumentError.
 
-    Fields that are not known here are left out: what is kept of a request would keep them, and no limit counts them.
+    Fields that are not known here are dropped, because no limit counts them, and a stored request would keep them.
     """
     try:
         if method in _METHODS:
@@ -165,8 +165,8 @@ async def parsed_parts(
 
 
 class LargeRequests:
-    """Bytes of large requests that are being answered, by token. A held poll keeps its request in memory for as long as
-    it is held, and there may be thousands."""
+    """Count of the bytes of large requests that are being answered, for each token. A long poll keeps its request in
+    memory while it is held, and there may be thousands of them."""
 
     def __init__(self) -> None:
         self._bytes: Counter[str] = Counter()
@@ -198,8 +198,7 @@ class LargeRequests:
 
 
 def owned(message: M) -> M:
-    """Return a copy of a part of a message with memory of its own: the part itself keeps the whole message in
-    memory."""
+    """Return a copy of a part of a message, because the part itself keeps the memory of the whole message."""
     copy = type(message)()
     copy.CopyFrom(message)
     return copy
@@ -219,8 +218,8 @@ def parsed_reply(method: str, data: bytes) -> Any:
 
 
 class _BytesChannel:
-    """Channel for the generated stub whose replies stay bytes: they are parsed once their sender is known, and gRPC
-    itself would make None of those that cannot be parsed.
+    """Channel for the generated stub that returns replies as bytes. They are parsed only after their sender is proven;
+    besides, gRPC itself would return None for a reply that cannot be parsed.
 
     channel: the channel that makes the calls.
     """
@@ -235,5 +234,5 @@ class _BytesChannel:
 
 
 def bytes_channel(channel: C) -> C:
-    """Return the channel for the generated stub with replies that stay bytes."""
+    """Return a channel for the generated stub that returns replies as bytes."""
     return cast(C, _BytesChannel(channel))

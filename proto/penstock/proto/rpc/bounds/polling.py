@@ -1,7 +1,7 @@
 """Long polls of the coordinator: how long they may be held, and how soon the next one may follow.
 
-Both are the coordinator's to say, and a coordinator that is taken over may say anything: a hold of NaN seconds, a lease
-of 1e300, or an answer at once to every poll, for ever.
+The coordinator sends both values, and a compromised coordinator may send anything: a hold of NaN seconds, a lease of
+1e300, or an immediate answer to every poll.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Protocol
 __all__ = ["HOLD_S", "MOST", "PollPace", "intervals", "within"]
 
 HOLD_S = 1.0
-"""Seconds of a long poll until the coordinator sends its own value: a third of the lease."""
+"""Seconds of a long poll until the coordinator has sent its own value, which is a third of the lease."""
 LONGEST_S = 3600.0
-"""Longest hold and lease that a caller believes, in seconds; a coordinator's own are 300 s at most."""
+"""Largest hold and lease that a caller accepts, in seconds; a correct coordinator sends at most 300 s."""
 
 MOST = 1e12
-"""Largest other number of a reply that a caller believes: seconds since 1970, or bytes a second."""
+"""Largest other number in a reply that a caller accepts: seconds since 1970, or bytes per second."""
 
 
 class _Reply(Protocol):
@@ -29,12 +29,13 @@ class _Reply(Protocol):
 
 
 def within(value: float, most: float, otherwise: float) -> float:
-    """Return a number from a reply that must be above 0 and at most `most`; else `otherwise`, also for NaN."""
+    """Return the value if it is above 0 and at most `most`, else `otherwise` (also for NaN). For numbers from a
+    reply."""
     return value if 0.0 < value <= most else otherwise
 
 
 def intervals(reply: _Reply) -> tuple[float, float]:
-    """Return the hold of the next poll and the lease that goes with it, seconds; a lease of 0 is not known."""
+    """Return the hold of the next poll and the lease, in seconds; a lease of 0 means not known."""
     return within(reply.heartbeat_s, LONGEST_S, HOLD_S), within(reply.lease_s, LONGEST_S, 0.0)
 
 

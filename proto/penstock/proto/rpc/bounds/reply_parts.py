@@ -1,8 +1,8 @@
-"""Replies in parts, put together: what a coordinator may make its callers hold.
+"""Assembly of replies that come in parts, with limits on the memory that they take.
 
-A coordinator that is taken over must not fill the memory of workers and training jobs. So each reply has a limit on its
-values, each value one on its bytes, and all replies that a process receives at a time must fit into half of the memory
-that is free: the other half is for the copy that joins the parts of a value.
+A compromised coordinator must not fill the memory of workers and training jobs. So the number of values in a reply is
+limited, and so are the bytes of each value. All replies that a process receives at a time must fit into half of its
+free memory; the other half is for the copy that joins the parts of a value.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ __all__ = [
 ]
 
 VALUE_MAX = 900_000_000
-"""Largest snapshot or blob that a caller takes, and all histories of a box together, bytes: what a coordinator
-stores."""
+"""Largest snapshot or blob that a caller accepts, and largest size of all histories of a box, in bytes: a coordinator
+stores no more."""
 RECORDS_MAX = 16_384
-"""Records in a state, one per worker: a run has no more workers."""
+"""Largest number of records in a state, one for each worker: a run has no more workers."""
 SNAPSHOTS_MAX = 65_536
-"""Snapshots of a slot in one reply: one per second of a retention window of 18 hours."""
+"""Largest number of a slot's snapshots in one reply: one per second of a retention window of 18 hours."""
 HISTORIES_MAX = 1024
-"""Histories of a box in one reply: a coordinator keeps those of 16 attempts and of the open one."""
+"""Largest number of a box's histories in one reply: far above those of 16 attempts and the open one, which a
+coordinator keeps."""
 CHECK_EVERY = 64 << 20
-"""Bytes of replies between two looks at the free memory."""
+"""Bytes of replies between two checks of the free memory."""
 
 _Header = TypeVar("_Header", pb.SnapshotHeader, pb.WorkerRecord)
 
@@ -82,7 +83,8 @@ _received = _Received()
 def receiving(method: str) -> Iterator[Callable[[int], None]]:
     """Yield a function that counts the bytes of each part of a reply.
 
-    It raises ProtocolError for an empty part, of which there could be any number, and for more than fits into memory.
+    It raises ProtocolError for an empty part, because their number would have no limit, and for more bytes than fit
+    into memory.
     """
     size = 0
 
@@ -103,7 +105,7 @@ class ValueParts:
     """Bytes of one value. Raises ProtocolError for more than VALUE_MAX.
 
     what: the value, for messages.
-    write: where the bytes go as they come.
+    write: called with the bytes as they arrive.
     """
 
     def __init__(self, what: str, write: Callable[[bytes], Any]) -> None:
@@ -129,7 +131,7 @@ class BlobParts(ValueParts):
         self._digest.update(part.data)
 
     def check(self) -> None:
-        """Raise StateCorruptError if the bytes that came are not those of the name."""
+        """Raise StateCorruptError if the digest of the received bytes differs from the name."""
         if self._digest.hexdigest() != self._name:
             raise StateCorruptError(
                 f"the stored value {self._name} arrived damaged, as {self._bytes} bytes with the digest "

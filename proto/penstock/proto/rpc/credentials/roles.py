@@ -1,8 +1,9 @@
-"""Roles: the three of them, and the one map from each method of the coordinator to the roles that may call it.
+"""The three roles of tokens, and the map from each method of the coordinator to the roles that may call it.
 
-A token is valid for a role. A training job's token cannot register a worker, and so receive other jobs' loaders; a
-worker's cannot open a run, and so run code elsewhere; an operator's can read, and drain workers. Roles are not tenants:
-a caller that may open runs may open, read and supersede all of them.
+A token is valid for a role. A training job's token does not allow registering a worker, which would receive other
+jobs' loaders; a worker's token does not allow opening a run, which would run code on other workers; an operator's token
+allows reading, and draining workers. Roles do not separate tenants: a caller that may open runs may open, read and
+supersede all of them.
 """
 
 from __future__ import annotations

@@ -1,17 +1,18 @@
 """Lane tickets: a consumer's credential for a lane, bound to run, attempt, box, slot, generation and time.
 
-The coordinator has a secret in its journal. From it and a slot's generation it derives that generation's lane key,
-which goes to the worker with the assignment; from the key and an expiry it derives tickets, which go to the box with
-the view of the slot. So a worker checks a ticket alone, also while the coordinator is down, and a key is valid only for
-the slot that its worker runs anyway. All of it is derived: a restarted coordinator computes the same keys and tickets.
+The coordinator has a secret in its journal. From the secret and a slot's generation it derives the generation's lane
+key, which it sends to the worker with the assignment. From the key and an expiry it derives tickets, which it sends to
+the box with the view of the slot. So a worker can check a ticket while the coordinator is down, and a key is valid only
+for the slot that its worker runs anyway. A restarted coordinator computes the same keys and tickets.
 
 Only the coordinator's clock counts. It sends its time to workers with every heartbeat, and between two heartbeats they
 advance it by a monotonic clock of their own: clocks of other machines may differ and jump. A ticket lasts one to two
-TERM_S: the expiry is the same for a whole term, and new tickets come with the views when a term begins. An open lane is
-never cut by the expiry of its ticket; only a reconnect needs a valid one.
+TERM_S: the expiry is the same for a whole term, and new tickets come with the views when a term begins. The expiry of a
+ticket does not close an open lane; only a reconnect needs a valid ticket.
 
-Reason for the expiry: generations already fence, so a ticket is worthless once its slot has moved. But a slot may stay
-on a worker for weeks, and a leaked ticket (a core dump, a debugger's log) is then valid for hours, not for weeks.
+Tickets expire for this reason: a ticket is of no use once its slot has moved, because the generation is another one.
+But a slot may stay on a worker for weeks; with the expiry a leaked ticket (a core dump, a debugger's log) is valid for
+hours only.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from penstock.proto.errors import AuthenticationError, SupersededError
 __all__ = ["TERM_S", "check_ticket", "expiry", "lane_key", "make_ticket", "term"]
 
 TERM_S = 6 * 3600
-"""Length of a term, seconds: a box without connection to the coordinator can reopen its lanes at least so long."""
+"""Length of a term, seconds. A box without connection to the coordinator can reopen its lanes for at least one term."""
 _DIGITS = 32
 """Length of the signature, hex digits: 128 bits."""
 MAX_TICKET = 64

@@ -1,23 +1,22 @@
-"""Proof that both ends of a call know the same token, which never crosses the network.
+"""Proof that both ends of a call know the same token, without sending the token over the network.
 
 A process that listens at the coordinator's address, for example on its port while it was down, would receive the token
-of every caller that sends it. So Penstock's own callers prove theirs, with TLS or without:
+of every caller that sends it. So Penstock's own callers prove their token, with TLS or without:
 
-1. A caller that has not met this start of the coordinator shows SCHEME alone. It is refused, with a *challenge*: a
-   random number that the coordinator drew when it started.
-2. It makes the call again with SCHEME, the challenge, a random number of its own, and an HMAC of both under the token.
-   The same line goes with all further calls, until another start of the coordinator refuses it with a new challenge.
-3. The coordinator puts an HMAC of its own beside each answer, and before the first part of one that comes in parts. A
-   caller does not believe an answer or an error without it.
+1. A caller that has not called the coordinator since its start sends SCHEME alone. It is refused, with a *challenge*: a
+random number that the coordinator drew when it started. 2. It makes the call again with SCHEME, the challenge, a random
+number of its own, and an HMAC of both under the token.
+   It sends the same line with all further calls, until a restarted coordinator refuses it with a new challenge.
+3. The coordinator sends an HMAC of its own with each answer; if an answer comes in parts, before the first part. A
+caller ignores an answer or an error without it.
 
-The line is worthless at any other start of the coordinator, and a receiver that does not know the token cannot compute
-the answer to it. The coordinator keeps nothing of a caller: the line has all that it needs. The caller proves first, so
-strangers get nothing that a guess of a token could be checked against.
+The line is not valid after a restart of the coordinator, and a receiver that does not know the token cannot compute the
+answer to it. The coordinator need not store callers: the line has all that it needs. The caller proves first, so
+strangers receive nothing with which they could check guesses of the token.
 
-Only TLS keeps out a man in the middle, who reaches the true coordinator and relays what both ends send.
+Only TLS protects against a man in the middle, who relays the messages of both ends.
 
-This module is the rule and opens no connection: see penstock.proto.rpc.calls and penstock.proto.rpc.auth_interceptor
-for its two ends.
+This module opens no connection: penstock.proto.rpc.calls and penstock.proto.rpc.auth_interceptor are its two ends.
 """
 
 from __future__ import annotations
@@ -34,16 +33,15 @@ from penstock.proto.rpc.credentials.tokens import Tokens, check_token
 __all__ = ["CHALLENGE_KEY", "PROOF_KEY", "TRIES", "Caller", "Challenged", "ShownProof", "TokenProver", "TokenVerifier"]
 
 SCHEME = "Penstock-Proof"
-"""First word of the header "authorization". The other scheme is Bearer, for programs in any language over TLS."""
+"""First word of the header "authorization". The other scheme is Bearer, for programs without the proof, over TLS."""
 CHALLENGE_KEY = "penstock-challenge"
 """Trailing metadata of a call that is refused until its caller answers the challenge."""
 PROOF_KEY = "penstock-proof"
-"""Trailing metadata of every answer to a caller that proved its token; of one to a stream, or in one, initial metadata
-too."""
+"""Trailing metadata of every answer to a caller that proved its token; in calls with a stream also initial metadata."""
 TRIES = 6
-"""Times that a call is made: the coordinator may be started again between two of them, or a token be replaced."""
+"""Largest number of tries of a call: the coordinator may restart between two tries, or a token may be replaced."""
 CALLERS_KEPT = 16_384
-"""Callers that are recognised without a new HMAC."""
+"""Number of callers that are recognised without computing the HMAC again."""
 
 _NONCE = re.compile(r"[0-9a-f]{32}")
 _BEARER = "Bearer "
@@ -54,7 +52,7 @@ def _nonce() -> str:
 
 
 def _hmac(token: bytes, who: str, challenge: str, nonce: str) -> str:
-    """Return an HMAC under the token. `who`: the end that makes it, so that neither can replay the other's."""
+    """Return an HMAC under the token. `who`: the end that makes it, so that no end can replay the other's HMAC."""
     return hmac.new(token, f"penstock {who} {challenge} {nonce}".encode(), hashlib.sha256).hexdigest()
 
 
@@ -63,7 +61,7 @@ def _hmac(token: bytes, who: str, challenge: str, nonce: str) -> str:
 
 @dataclass(frozen=True)
 class ShownProof:
-    """Proof that a call shows, and the one that its answer must carry."""
+    """Proof that a call sends, and the proof that its answer must have."""
 
     header: str = SCHEME
     challenge: str = ""
@@ -77,7 +75,7 @@ class ShownProof:
 
 
 class TokenProver:
-    """Caller's end of the proof, for one token. Thread safe: each call keeps the proof that it showed.
+    """Caller's end of the proof, for one token. Thread safe: each call keeps the proof that it sent.
 
     Raises InvalidArgumentError for an invalid token.
     """
@@ -89,7 +87,8 @@ class TokenProver:
         self.shown = ShownProof()
 
     def answers(self, challenge: object, shown: ShownProof) -> bool:
-        """Answer the challenge that refused a call; false if there is none, or if that call had answered it."""
+        """Answer the challenge with which a call was refused. Return False if there was none, or if the call had
+        answered it."""
         if not isinstance(challenge, str) or not _NONCE.fullmatch(challenge) or challenge == shown.challenge:
             return False
         mine, theirs = (_hmac(self._token, who, challenge, self._own) for who in ("caller", "coordinator"))
@@ -127,10 +126,10 @@ class TokenVerifier:
         self.challenge = challenge or _nonce()
         self._tokens = tokens
         self._known: dict[str, Caller] = {}
-        """Header of a caller with a token -> the caller; nothing of other callers is kept."""
+        """Header of a caller with a valid token -> the caller. Callers without one are not stored."""
 
     def renew(self) -> None:
-        """Load the tokens of the file again; callers with a removed one are refused from now on."""
+        """Load the tokens of the file again. Callers with a removed token are refused from now on."""
         if self._tokens.renew():
             self._known.clear()
 

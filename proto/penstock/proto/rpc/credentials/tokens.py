@@ -1,16 +1,16 @@
 """Tokens: their sources, and the roles of each.
 
-A token comes from a file or from the environment, never from an argument, which every user of the machine can read. The
-text of either is one bare token, valid for every role, or lines "role:token" (see
-penstock.proto.rpc.credentials.roles). A coordinator takes all of them; a worker, a training job or an operator's
-command takes the one of its role out of the same text, so one file can serve a whole cluster, or each machine can have
-only the line that it needs.
+A token comes from a file or from the environment, never from a command's argument, which every user of the machine can
+read. The text is one bare token, valid for every role, or lines "role:token" (see
+penstock.proto.rpc.credentials.roles). A coordinator accepts all tokens of its text; a worker, a training job or an
+operator's command uses the token of its role. So one file can serve a whole cluster, or each machine can have only the
+line that it needs.
 
 A file is read again while a process runs (`read_again`): a coordinator adds and drops tokens as the file changes, and a
 caller whose token is refused checks whether its file has another one.
 
-Only the owner may be able to read a file: others are refused, because a secret shared by mistake is worse than a daemon
-that does not start. No message and no repr here contains a token.
+A file that other users can read is refused, because a leaked secret is worse than a daemon that does not start. No
+message and no repr here contains a token.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ __all__ = ["Tokens", "admin_tokens", "check_token", "read_again", "read_token", 
 _log = logging.getLogger("penstock.tokens")
 
 MAX_FILE = 64 << 10
-"""Largest token file, bytes: a larger one is another file by mistake."""
+"""Largest token file, bytes: a larger file was named by mistake."""
 MAX_TOKEN = 4096
-"""Longest token, characters: it travels in a header, whose limit is 64 KiB."""
+"""Longest token, characters, because it is sent in a header, whose limit is 64 KiB."""
 
 
-_told: dict[str, str] = {}
+_logged: dict[str, str] = {}
 """File -> its last logged error."""
 
 
@@ -44,7 +44,7 @@ class FromFile(str):
 
     file: str
     role: Role | None = None
-    """Role of the token; None: this is the whole text."""
+    """Role of the token; None for the whole text."""
 
     @classmethod
     def of(cls, text: str, file: str, role: Role | None = None) -> FromFile:
@@ -63,11 +63,11 @@ def read_again(held: str) -> str:
     try:
         found = read_tokens(held.file) if held.role is None else read_token(held.role, file=held.file)
     except PenstockError as error:
-        if _told.get(held.file) != error.message:
+        if _logged.get(held.file) != error.message:
             _log.warning("the changed token file cannot be used, and the current tokens stay valid: %s", error.message)
-        _told[held.file] = error.message
+        _logged[held.file] = error.message
         return held
-    _told.pop(held.file, None)
+    _logged.pop(held.file, None)
     return found
 
 
@@ -112,7 +112,7 @@ class Tokens:
         return found
 
     def of(self, role: Role) -> str | None:
-        """Return the token to show as `role`: one of that role alone before one with more roles."""
+        """Return the token to send as `role`, preferably one that has only this role; None if there is none."""
         fitting = [(len(roles), token) for token, roles in self.roles.items() if role in roles]
         return min(fitting)[1].decode() if fitting else None
 
@@ -136,11 +136,11 @@ def check_token(token: str) -> None:
 
 
 def read_token(role: Role, token: str | None = None, file: str | os.PathLike[str] | None = None) -> str:
-    """Return the token to show as `role`: from the argument, else the file, else PENSTOCK_TOKEN, else
+    """Return the token to send as `role`: from the argument, else the file, else PENSTOCK_TOKEN, else
     PENSTOCK_TOKEN_FILE, else the file that the settings file names (token_file).
 
-    Raises AuthenticationError, naming the file, when it cannot be read, can be read by others, or holds no token of the
-    role: without one a later error could not explain the cause.
+    Raises AuthenticationError, which names the file, if the file cannot be read, can be read by others, or has no token
+    of the role. It is raised here because a later error could not name this cause.
     """
     text, source = (token, "the token that was given") if token else _text(file)
     tokens = _parsed(text, source)
@@ -151,16 +151,16 @@ def read_token(role: Role, token: str | None = None, file: str | os.PathLike[str
 
 
 def read_tokens(file: str | os.PathLike[str] | None = None) -> str:
-    """Return the text of a coordinator's Tokens: from the file, else as `read_token` finds it."""
+    """Return the text for a coordinator's Tokens: from the file, else from the sources of `read_token`."""
     text, source = _text(file)
     _parsed(text, source)
     return text
 
 
 def admin_tokens(given: str = "", file: str | os.PathLike[str] | None = None) -> str:
-    """Return the text of the tokens for pages that other machines can reach: `given`, else as `read_tokens` finds it.
+    """Return the text of the tokens for pages that other machines can reach: `given`, else that of `read_tokens`.
 
-    Raises AuthenticationError if none of its tokens has the role admin: the pages could not be read at all.
+    Raises AuthenticationError if no token has the role admin, because then the pages could not be read at all.
     """
     text, source = (given, "the token that was given") if given else _text(file)
     tokens = _parsed(text, source)
@@ -192,7 +192,7 @@ def _text(file: str | os.PathLike[str] | None) -> tuple[str, str]:
         raise AuthenticationError("no token: set PENSTOCK_TOKEN, or PENSTOCK_TOKEN_FILE to a file that holds it")
     name = f"the token file {os.fspath(file)}"
     try:
-        # A named pipe is opened without waiting for its writer; one that the shell made, <(...), has its writer.
+        # Open a named pipe without waiting for its writer. A pipe that the shell made, <(...), already has one.
         with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
             os.set_blocking(opened.fileno(), True)
             status = os.fstat(opened.fileno())
@@ -202,8 +202,8 @@ def _text(file: str | os.PathLike[str] | None) -> tuple[str, str]:
         reason = error.strerror if isinstance(error, OSError) else "it is not ASCII text"
         raise AuthenticationError(f"{name} cannot be read: {reason}") from None
     mode = stat.S_IMODE(status.st_mode)
-    # A file of root for a group of ours is as root intends: a Secret that Kubernetes mounts into a pod with an fsGroup
-    # is root's, with mode 0440.
+    # A file of root may be readable by a group of this user: Kubernetes mounts a Secret into a pod with an fsGroup as
+    # root's, with mode 0440.
     from_root = status.st_uid == 0 != os.geteuid()
     if mode & (0o037 if from_root else 0o077):
         raise AuthenticationError(f"{name} can be read by others (mode {mode:04o}): chmod 600 {os.fspath(file)}")
