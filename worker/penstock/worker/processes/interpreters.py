@@ -104,6 +104,6 @@ def why_not_searched() -> str:
     except OSError as error:
         return f"the working directory cannot be read: {error.strerror}"
     return (
-        f"the working directory {folder} is not searched, for other users can write to it: start the worker in a "
+        f"the working directory {folder} is not searched, because other users can write to it: start the worker in a "
         "folder of its own, or name the folder in PYTHONPATH"
     )

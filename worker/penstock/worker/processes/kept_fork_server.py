@@ -22,7 +22,7 @@ class KeptForkServer:
     """
     Args:
         tempdirs: directories of the runners.
-        starts: queue of starts; it allows one less while a fork server that was killed has not ended.
+        starts: queue of starts. It allows one start less at a time while a killed fork server has not ended.
         deadline_s: seconds that a fork server may take to start; see ForkServer.start.
         sandboxed: whether runners are sandboxed; see sandbox.py.
         user: user of the runners, if not the daemon's own; see runner_user.py.
