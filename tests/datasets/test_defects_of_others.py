@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from all_workers import AllWorkers
 
 from penstock.data import (
     LogicalShards,
@@ -28,10 +27,6 @@ from penstock.proto.errors import StateMismatchError
 from penstock.proto.state.assignment import Assignment, assigned
 
 
-def mapped(length: int, batch: int) -> MapLoader:
-    return MapLoader(range(length), global_batch_size=batch, shuffle=True, seed=1, collate_fn=list)
-
-
 def records(file: int, count: int) -> Iterator[int]:
     yield from range(100 * file, 100 * file + count)
 
@@ -40,63 +35,12 @@ def files(count: int, length: int, shards: int, shuffle: bool = True) -> Logical
     return LogicalShards([partial(records, file, length) for file in range(count)], shards=shards, shuffle=shuffle)
 
 
-def rows(batches: list[list[Any]]) -> list[Any]:
-    return [row for batch in batches for row in batch]
-
-
-@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2), (2, 3), (3, 1)])
-def test_other_replica_count_loses_nothing(before: int, after: int) -> None:
-    """A sampler that takes the new number silently lost 240 of 960 samples from 2 to 4, and repeated 240 back."""
-    first = AllWorkers(partial(mapped, 960, 48), (before, 1))
-    got = rows(first.take(10))
-    got += rows(AllWorkers(partial(mapped, 960, 48), (after, 1), first).take(10))
-    assert sorted(got) == list(range(960))
-
-
-def test_tail_and_rows_are_the_same_on_any_hosts() -> None:
-    """With 3 hosts a batch was refused, with 4 the tail was dropped (996 of 1000), and rows came in another order."""
-    whole = AllWorkers(partial(mapped, 1000, 8), (1, 1)).take(125)
-    assert sorted(rows(whole)) == list(range(1000))
-    for hosts in (2, 3, 4):
-        assert AllWorkers(partial(mapped, 1000, 8), (hosts, 1)).take(125) == whole
-
-
-def test_over_ten_workers_are_in_numeric_order() -> None:
-    """Their states were sorted as text, worker 10 before worker 2."""
-
-    def made() -> ShardLoader:
-        return ShardLoader(files(26, 9, 13), global_batch_size=12, seed=1, collate_fn=list)
-
-    whole = AllWorkers(made, (1, 1)).take(19)
-    first = AllWorkers(made, (1, 12))
-    got = first.take(7)
-    second = AllWorkers(made, (1, 12), first)  # each gets its own state back
-    got += second.take(5)
-    assert got + AllWorkers(made, (4, 3), second).take(7) == whole
-
-
-def test_odd_file_lengths_do_not_drift() -> None:
-    """Files of 10, batches of 4, saved at step 3: a restart was elsewhere, could not be shuffled, and needed the same
-    number of workers."""
-
-    def made() -> ShardLoader:
-        return ShardLoader(files(4, 10, 2), global_batch_size=4, seed=1, collate_fn=list)
-
-    whole = AllWorkers(made, (1, 1)).take(10)
-    assert sorted(rows(whole)) == sorted(rows([list(records(file, 10)) for file in range(4)]))
-    for workers in (1, 2, 3):
-        first = AllWorkers(made, (1, workers))
-        got = first.take(3)
-        for more in (1, 2, 5):
-            assert got + AllWorkers(made, (1, more), first).take(7) == whole
-
-
 def test_a_shuffle_without_a_seed_takes_the_run_s() -> None:
     """It failed."""
 
     def order(seed: int) -> list[Any]:
         with assigned(Assignment(0, 1, 0, 1, seed, 1)):
-            return rows(list(MapLoader(range(50), batch_size=5, shuffle=True, collate_fn=list)))
+            return [row for batch in MapLoader(range(50), batch_size=5, shuffle=True, collate_fn=list) for row in batch]
 
     assert sorted(order(3)) == list(range(50))
     assert order(3) == order(3) != order(4)

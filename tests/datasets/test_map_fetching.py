@@ -373,19 +373,6 @@ def test_a_key_brings_back_its_sample_to_the_bit(ahead: dict[str, int], tail: st
     assert len(seen) == (50 * 3 // 6 * 6 if tail == "carry" else 150)
 
 
-def as_fields(samples: list[Any]) -> dict[str, Any]:
-    return {"number": torch.tensor(numbers(samples))}
-
-
-def test_keys_are_a_field_more_of_a_dict() -> None:
-    loader = loader_of(keys="key", collate_fn=as_fields, skip=[range(3, 40)])
-    for batch in loader:
-        assert batch.keys() == {"number", "key"}
-        assert [loader.restore_sample(key)[0] for key in batch["key"]] == batch["number"].tolist()
-    with pytest.raises(InvalidArgumentError, match="keys='number': the batch already has a field of this name"):
-        next(iter(loader_of(keys="number", collate_fn=as_fields)))
-
-
 def test_key_of_other_data_is_refused() -> None:
     key = next(iter(loader_of(keys="key")))["key"][0]
     for changed in ({"seed": 3}, {"shuffle": False}, {"num_samples": 49}, {"dataset": Noisy(51)}):

@@ -7,7 +7,6 @@ import os
 import pickle
 import re
 import shutil
-import threading
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -18,7 +17,6 @@ import numpy as np
 import pytest
 import torch.utils.data
 from fsspec.implementations.memory import MemoryFileSystem
-from plain_values import plain
 from shard_server import ShardServer
 from shardsets import numbers
 
@@ -51,15 +49,6 @@ def test_in_torch_s_loader_with_its_own_sampler(dataset: StreamingDataset, conte
     )
     assert dataset[55] == {"number": 55}  # a shard is open while processes are forked
     assert sorted(int(number) for batch in loader for number in batch["number"]) == list(range(100))
-
-
-def test_a_subclass_may_change_its_samples(hundred: Path) -> None:
-    class Doubled(StreamingDataset):
-        def __getitem__(self, index: SupportsIndex) -> Any:
-            return {"number": 2 * super().__getitem__(index)["number"]}
-
-    loader = StreamingLoader(Doubled(local=hundred), batch_size=30, collate_fn=lambda samples: samples)
-    assert [number for batch in read(loader) for number in batch] == list(range(0, 200, 2))
 
 
 class Fussy(StreamingDataset):
@@ -141,20 +130,6 @@ def test_streams_are_mixed_by_their_shares(
     for _ in range(2):
         rows = [number for batch in read(loader) for number in batch]
         assert np.bincount([number // 1000 for number in rows], minlength=3).tolist() == shares
-
-
-def test_each_batch_has_its_share_of_each_stream(three: list[Path]) -> None:
-    streams = [Stream(local=path, proportion=weight) for path, weight in zip(three, (6, 3, 1), strict=True)]
-    loader = StreamingLoader(
-        StreamingDataset(streams=streams),
-        batch_size=20,
-        shuffle=True,
-        interleave="samples",
-        collate_fn=lambda samples: samples,
-    )
-    for batch in read(loader):
-        found = np.bincount([number // 1000 for number in batch], minlength=3)
-        assert np.abs(found - np.array([12, 6, 2])).max() <= 1
 
 
 @pytest.mark.parametrize(
@@ -569,22 +544,3 @@ def test_many_threads_read_many_shards(tmp_path: Path) -> None:
         for _ in range(4):
             loader.set_epoch(0)
             assert [batch["number"].tolist() for batch in loader] == alone
-
-
-def test_closing_ends_its_threads(hundred: Path, tmp_path: Path) -> None:
-    before = threading.active_count()
-    dataset = StreamingDataset(f"file://{hundred}", tmp_path)
-    assert len(list(StreamingLoader(dataset, batch_size=5, shuffle=True))) == 20
-    dataset.close()
-    assert threading.active_count() <= before
-
-
-def test_samples_equal_mosaicml_streamings(tmp_path: Path, expected: dict[str, list[Any]]) -> None:
-    for folder, samples in expected.items():
-        if not samples:
-            with pytest.raises(DatasetError, match="lists no samples"):
-                StreamingDataset(str(MDS / folder), tmp_path / folder)
-            continue
-        dataset = StreamingDataset(str(MDS / folder), tmp_path / folder, allow_unsafe_types=True)
-        assert [plain(dataset[at]) for at in range(len(dataset))] == samples, folder
-        dataset.close()

@@ -55,14 +55,6 @@ def samples_of(source: ShardedSource, epoch: int, seed: int = SEED) -> list[list
     return [read(source.open(shard, epoch, seed)) for shard in range(source.num_shards)]
 
 
-def is_the_same_each_time(make: Make) -> None:
-    source = make()
-    for epoch in epochs_of(source):
-        first = samples_of(source, epoch)
-        assert samples_of(source, epoch) == first
-        assert samples_of(make(), epoch) == first
-
-
 def follows_the_seed(make: Make) -> None:
     """Another seed may give another order, and the first one is then as it was."""
     source = make()
@@ -238,7 +230,6 @@ def uses_no_global_randomness(make: Make) -> None:
 
 
 CURSOR_CHECKS: list[Callable[[Make], None]] = [
-    is_the_same_each_time,
     follows_the_seed,
     describes_itself,
     says_its_lengths_truly,

@@ -229,17 +229,6 @@ def test_filtered() -> None:
     assert (cursor.skip(2), next(cursor), cursor.skip(9)) == (2, 4, 2)
 
 
-def test_a_random_filter_takes_the_same_again() -> None:
-    source = Filtered(Given([range(200)]), lambda _, generator: generator.random() < 0.5, random=True)
-    taken = whole(source)
-    assert 60 < len(taken) < 140
-    assert whole(source) == taken
-    assert whole(source, epoch=1) != taken
-    cursor = source.open(0, 0, 1)
-    cursor.skip(20)
-    assert list(again(source, cursor)) == taken[20:]
-
-
 @pytest.mark.parametrize(
     "over",
     [

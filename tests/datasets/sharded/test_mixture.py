@@ -165,15 +165,6 @@ def test_the_place_that_a_loader_says_decides() -> None:
         assert "ab".index(next(cursor)[0]) == order.at(shift + 21)
 
 
-def test_nothing_of_a_source_is_left_out() -> None:
-    lengths = [40, 30, 50, 41]
-    source = Mixture([marked("a", lengths), marked("b", lengths)], [1, 3])
-    seen = set(dealt(source, 4 * 400))
-    assert seen == {
-        f"{mark}{shard}.{at}" for mark in "ab" for shard, length in enumerate(lengths) for at in range(length)
-    }
-
-
 def test_same_data_twice_has_two_orders() -> None:
     """Energon (#266) gave a dataset that was mixed with itself in one order twice."""
     leaf = Given([range(50)], shuffled=True)
@@ -198,19 +189,6 @@ def test_a_source_without_weight_is_never_read() -> None:
         cursor.skip(3)
         next(again(source, cursor))
     assert unread.opened == 0
-
-
-def test_the_shares_go_on_through_saves() -> None:
-    """IBM's mixing counted its sources anew after each rescale."""
-    source = Mixture([marked(mark, [7, 9]) for mark in "abc"], [0.8, 0.15, 0.05])
-    cursors = [source.open(shard, 0, 1) for shard in (0, 1)]
-    samples = []
-    for place in range(700):
-        samples.append(next(cursors[place % 2]))
-        if place % 5 == 0:
-            cursors = [again(source, cursor, shard=shard) for shard, cursor in enumerate(cursors)]
-    assert samples == dealt(source, 700)
-    assert worst((16, 3, 1), np.array(["abc".index(sample[0]) for sample in samples])) < 1
 
 
 # --- ends
