@@ -42,11 +42,8 @@ def test_samples_by_number(dataset: StreamingDataset) -> None:
             dataset[at]
 
 
-@pytest.mark.parametrize(("context", "workers"), [("fork", 2), ("spawn", 1)])  # a spawned one imports torch anew
-def test_in_torch_s_loader_with_its_own_sampler(dataset: StreamingDataset, context: str, workers: int) -> None:
-    loader: Any = torch.utils.data.DataLoader(
-        dataset, batch_size=8, shuffle=True, num_workers=workers, multiprocessing_context=context
-    )
+def test_in_torch_s_loader_with_its_own_sampler(dataset: StreamingDataset) -> None:
+    loader: Any = torch.utils.data.DataLoader(dataset, batch_size=8, shuffle=True, num_workers=2)
     assert dataset[55] == {"number": 55}  # a shard is open while processes are forked
     assert sorted(int(number) for batch in loader for number in batch["number"]) == list(range(100))
 
@@ -112,21 +109,13 @@ def three(tmp_path: Path) -> list[Path]:
         ("split", (None, None, None), 16, [10, 5, 1]),
     ],
 )
-@pytest.mark.parametrize("interleave", ["shards", "samples", "batches"])
 def test_streams_are_mixed_by_their_shares(
-    three: list[Path], name: str, values: Any, epoch_size: int | None, shares: list[int], interleave: Any
+    three: list[Path], name: str, values: Any, epoch_size: int | None, shares: list[int]
 ) -> None:
     streams = [Stream(local=path, **{name: value}) for path, value in zip(three, values, strict=True)]
     dataset = StreamingDataset(streams=streams)
     assert dataset.shares(epoch_size) == shares
-    loader = StreamingLoader(
-        dataset,
-        batch_size=4,
-        shuffle=True,
-        interleave=interleave,
-        epoch_size=epoch_size,
-        collate_fn=lambda samples: samples,
-    )
+    loader = StreamingLoader(dataset, batch_size=4, shuffle=True, epoch_size=epoch_size, collate_fn=list)
     for _ in range(2):
         rows = [number for batch in read(loader) for number in batch]
         assert np.bincount([number // 1000 for number in rows], minlength=3).tolist() == shares

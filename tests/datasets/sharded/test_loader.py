@@ -34,14 +34,6 @@ def stream_of(lengths: list[int], epoch: int) -> list[int]:
 # ---- finite
 
 
-@pytest.mark.parametrize("known", [True, False])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_finite_source_is_round_robin_everywhere(shape: Shape, known: bool) -> None:
-    fleet = Fleet(lambda: Listed(UNEQUAL, known=known), shape, global_batch_size=12)
-    got = [row for batch in fleet.take(8) for row in batch]
-    assert got[:86] == [*stream_of(UNEQUAL, 0), *stream_of(UNEQUAL, 1)]
-
-
 def dealt(lengths: list[int], legs: list[tuple[Shape, int, int]], tail: Any) -> list[list[int]]:
     """Global batches of (shape, rows of a batch, batches) one after another, by Dealing on epochs laid out."""
     batches: list[list[int]] = []
@@ -90,28 +82,6 @@ def test_finite_through_any_chain_of_topologies(
     assert got == dealt(lengths, legs, tail)
 
 
-def test_chains_that_other_systems_fail_at() -> None:
-    """2 -> 3 -> 5, 12 -> 11 -> 12, 1 -> 64 -> 1 workers; fewer shards than workers; saved at each step in turn."""
-    for chain in ([2, 3, 5], [12, 11, 12], [1, 64, 1]):
-        for steps in range(4):
-            got: list[int] = []
-            fleet: Fleet | None = None
-            for workers in chain:
-                fleet = Fleet(lambda: Listed(UNEQUAL, known=False), (1, workers), fleet, batch_size=3, tail="drop")
-                got += [row for batch in fleet.take(steps) for row in batch]
-            assert fleet is not None
-            got += [row for batch in fleet.take(14 - 3 * steps) for row in batch]
-            assert got == stream_of(UNEQUAL, 0)[:42]
-
-
-def test_a_second_rescale_at_once_loses_nothing() -> None:
-    fleet = Fleet(lambda: Listed(UNEQUAL, known=False), (2, 2), global_batch_size=4)
-    got = fleet.take(5)
-    for shape in [(1, 3), (3, 1), (1, 1), (2, 3), (2, 2)]:
-        fleet = Fleet(fleet.make, shape, fleet, global_batch_size=4)
-    assert [row for batch in [*got, *fleet.take(6)] for row in batch] == stream_of(UNEQUAL, 0)
-
-
 def test_others_rows_are_skipped_and_not_made() -> None:
     for known in (True, False):
         source = Listed(UNEQUAL, known=known)
@@ -143,19 +113,6 @@ def test_known_lengths_are_not_searched_for() -> None:
     assert source.made == 2
 
 
-@pytest.mark.parametrize("boxes", [2, 3, 5])
-@pytest.mark.parametrize("workers", [1, 2])
-def test_few_last_rows_join_the_batch_before(boxes: int, workers: int) -> None:
-    for rest in range(boxes + 1):
-        lengths = [8, 2 + rest]
-        fleet = Fleet(lambda: Listed(lengths, known=False), (boxes, workers), global_batch_size=5)  # noqa: B023
-        batches = []
-        while (rows := fleet.step_rows()) is not None:
-            batches.append(sum(map(len, rows)))
-        whole = [5, 5 + rest] if rest < boxes else [5, 5, rest]
-        assert batches == whole, f"{rest} rows left"
-
-
 # ---- endless
 
 
@@ -183,19 +140,6 @@ def test_endless_through_any_chain_of_topologies(
     for shard in range(partitions * columns):
         indices = [index for s, index, _, _ in got if s == shard]
         assert indices == list(range(len(indices)))
-
-
-@pytest.mark.parametrize(("batch", "accumulated"), [(8, 1), (4, 2), (2, 4)])
-def test_optimizer_step_is_the_same_accumulated(batch: int, accumulated: int) -> None:
-    """Energon's invariance: each box's samples of each step are the same, in their order; whatever the batch."""
-    fleet = Fleet(lambda: Counting(8), (2, 2), global_batch_size=batch, block=8, partitions=4)
-    steps = [[batch[box::2] for box in range(2)] for batch in fleet.take(6 * accumulated)]
-    joined = [
-        [[row for rows in steps[at : at + accumulated] for row in rows[box]] for box in range(2)]
-        for at in range(0, len(steps), accumulated)
-    ]
-    whole = Fleet(lambda: Counting(8), (2, 1), global_batch_size=8, partitions=4).take(6)
-    assert joined == [[rows[box::2] for box in range(2)] for rows in whole]
 
 
 def test_first_state_leaves_the_block_to_loader() -> None:
@@ -252,22 +196,10 @@ def test_an_endless_source_that_ends_is_an_error() -> None:
 # ---- passes
 
 
-def test_an_epoch_has_every_sample_once() -> None:
-    loader = loader_of(Listed(UNEQUAL, known=False), batch_size=5)
-    epochs = [[row for batch in loader for row in batch] for _ in range(3)]
-    assert epochs == [stream_of(UNEQUAL, epoch) for epoch in range(3)]
-
-
-def test_last_batch_is_emitted_padded_or_dropped() -> None:
-    for known in (True, False):
-        last = {
-            tail: list(loader_of(Listed([5, 2], known=known), batch_size=4, tail=tail))[1:]
-            for tail in ("emit", "pad", "drop")
-        }
-        assert last == {"emit": [[2, 3, 4]], "pad": [[2, 3, 4, 0]], "drop": []}
+def test_padding_is_read_again() -> None:
     source = Listed([9], known=False)
     assert list(loader_of(source, batch_size=8, tail="pad"))[1] == [8, 0, 1, 2, 3, 4, 5, 6]
-    assert source.opened == [(0, 0), (0, 0)], "what comes again is read along, too"
+    assert source.opened == [(0, 0), (0, 0)]
     few = list(loader_of(Listed([1, 1], known=False), batch_size=5, tail="pad"))
     assert few == [[0, 1000, 0, 1000, 0]], "again and again, if need be"
 
@@ -319,12 +251,6 @@ def test_batches_of_the_source_s_own() -> None:
         assert steps == [[0, 1000, 1], [1001, 2, 1002], [3, 0, 1000]]
     with pytest.raises(InvalidArgumentError, match="leave batch_size out"):
         ShardLoader(Listed([4]), unbatched=True, batch_size=1)
-
-
-def test_replicas_get_the_same() -> None:
-    loaders = [loader_of(Counting(6), global_batch_size=4, partitions=2, rank=(0, 2)) for _ in range(2)]
-    streams = [iter(loader) for loader in loaders]
-    assert [next(streams[0]) for _ in range(5)] == [next(streams[1]) for _ in range(5)]
 
 
 def test_its_length_where_that_is_known() -> None:

@@ -106,16 +106,6 @@ def test_parked_stream_reads_little_again(every: int, eager: None) -> None:
     assert max(counter.made for counter in made) <= 4
 
 
-def test_a_state_is_encoded_at_once(eager: None) -> None:
-    """Counter hands out the very dict that it goes on to change."""
-    source = Savable(lambda shard: Counter(30), shards=1, snapshot_every=3)
-    cursor = source.open(0, 0, SEED)
-    tokens = [(cursor.skip(1), cursor.token())[1] for _ in range(20)]
-    cursor.close()
-    for place, token in enumerate(tokens, 1):
-        assert rest(source, token, most=3) == [place, place + 1, place + 2]
-
-
 @pytest.mark.parametrize("place", [2, 5, 12])
 def test_wrong_state_is_detected_and_not_used(place: int, eager: None) -> None:
     source = Savable(lambda shard: CountsLate(12), shards=1, snapshot_every=1)
@@ -126,15 +116,6 @@ def test_wrong_state_is_detected_and_not_used(place: int, eager: None) -> None:
     ):
         assert list(cursor) == list(range(place, 12))
     assert cursor.token()["snapshot"] is None, "another one would be of no use either"
-    cursor.close()
-
-
-def test_state_after_the_last_sample_is_the_end(eager: None) -> None:
-    source = Savable(lambda shard: Counter(8), shards=1, snapshot_every=1)
-    token = token_after(source, 8)
-    cursor = source.open(0, 0, SEED, token)
-    assert [next(cursor, None), next(cursor, None), cursor.skip(3)] == [None, None, 0]
-    assert saved(cursor.token()) == token
     cursor.close()
 
 
