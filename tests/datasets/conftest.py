@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,10 @@ from plain_values import plain
 from shard_server import ShardServer
 from shardsets import numbers
 
+from penstock.data.cache.shard_cache import ShardCache
 from penstock.data.formats.index import INDEX, read_index
 from penstock.data.remote import folders
+from penstock.data.remote.folders import RemoteFolder
 from penstock.data.streaming_dataset import StreamingDataset
 
 MDS = Path(__file__).parents[1] / "data" / "mds"
@@ -61,3 +63,12 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ShardSer
     (tmp_path / "served").mkdir()
     with ShardServer(tmp_path / "served") as server:
         yield server
+
+
+@pytest.fixture
+def make(server: ShardServer, tmp_path: Path) -> Iterator[Callable[..., ShardCache]]:
+    """Caches of the server, all in the folder `cache`."""
+    with ExitStack() as stack:
+        yield lambda **settings: stack.enter_context(
+            closing(ShardCache(RemoteFolder(server.url, tries=2), tmp_path / "cache", **settings))
+        )

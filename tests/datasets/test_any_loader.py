@@ -80,8 +80,8 @@ def test_loaded_epoch_is_continued(make: Make) -> None:
 @finite
 @pytest.mark.parametrize("batch", [10, 15])
 def test_epochs_end_begins_the_next(make: Make, batch: int) -> None:
-    whole = [list(loader) for loader in [make(batch_size=batch)] for _ in range(2)]
     loader = make(batch_size=batch)
+    whole = [list(each) for each in [make(batch_size=batch)] * 2]
     stream = iter(loader)
     assert [*islice(stream, len(whole[0]))] == whole[0]
     states = [loader.state_dict()]

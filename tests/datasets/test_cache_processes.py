@@ -28,7 +28,6 @@ from penstock.data.remote.folders import RemoteFolder
 from penstock.proto.errors import ShardCorruptError
 
 SIZE = 40_000
-WORKER = Path(__file__).parents[2] / "worker"
 
 
 @contextlib.contextmanager

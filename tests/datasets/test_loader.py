@@ -7,7 +7,7 @@ import json
 import random
 import tracemalloc
 from pathlib import Path
-from typing import Any, SupportsIndex, cast
+from typing import Any, SupportsIndex
 
 import numpy as np
 import pytest
@@ -21,7 +21,6 @@ from penstock.data.loading.streaming_loader import StreamingLoader
 from penstock.data.ordering.partition import Tail
 from penstock.data.streaming_dataset import StreamingDataset
 from penstock.proto.errors import (
-    DatasetError,
     InvalidArgumentError,
     StateCorruptError,
     StateMismatchError,
@@ -94,14 +93,9 @@ def test_state_of_other_augmentation_is_refused(dataset: StreamingDataset) -> No
 
 
 def test_an_epoch_has_every_sample_once(dataset: StreamingDataset) -> None:
-    loader = loader_of(dataset, batch_size=7)
-    epochs = [[row for batch in loader for row in batch] for _ in range(3)]
+    epochs = [[row for batch in loader for row in batch] for loader in [loader_of(dataset, batch_size=7)] * 3]
     assert [sorted(epoch) for epoch in epochs] == [list(range(100))] * 3
     assert epochs[0] != epochs[1] != epochs[2]
-    assert len(loader) == 15
-
-
-def test_without_a_shuffle_it_is_as_stored(dataset: StreamingDataset) -> None:
     assert [row for batch in loader_of(dataset, batch_size=8, shuffle=False) for row in batch] == list(range(100))
 
 
@@ -182,17 +176,10 @@ def test_a_state_that_cannot_be_is_refused(dataset: StreamingDataset, spoilt: di
 
 
 def test_numbers_of_numpy_s_and_torch_s_do(dataset: StreamingDataset) -> None:
-    numbers = {"seed": np.int64(9), "shuffle_block": np.int32(30), "partitions": torch.tensor(1)}
-    loader = loader_of(
-        dataset, batch_size=np.int64(4), epoch_size=np.int64(90), rank=(np.int64(0), np.int64(1)), **numbers
-    )
-    stream = iter(loader)
-    first = next(stream)
-    other = loader_of(dataset, batch_size=4, epoch_size=90)
+    numbers = {"epoch_size": np.int64(90), "shuffle_block": np.int32(30), "partitions": torch.tensor(1)}
+    loader, other = loader_of(dataset, batch_size=4, **numbers), loader_of(dataset, batch_size=4, epoch_size=90)
     other.load_state_dict(json.loads(json.dumps(loader.state_dict())))
-    assert list(other) == list(stream)
-    other.set_epoch(0)
-    assert next(iter(other)) == first
+    assert list(other) == list(loader)
 
 
 def test_rank_of_a_distributed_job_gets_its_rows(dataset: StreamingDataset, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,24 +214,16 @@ def test_epochs_leave_nothing_behind(dataset: StreamingDataset) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "says"),
+    ("options", "says"),
     [
-        ({"batch_size": 3, "partitions": 0}, InvalidArgumentError, "partitions must be at least 1, got 0"),
-        ({"batch_size": 3, "shuffle_block": -1}, InvalidArgumentError, "shuffle_block must be at least 1, got -1"),
-        ({"batch_size": 101, "tail": "drop"}, DatasetError, "100 samples make no batch of 101"),
-        ({"batch_size": 3, "interleave": "batches", "partitions": 2}, InvalidArgumentError, "a multiple of partitions"),
-        (
-            {"batch_size": 3, "interleave": "batches", "tail": "carry"},
-            InvalidArgumentError,
-            "each would mix two streams",
-        ),
-        ({"batch_size": 3, "interleave": "batches", "skip": [range(3, 7)]}, InvalidArgumentError, "sample 7"),
-        ({"batch_size": 101, "tail": "carry"}, DatasetError, "100 samples make no batch of 101"),
-        ({"batch_size": 3, "interleave": "mixed"}, InvalidArgumentError, "interleave must be one of .* got 'mixed'"),
+        ({"partitions": 0}, "partitions must be at least 1, got 0"),
+        ({"shuffle_block": -1}, "shuffle_block must be at least 1, got -1"),
+        ({"interleave": "batches", "partitions": 2}, "a multiple of partitions"),
+        ({"interleave": "batches", "tail": "carry"}, "each would mix two streams"),
+        ({"interleave": "batches", "skip": [range(3, 7)]}, "sample 7"),
+        ({"interleave": "mixed"}, "interleave must be one of .* got 'mixed'"),
     ],
 )
-def test_settings_that_cannot_be_meant(
-    dataset: StreamingDataset, options: dict[str, Any], error: type[Exception], says: str
-) -> None:
-    with pytest.raises(error, match=says):
-        StreamingLoader(dataset, **cast(Any, options))
+def test_settings_that_cannot_be_meant(dataset: StreamingDataset, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=says):
+        StreamingLoader(dataset, batch_size=3, **options)

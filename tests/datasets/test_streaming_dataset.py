@@ -81,7 +81,7 @@ def test_batches_are_collated_as_torch_does(dataset: StreamingDataset) -> None:
 def test_splits_are_folders(tmp_path: Path) -> None:
     numbers(tmp_path / "train", 20)
     numbers(tmp_path / "val", 10, first=500)
-    assert StreamingDataset(str(tmp_path), split="val")[3] == {"number": 503}
+    assert StreamingDataset(tmp_path, split="val")[3] == {"number": 503}
     assert len(StreamingDataset(local=tmp_path, split="train")) == 20
     with pytest.raises(ShardUnavailableError, match=f"{tmp_path}/test"):
         StreamingDataset(str(tmp_path), split="test")
@@ -178,11 +178,6 @@ def test_web_split_is_quoted_and_keeps_the_query(tmp_path: Path) -> None:
         closing(StreamingDataset(f"{server.url}?token=1", tmp_path / "cache", split=name)) as dataset,
     ):
         assert dataset[13] == {"number": 13}
-
-
-def test_a_remote_may_be_a_path(tmp_path: Path) -> None:
-    numbers(tmp_path / "train", 20)
-    assert len(StreamingDataset(tmp_path, split="train")) == 20
 
 
 def test_a_local_folder_may_be_below_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,13 @@ def samples_of(source: ShardedSource, epoch: int, seed: int = SEED) -> list[list
     return [read(source.open(shard, epoch, seed)) for shard in range(source.num_shards)]
 
 
+def shards_of(source: ShardedSource) -> Iterator[tuple[int, int, list[bytes]]]:
+    """(epoch, shard, its samples) of all that are looked at."""
+    for epoch in epochs_of(source):
+        for shard, samples in enumerate(samples_of(source, epoch)):
+            yield epoch, shard, samples
+
+
 def follows_the_seed(make: Make) -> None:
     """Another seed may give another order, and the first one is then as it was."""
     source = make()
@@ -88,30 +95,28 @@ def says_its_lengths_truly(make: Make) -> None:
 def goes_on_from_every_token(make: Make) -> None:
     """Taken twice at each place, used when the cursor has long moved on, by another source."""
     source = make()
-    for epoch in epochs_of(source):
-        for shard in range(source.num_shards):
-            whole = read(source.open(shard, epoch, SEED))
-            cursor, tokens = source.open(shard, epoch, SEED), []
-            for place in range(len(whole) + 1):
-                token, again = cursor.token(), cursor.token()
-                assert encode_state(token) == encode_state(again)
-                tokens.append((token, encode_state(token)))
-                if place < len(whole):
-                    assert encoded(next(cursor)) == whole[place], "taking a token changed what comes"
-                elif not source.endless:
-                    assert next(cursor, None) is None
-                    assert next(cursor, None) is None, "a shard that is over stays over"
-            cursor.close()
-            other = make()
-            for place, (token, bytes_then) in enumerate(tokens):
-                assert encode_state(token) == bytes_then, f"the token at {place} moved on with its cursor"
-                rest = read(other.open(shard, epoch, SEED, saved(token)), len(whole) - place + 1)
-                assert rest[: len(whole) - place] == whole[place:], f"shard {shard} from its token at {place}"
-                assert source.endless or len(rest) == len(whole) - place
-            ended = other.open(shard, epoch, SEED, saved(tokens[-1][0]))
-            if not source.endless:
-                assert encode_state(ended.token()) == tokens[-1][1] or next(ended, None) is None
-            ended.close()
+    for epoch, shard, whole in shards_of(source):
+        cursor, tokens = source.open(shard, epoch, SEED), []
+        for place in range(len(whole) + 1):
+            token, again = cursor.token(), cursor.token()
+            assert encode_state(token) == encode_state(again)
+            tokens.append((token, encode_state(token)))
+            if place < len(whole):
+                assert encoded(next(cursor)) == whole[place], "taking a token changed what comes"
+            elif not source.endless:
+                assert next(cursor, None) is None
+                assert next(cursor, None) is None, "a shard that is over stays over"
+        cursor.close()
+        other = make()
+        for place, (token, bytes_then) in enumerate(tokens):
+            assert encode_state(token) == bytes_then, f"the token at {place} moved on with its cursor"
+            rest = read(other.open(shard, epoch, SEED, saved(token)), len(whole) - place + 1)
+            assert rest[: len(whole) - place] == whole[place:], f"shard {shard} from its token at {place}"
+            assert source.endless or len(rest) == len(whole) - place
+        ended = other.open(shard, epoch, SEED, saved(tokens[-1][0]))
+        if not source.endless:
+            assert encode_state(ended.token()) == tokens[-1][1] or next(ended, None) is None
+        ended.close()
 
 
 def has_one_token_for_each_place(make: Make) -> None:
@@ -121,67 +126,62 @@ def has_one_token_for_each_place(make: Make) -> None:
         return encode_state(without_snapshots(saved(cursor.token())))
 
     source = make()
-    for epoch in epochs_of(source):
-        for shard in range(source.num_shards):
-            cursor = source.open(shard, epoch, SEED)
-            for place in range(len(read(source.open(shard, epoch, SEED)))):
-                skipping = source.open(shard, epoch, SEED)
-                again = make().open(shard, epoch, SEED, saved(cursor.token()))
-                assert skipping.skip(place) == place
-                assert of(skipping) == of(cursor), f"shard {shard}: skipped to {place}"
-                assert of(again) == of(cursor), f"shard {shard}: gone on from its token at {place}"
-                skipping.close()
-                again.close()
-                next(cursor)
-            cursor.close()
+    for epoch, shard, whole in shards_of(source):
+        cursor = source.open(shard, epoch, SEED)
+        for place in range(len(whole)):
+            skipping = source.open(shard, epoch, SEED)
+            again = make().open(shard, epoch, SEED, saved(cursor.token()))
+            assert skipping.skip(place) == place
+            assert of(skipping) == of(cursor), f"shard {shard}: skipped to {place}"
+            assert of(again) == of(cursor), f"shard {shard}: gone on from its token at {place}"
+            skipping.close()
+            again.close()
+            next(cursor)
+        cursor.close()
 
 
 def goes_on_in_a_chain_of_tokens(make: Make) -> None:
     """Each cursor reads a little and hands over, so that tokens are taken from restored cursors, too."""
     source = make()
     draw = random.Random(1)
-    for epoch in epochs_of(source):
-        for shard in range(source.num_shards):
-            whole = read(source.open(shard, epoch, SEED))
-            got: list[bytes] = []
-            token: Token = None
-            while len(got) < len(whole):
-                cursor = make().open(shard, epoch, SEED, token)
-                if draw.random() < 0.2:
-                    token = saved(cursor.token())  # before anything was read
-                    cursor.close()
-                    cursor = source.open(shard, epoch, SEED, token)
-                got += [encoded(next(cursor)) for _ in range(min(draw.randint(1, 4), len(whole) - len(got)))]
-                token = saved(cursor.token())
+    for epoch, shard, whole in shards_of(source):
+        got: list[bytes] = []
+        token: Token = None
+        while len(got) < len(whole):
+            cursor = make().open(shard, epoch, SEED, token)
+            if draw.random() < 0.2:
+                token = saved(cursor.token())  # before anything was read
                 cursor.close()
-            assert got == whole
+                cursor = source.open(shard, epoch, SEED, token)
+            got += [encoded(next(cursor)) for _ in range(min(draw.randint(1, 4), len(whole) - len(got)))]
+            token = saved(cursor.token())
+            cursor.close()
+        assert got == whole
 
 
 def skips_as_it_reads(make: Make) -> None:
     source = make()
     draw = random.Random(2)
-    for epoch in epochs_of(source):
-        for shard in range(source.num_shards):
-            whole = read(source.open(shard, epoch, SEED))
-            for _ in range(3):
-                cursor, place = source.open(shard, epoch, SEED), 0
-                while place < len(whole):
-                    if draw.random() < 0.3:
-                        token = saved(cursor.token())
-                        cursor.close()
-                        cursor = make().open(shard, epoch, SEED, token)
-                    count = draw.randint(0, 6)
-                    left = len(whole) - place
-                    if source.endless:
-                        count = min(count, left)
-                    assert cursor.skip(count) == min(count, left)
-                    place += min(count, left)
-                    if place < len(whole):
-                        assert encoded(next(cursor)) == whole[place], f"shard {shard}: skipped to {place}"
-                        place += 1
-                if not source.endless:
-                    assert (cursor.skip(3), next(cursor, None), cursor.skip(0)) == (0, None, 0)
-                cursor.close()
+    for epoch, shard, whole in shards_of(source):
+        for _ in range(3):
+            cursor, place = source.open(shard, epoch, SEED), 0
+            while place < len(whole):
+                if draw.random() < 0.3:
+                    token = saved(cursor.token())
+                    cursor.close()
+                    cursor = make().open(shard, epoch, SEED, token)
+                count = draw.randint(0, 6)
+                left = len(whole) - place
+                if source.endless:
+                    count = min(count, left)
+                assert cursor.skip(count) == min(count, left)
+                place += min(count, left)
+                if place < len(whole):
+                    assert encoded(next(cursor)) == whole[place], f"shard {shard}: skipped to {place}"
+                    place += 1
+            if not source.endless:
+                assert (cursor.skip(3), next(cursor, None), cursor.skip(0)) == (0, None, 0)
+            cursor.close()
 
 
 def reads_shards_beside_each_other(make: Make) -> None:
