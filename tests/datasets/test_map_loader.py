@@ -203,17 +203,8 @@ def test_no_sample_again_before_all_have_come(length: int, samples: int, shuffle
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more worker processes than processors
-def test_position_is_repartitioned_or_refused() -> None:
-    """Worker processes get a copy of a loader that was loaded outside of them, where nobody shared its batches."""
-    whole = list(loader_of(50, batch_size=5))
-    half = loader_of(50, batch_size=5)
-    begun = iter(half)
-    for _ in range(3):
-        next(begun)
-    again = loader_of(50, batch_size=5)
-    again.load_state_dict(half.state_dict())
-    rest = list(torch.utils.data.DataLoader(again, batch_size=None, num_workers=2))
-    assert rest == whole[3:]
+def test_one_workers_position_is_not_shared() -> None:
+    """Worker processes get a copy of a loader that was loaded outside of them."""
     with assigned(Assignment(0, 1, 0, 2, 0, 1)):
         one = loader_of(50, batch_size=5)
         next(iter(one))
@@ -482,6 +473,15 @@ def test_a_length_that_changes_is_an_error() -> None:
     dataset.length = 9
     with pytest.raises(DatasetError, match="Numbers: it had 10 samples when the loader was made, and has 9"):
         iter(loader)
+
+
+def test_a_shuffle_without_a_seed_takes_the_run_s() -> None:
+    def order(seed: int) -> list[Any]:
+        with assigned(Assignment(0, 1, 0, 1, seed, 1)):
+            return flat(list(loader_of(50, batch_size=5, seed=None)))
+
+    assert sorted(order(3)) == list(range(50))
+    assert order(3) == order(3) != order(4)
 
 
 class Endless(torch.utils.data.IterableDataset[int]):

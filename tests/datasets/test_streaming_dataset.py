@@ -7,7 +7,6 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar, SupportsIndex, cast
@@ -160,13 +159,9 @@ def test_arguments_that_cannot_be_meant(hundred: Path) -> None:
 def test_what_is_no_dataset_is_named(tmp_path: Path) -> None:
     with pytest.raises(ShardUnavailableError, match=f"{tmp_path}/nothing must be a dataset"):
         StreamingDataset(local=tmp_path / "nothing")
-    for content, error, says in (
-        ("{", DatasetError, "is not JSON"),
-        ('{"version": 3, "shards": []}', DatasetError, "version"),
-        ('{"version": 2, "shards": []}', DatasetError, "lists no samples"),
-    ):
+    for content, says in (("{", "is not JSON"), ('{"version": 2, "shards": []}', "lists no samples")):
         (tmp_path / "index.json").write_text(content)
-        with pytest.raises(error, match=f"{tmp_path}.*{says}"):
+        with pytest.raises(DatasetError, match=f"{tmp_path}.*{says}"):
             StreamingDataset(local=tmp_path)
 
 
@@ -325,13 +320,6 @@ def test_rewritten_dataset_ignores_old_files(tmp_path: Path, keep_zip: bool) -> 
                 assert dataset[7] == {"number": first + 7}
 
 
-def written(folder: Path, first: int, *, hashes: Sequence[str] = (), exist_ok: bool = True) -> None:
-    """Numbers in ten shards, of the same sizes whatever they are."""
-    with MDSWriter(folder, {"number": "int"}, size_limit=294, hashes=hashes, exist_ok=exist_ok) as writer:
-        for number in range(first, first + 100):
-            writer.write({"number": number})
-
-
 def end_of_shard(dataset: StreamingDataset, at: int) -> int:
     return int(next(end for end in np.cumsum(dataset.sizes[0]) if end > at))
 
@@ -349,13 +337,13 @@ def read_until_error(dataset: StreamingDataset, start: int) -> tuple[list[int], 
 @pytest.mark.parametrize("validate", [None, "sha1", False])
 def test_rewritten_dataset_is_never_mixed(tmp_path: Path, validate: Any) -> None:
     """From the web, with the same sizes: by the hashes of its index, unless one says that nothing is verified."""
-    written(tmp_path / "web", 0, hashes=["sha1", "xxh64"])
+    numbers(tmp_path / "web", 100, 0, hashes=["sha1", "xxh64"], exist_ok=True)
     with (
         ShardServer(tmp_path / "web") as server,
         closing(StreamingDataset(server.url, tmp_path / "cache", validate_hash=validate)) as dataset,
     ):
         assert [dataset[at]["number"] for at in range(35)] == list(range(35))
-        written(tmp_path / "web", 5000, hashes=["sha1", "xxh64"])
+        numbers(tmp_path / "web", 100, 5000, hashes=["sha1", "xxh64"], exist_ok=True)
         rows, error = read_until_error(dataset, 35)
         end = end_of_shard(dataset, 34)
     if validate is False:
@@ -370,12 +358,12 @@ def test_rewritten_dataset_is_never_mixed(tmp_path: Path, validate: Any) -> None
 def test_rewritten_without_hashes_is_never_mixed(tmp_path: Path, moment: str) -> None:
     """On the web, with the same sizes, and so the same index: by the index's age, also in a later process."""
     web, cache = tmp_path / "web", tmp_path / "cache"
-    written(web, 0)
+    numbers(web, 100, 0, exist_ok=True)
     os.utime(web / "index.json", (1, 1))
     with ShardServer(web) as server, closing(StreamingDataset(server.url, cache)) as dataset:
         assert [dataset[at]["number"] for at in range(35)] == list(range(35))
         before = (web / "index.json").read_bytes()
-        written(web, 5000)
+        numbers(web, 100, 5000, exist_ok=True)
         assert (web / "index.json").read_bytes() == before
         if moment == "while":
             (web / "index.json").unlink()
@@ -390,11 +378,11 @@ def test_rewritten_without_hashes_is_never_mixed(tmp_path: Path, moment: str) ->
 @pytest.mark.parametrize("hashes", [[], ["sha1"]])
 @pytest.mark.parametrize("moment", ["while", "after"])
 def test_rewritten_folder_is_never_mixed(tmp_path: Path, hashes: list[str], moment: str) -> None:
-    written(tmp_path, 0, hashes=hashes)
+    numbers(tmp_path, 100, 0, hashes=hashes, exist_ok=True)
     with closing(StreamingDataset(local=tmp_path)) as dataset:
         again = pickle.loads(pickle.dumps(dataset))
         assert [dataset[at]["number"] for at in range(35)] == list(range(35))
-        written(tmp_path, 5000, hashes=hashes)
+        numbers(tmp_path, 100, 5000, hashes=hashes, exist_ok=True)
         if moment == "while":
             (tmp_path / "index.json").unlink()
         end = end_of_shard(dataset, 34)
@@ -408,7 +396,7 @@ def test_rewritten_folder_is_never_mixed(tmp_path: Path, hashes: list[str], mome
 @pytest.mark.parametrize("hashes", [[], ["sha1"]])
 def test_index_rewritten_unchanged_has_no_effect(tmp_path: Path, hashes: list[str]) -> None:
     """As by workers that each index the same files."""
-    written(tmp_path, 0, hashes=hashes)
+    numbers(tmp_path, 100, 0, hashes=hashes, exist_ok=True)
     with closing(StreamingDataset(local=tmp_path)) as dataset:
         for at in (0, 50, 99):
             content = (tmp_path / "index.json").read_bytes()
@@ -420,10 +408,10 @@ def test_index_rewritten_unchanged_has_no_effect(tmp_path: Path, hashes: list[st
 def test_jobs_with_unlike_hashes_share_no_shard(tmp_path: Path) -> None:
     """A cache's folder that was filled anew for another job, while this one goes on with the index it has."""
     web, cache = tmp_path / "web", tmp_path / "cache"
-    written(web, 0, hashes=["sha1"])
+    numbers(web, 100, 0, hashes=["sha1"], exist_ok=True)
     with ShardServer(web) as server, closing(StreamingDataset(server.url, cache)) as first:
         assert first[5] == {"number": 5}
-        written(web, 5000, hashes=["sha1"])
+        numbers(web, 100, 5000, hashes=["sha1"], exist_ok=True)
         (cache / "index.json").unlink()
         with closing(StreamingDataset(server.url, cache)) as second:
             assert [second[at]["number"] for at in range(100)] == list(range(5000, 5100))
@@ -435,7 +423,7 @@ def test_jobs_with_unlike_hashes_share_no_shard(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stamped", [False, True])
 def test_cached_shard_without_version_is_verified(tmp_path: Path, stamped: bool) -> None:
     web, cache = tmp_path / "web", tmp_path / "cache"
-    written(web, 0, hashes=["sha1"])
+    numbers(web, 100, 0, hashes=["sha1"], exist_ok=True)
     with ShardServer(web) as server:
         with closing(StreamingDataset(server.url, cache)) as dataset:
             assert dataset[0] == {"number": 0}

@@ -27,7 +27,7 @@ def read(cursor: Cursor, count: int) -> list[bytes]:
     return [encode_state(sample) for sample in itertools.islice(cursor, count)]
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=120, suppress_health_check=[HealthCheck.filter_too_much])
 @given(stacks(), st.integers(0, 1), st.integers(0, 2), STEPS)
 def test_cut_anywhere(make: Make, shard: int, epoch: int, steps: list[tuple[bool, int]]) -> None:
     source = make()

@@ -86,9 +86,3 @@ def test_lists_of_samples_that_are_alike(keys: list[int], size: int, window: int
     assert sorted(lists) == sorted(expected)
     ends = [group[-1][0] for group in lists if len(group) == size]
     assert ends == sorted(ends), "a list comes when it is full"
-
-
-def test_lists_that_never_fill_are_an_error() -> None:
-    source = Grouped(Repeated(Given([range(50)])), lambda number: number, 2, window=50, drop_rest=True)
-    with pytest.raises(DatasetError, match="left out 1,000,000 samples of shard 0 in a row"):
-        next(source.open(0, 0, 1))

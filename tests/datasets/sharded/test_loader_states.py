@@ -167,17 +167,9 @@ class _FailingCursor:
             raise OSError(f"sample {sample}")
         return sample
 
-    def skip(self, count: int) -> int:
-        assert not self._broken, "a cursor that failed was used again"
-        passed: int = self._inner.skip(count)
-        return passed
-
-    def token(self) -> Token:
-        assert not self._broken, "a cursor that failed was used again"
-        return self._inner.token()
-
-    def close(self) -> None:
-        self._inner.close()
+    def __getattr__(self, name: str) -> Any:
+        assert name == "close" or not self._broken, "a cursor that failed was used again"
+        return getattr(self._inner, name)
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -376,9 +368,6 @@ def test_a_state_that_cannot_be_is_refused(spoilt: dict[str, Any], error: type[E
 
     with pytest.raises(error):
         load()
-    for other in ({}, None, {"model": 3}, [1]):
-        with pytest.raises(StateMismatchError, match="got one of another loader"):
-            loader.load_state_dict(other)
 
 
 @pytest.mark.parametrize("block", [None, 0, "4", [4], True])
