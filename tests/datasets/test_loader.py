@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from penstock.data.loading.streaming_loader import StreamingLoader
 from penstock.data.ordering.partition import Tail
+from penstock.data.ordering.permutation import Ints
 from penstock.data.streaming_dataset import StreamingDataset
 from penstock.proto.errors import (
     InvalidArgumentError,
@@ -180,6 +181,26 @@ def test_numbers_of_numpy_s_and_torch_s_do(dataset: StreamingDataset) -> None:
     loader, other = loader_of(dataset, batch_size=4, **numbers), loader_of(dataset, batch_size=4, epoch_size=90)
     other.load_state_dict(json.loads(json.dumps(loader.state_dict())))
     assert list(other) == list(loader)
+
+
+class Recording(StreamingDataset):
+    """Remembers which shards are to be fetched ahead."""
+
+    asked: frozenset[int] = frozenset()
+
+    def fetch_ahead(self, shards: Ints) -> None:
+        assert set(shards.tolist()) <= set(range(10))
+        self.asked = frozenset(shards.tolist())
+        super().fetch_ahead(shards)
+
+    def __getitem__(self, index: SupportsIndex) -> Any:
+        assert int(index) // 10 in self.asked
+        return super().__getitem__(index)
+
+
+def test_shards_are_asked_for_ahead_of_samples(hundred: Path) -> None:
+    loader = loader_of(Recording(local=hundred), batch_size=10, rank=(0, 2), partitions=2)
+    assert sum(len(batch) for _ in range(2) for batch in loader) == 100
 
 
 def test_rank_of_a_distributed_job_gets_its_rows(dataset: StreamingDataset, monkeypatch: pytest.MonkeyPatch) -> None:
