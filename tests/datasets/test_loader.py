@@ -119,6 +119,17 @@ def test_it_goes_on_in_any_shape_from_any_step(
     assert got == whole
 
 
+@pytest.mark.parametrize(("shape", "steps"), [((1, 2), 15), ((2, 3), 3), ((2, 3), 16), ((2, 3), 30)])
+def test_other_batch_size_keeps_the_workers_turn(dataset: StreamingDataset, shape: Shape, steps: int) -> None:
+    cluster = Cluster(dataset, shape, global_batch_size=7)
+    rows = [row for batch in cluster.take(steps) for row in batch]
+    for batch in (4, 11, 4, 7):
+        cluster = Cluster(dataset, shape, cluster, global_batch_size=batch)
+        rows += [row for batch in cluster.take(5) for row in batch]
+    whole = [row for batch in Cluster(dataset, (1, 1), batch_size=1).take(len(rows)) for row in batch]
+    assert rows == whole
+
+
 def test_replicas_go_on_where_they_were(dataset: StreamingDataset) -> None:
     """Two boxes that give the same, as with tensor parallelism; saved where it is their second worker's turn."""
 

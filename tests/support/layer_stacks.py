@@ -64,7 +64,7 @@ def _language_model() -> ShardedSource:
     return Mixture([WindowShuffled(lines, 5) for lines in packed], [0.7, 0.3])
 
 
-def _documents(first: int, count: int = 6) -> Iterator[list[int]]:
+def _documents(first: int, count: int = 4) -> Iterator[list[int]]:
     """Of 0 to 7 tokens."""
     return ([1000 * first + 10 * at + token for token in range((5 * at + 3) % 8)] for at in range(count))
 
@@ -97,7 +97,7 @@ STACKS: dict[str, Callable[[], ShardedSource]] = {
     "mixture to the last end": lambda: Mixture([documents(9, 0), documents(3, 4, first=5)], [2, 1], stop="last"),
     "mixture by tokens": lambda: Mixture([documents(9, 2), documents(3, 4, first=5)], [2, 1], stop="last", by="tokens"),
     "language model": _language_model,
-    "generators packed": lambda: Packed(Chunked(_generators(4), length=4, eos=-2), length=4),
+    "generators packed": lambda: Packed(Chunked(_generators(3), length=4, eos=-2), length=4),
     "streams in windows": lambda: WindowShuffled(_streams(2), 5),
     "language model, one epoch": lambda: WindowShuffled(
         Packed(Chunked(Mapped(documents(20, 0, 15), add, random=True), length=6, eos=-2), length=8, pad=-3), 5

@@ -311,21 +311,9 @@ class Dealt:
     def shapes(self) -> list[Shape]:
         return [shape for shape in [(1, 1), (1, 3), (2, 2), (3, 1), (1, 7)] if shape[0] <= self.batch]
 
-    def mortal(self) -> list[Shape]:
-        """Those of `shapes` whose workers die."""
-        return self.shapes()[1:3]
-
 
 def batches_of(taken: list[list[Any]]) -> list[list[bytes]]:
     return [[encoded(sample) for sample in batch] for batch in taken]
-
-
-def is_dealt_in_its_order(make: Make) -> None:
-    """By any number of boxes and workers, and rows included; on the other shapes workers die meanwhile, see below."""
-    dealt = Dealt.of(make)
-    for shape in [shape for shape in dealt.shapes() if shape not in dealt.mortal()]:
-        got = batches_of(dealt.fleet(make, shape).take(len(dealt.batches)))
-        assert got == dealt.batches, f"{shape[0]} boxes of {shape[1]} workers"
 
 
 def is_rescaled_at_any_step(make: Make) -> None:
@@ -346,7 +334,7 @@ def outlives_its_workers(make: Make) -> None:
     """Any worker may die at any step; the next one has nothing but its state."""
     dealt = Dealt.of(make)
     draw = random.Random(7)
-    for shape in dealt.mortal():
+    for shape in dealt.shapes()[1:3]:
         fleet = dealt.fleet(make, shape)
         got: list[list[bytes]] = []
         while len(got) < len(dealt.batches):
@@ -370,7 +358,6 @@ def gives_a_sample_again_by_its_key(make: Make) -> None:
 
 
 LOADER_CHECKS: list[Callable[[Make], None]] = [
-    is_dealt_in_its_order,
     is_rescaled_at_any_step,
     outlives_its_workers,
     gives_a_sample_again_by_its_key,
