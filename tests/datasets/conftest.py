@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,10 @@ from plain_values import plain
 from shard_server import ShardServer
 from shardsets import numbers
 
-from penstock.data.formats.compressed_files import unpack
+from penstock.data.cache.shard_cache import ShardCache
 from penstock.data.formats.index import INDEX, read_index
-from penstock.data.formats.readers import open_shard
-from penstock.data.formats.shards import Shard
 from penstock.data.remote import folders
+from penstock.data.remote.folders import RemoteFolder
 from penstock.data.streaming_dataset import StreamingDataset
 
 MDS = Path(__file__).parents[1] / "data" / "mds"
@@ -30,39 +30,15 @@ def expected() -> dict[str, list[Any]]:
 
 
 @pytest.fixture
-def raw_paths(tmp_path: Path) -> Callable[[Path, Shard], list[Path]]:
-    """The raw files of a shard in a folder; those that are packed are unpacked elsewhere."""
-
-    def paths(folder: Path, shard: Shard) -> list[Path]:
-        answer = []
-        for file in shard.files:
-            path = folder / file.raw.name
-            if file.packed is not None:
-                data = (folder / file.packed.name).read_bytes()
-                assert len(data) == file.packed.size
-                path = tmp_path / "unpacked" / file.raw.name
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(unpack(data, shard.compression, limit=file.raw.size))
-            answer.append(path)
-        return answer
-
-    return paths
-
-
-@pytest.fixture
-def read_all(raw_paths: Callable[[Path, Shard], list[Path]]) -> Callable[[Path], list[Any]]:
+def read_all(tmp_path: Path) -> Callable[[Path], list[Any]]:
     """All samples of the dataset in a folder, in plain form."""
 
     def read(folder: Path) -> list[Any]:
-        samples = []
-        for shard in read_index((folder / INDEX).read_bytes(), str(folder)):
-            reader = open_shard(shard, raw_paths(folder, shard), allow_unsafe_types=True)
-            try:
-                assert len(reader) == shard.samples
-                samples += [plain(reader[i]) for i in range(len(reader))]
-            finally:
-                reader.close()
-        return samples
+        if not read_index((folder / INDEX).read_bytes(), str(folder)):
+            return []
+        unpacked = tmp_path / "unpacked" / folder.name
+        with closing(StreamingDataset(str(folder), unpacked, allow_unsafe_types=True)) as dataset:
+            return [plain(dataset[at]) for at in range(len(dataset))]
 
     return read
 
@@ -87,3 +63,12 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ShardSer
     (tmp_path / "served").mkdir()
     with ShardServer(tmp_path / "served") as server:
         yield server
+
+
+@pytest.fixture
+def make(server: ShardServer, tmp_path: Path) -> Iterator[Callable[..., ShardCache]]:
+    """Caches of the server, all in the folder `cache`."""
+    with ExitStack() as stack:
+        yield lambda **settings: stack.enter_context(
+            closing(ShardCache(RemoteFolder(server.url, tries=2), tmp_path / "cache", **settings))
+        )

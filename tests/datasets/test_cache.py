@@ -28,20 +28,6 @@ SIZE = 40_000
 Make = Callable[..., ShardCache]
 
 
-@pytest.fixture
-def make(server: ShardServer, tmp_path: Path) -> Iterator[Make]:
-    """Caches of the server in one folder."""
-    made: list[ShardCache] = []
-
-    def cache(**settings: object) -> ShardCache:
-        made.append(ShardCache(RemoteFolder(server.url, tries=2), tmp_path / "cache", **settings))  # type: ignore[arg-type]
-        return made[-1]
-
-    yield cache
-    for cache_ in made:
-        cache_.close()
-
-
 def names(folder: Path) -> set[str]:
     """Of the dataset's files in the folder, and of temporary ones."""
     return {path.name for path in (*folder.glob("*.*"), *folder.glob(".penstock/fetching/*"))} - {".penstock"}
@@ -146,14 +132,6 @@ def test_validating_needs_hashes(server: ShardServer, make: Make) -> None:
         make(validate="crc")
 
 
-def test_a_size_that_changed_since_the_index(server: ShardServer, make: Make, tmp_path: Path) -> None:
-    (shard,) = make_shards(server.folder, 1, SIZE, hashes=False)
-    (server.folder / shard.name).write_bytes(bytes(SIZE + 7))
-    with pytest.raises(ShardCorruptError, match=f"{shard.name} has {SIZE + 7} bytes, but its index says {SIZE}"):
-        make().hold(shard)
-    assert not names(tmp_path / "cache")
-
-
 def test_a_missing_shard_hurts_no_other(server: ShardServer, make: Make) -> None:
     shards = make_shards(server.folder, 2, SIZE)
     (server.folder / shards[0].name).unlink()
@@ -202,13 +180,6 @@ def test_a_packed_file_of_an_earlier_run_is_used(server: ShardServer, make: Make
     assert held_bytes(make(validate=HASH, keep_packed=True), shard) == raw_bytes(0, SIZE)
     assert not server.requests
     assert names(tmp_path / "cache") == {shard.name, packed.name}
-
-
-def test_half_a_file_is_not_taken_for_a_whole(server: ShardServer, make: Make, tmp_path: Path) -> None:
-    (shard,) = make_shards(server.folder, 1, SIZE, hashes=False)
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache" / shard.name).write_bytes(raw_bytes(0, SIZE)[:1000])
-    assert held_bytes(make(), shard) == raw_bytes(0, SIZE)
 
 
 def test_a_folder_without_a_place_is_the_dataset(tmp_path: Path) -> None:

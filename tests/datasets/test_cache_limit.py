@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,18 +25,9 @@ Make = Callable[..., ShardCache]
 
 
 @pytest.fixture
-def make(server: ShardServer, tmp_path: Path) -> Iterator[Make]:
-    """Caches of the server in one folder, with room for three shards."""
-    made: list[ShardCache] = []
-
-    def cache(**settings: object) -> ShardCache:
-        settings = {"limit": 3 * SIZE, **settings}
-        made.append(ShardCache(RemoteFolder(server.url, tries=2), tmp_path / "cache", **settings))  # type: ignore[arg-type]
-        return made[-1]
-
-    yield cache
-    for cache_ in made:
-        cache_.close()
+def make(make: Make) -> Make:
+    """Caches with room for three shards."""
+    return lambda **settings: make(**{"limit": 3 * SIZE, **settings})
 
 
 def use(cache: ShardCache, shard: Shard) -> None:

@@ -8,7 +8,6 @@ import sys
 import tracemalloc
 import warnings
 from collections.abc import Callable
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -65,21 +64,15 @@ ENDS_ANYWHERE = ("bytes", "str", "str_int", "str_float", "str_decimal", "jpeg", 
 
 
 @pytest.mark.parametrize("column", [column for column in COLUMNS if column not in ENDS_ANYWHERE])
-def test_truncated_value_is_found_at_every_byte(column: str) -> None:
+def test_value_of_another_length_is_found(column: str) -> None:
     encoding = encoding_of(COLUMNS[column])
     data = encoding.encode(SAMPLES[5][column])
     for end in range(0, len(data), 1 + len(data) // 50):
         for behind in (b"", bytes(100)):  # what stands behind is another's, and must not count
             with pytest.raises((ValueError, LookupError, OSError, struct.error)):
                 encoding.decode(data[:end] + behind, 0, end)
-
-
-@pytest.mark.parametrize("column", [column for column in COLUMNS if column not in ENDS_ANYWHERE])
-def test_a_value_with_a_byte_too_many_is_found(column: str) -> None:
-    encoding = encoding_of(COLUMNS[column])
-    data = encoding.encode(SAMPLES[5][column]) + b"\0"
     with pytest.raises((ValueError, LookupError, OSError, struct.error)):
-        encoding.decode(data, 0, len(data))
+        encoding.decode(data + b"\0", 0, len(data) + 1)
 
 
 def test_arrays_are_the_callers_own() -> None:
@@ -307,10 +300,3 @@ def test_missing_pillow_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> Non
         encoding_of("png").decode(b"", 0, 0)
     monkeypatch.undo()
     images._pil.cache_clear()
-
-
-def test_texts_keep_their_precision() -> None:
-    for name, value in (("str_int", -(10**4000)), ("str_decimal", Decimal("1E-999999")), ("str_float", 5e-324)):
-        encoding = encoding_of(name)
-        data = encoding.encode(value)
-        assert encoding.decode(data, 0, len(data)) == value

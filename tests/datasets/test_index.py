@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.data.formats.index import FORMATS, INDEX, join_indexes, read_index, write_index
+from penstock.data.formats.index import FORMATS, INDEX, read_index, write_index
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.data.writing.merge_index import merge_index
 from penstock.proto.errors import DatasetError
@@ -38,30 +38,6 @@ def changed(index: dict[str, Any], path: Path_, value: object) -> bytes:
     return json.dumps(index).encode()
 
 
-def test_what_it_says_is_what_is_read() -> None:
-    shards = read_index(json.dumps(GOOD).encode(), "here")
-    assert len(shards) == len(GOOD["shards"]) > 1
-    shard = shards[1]
-    assert (shard.format, shard.samples, shard.compression) == ("mds", GOOD["shards"][1]["samples"], "zstd")
-    (file,) = shard.files
-    assert file.raw == StoredFile("shard.00001.mds", **_info(1, "raw_data"))
-    assert file.packed == StoredFile("shard.00001.mds.zstd", **_info(1, "zip_data"))
-    assert shard.settings["column_names"] == ["i", "text", "x"]
-    assert shards[0].settings is shard.settings
-    assert shard.size == file.raw.size
-
-
-def _info(number: int, field: str) -> dict[str, Any]:
-    info = GOOD["shards"][number][field]
-    return {"size": info["bytes"], "hashes": info["hashes"]}
-
-
-def test_no_shards_and_no_samples_are_fine() -> None:
-    assert read_index(b'{"version": 2, "shards": []}', "here") == []
-    (shard, *_) = read_index(changed(GOOD, ("shards", 0, "samples"), 0), "here")
-    assert shard.samples == 0
-
-
 @pytest.mark.parametrize(
     "data",
     [b"", b"{", b"[]", b"null", b"\xff{}", b'{"version": NaN}', b"[" * 100_000, b"1" * 5000, b'{"version": 2}'],
@@ -70,22 +46,6 @@ def test_invalid_index_is_refused_by_address(data: bytes) -> None:
     with pytest.raises(DatasetError, match=r"^s3://bucket/index\.json: ") as caught:
         read_index(data, "s3://bucket/index.json")
     assert "shard 0" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "words"),
-    [
-        (("version",), 3, "version must be 2, got 3"),
-        (("version",), True, "version must be 2, got True"),
-        (("version",), 2.0, "version must be 2, got 2.0"),
-        (("version",), GONE, "version is missing"),
-        (("shards",), {}, "shards must be a list, got dict"),
-        (("shards",), None, "shards must be a list, got null"),
-    ],
-)
-def test_wrong_fields_of_the_whole(path: Path_, value: object, words: str) -> None:
-    with pytest.raises(DatasetError, match=f"^here: {words}"):
-        read_index(changed(GOOD, path, value), "here")
 
 
 @pytest.mark.parametrize(
@@ -156,18 +116,24 @@ def test_wrong_shard_fields_are_named(path: Path_, value: object, words: str) ->
 @pytest.mark.parametrize(
     ("index", "path", "value", "words"),
     [
-        (XSV, ("separator",), "", "separator must be a string that is not empty"),
-        (XSV, ("newline",), GONE, "newline must be a string that is not empty"),
-        (XSV, ("raw_meta",), GONE, "raw_meta is missing"),
-        (XSV, ("column_encodings",), ["int", "str", "bytes"], "column_encodings must be .* column 'x', got 'bytes'"),
-        (JSON, ("columns",), ["i"], "columns must be an object of strings"),
-        (JSON, ("columns",), {"i": 3}, "columns must be an object of strings"),
-        (JSON, ("columns",), {"i": "jpeg"}, "columns must be one of str, int, float for column 'i', got 'jpeg'"),
+        (GOOD, ("version",), 3, "version must be 2, got 3"),
+        (GOOD, ("version",), True, "version must be 2, got True"),
+        (GOOD, ("version",), 2.0, "version must be 2, got 2.0"),
+        (GOOD, ("version",), GONE, "version is missing"),
+        (GOOD, ("shards",), {}, "shards must be a list, got dict"),
+        (GOOD, ("shards",), None, "shards must be a list, got null"),
+        (XSV, ("shards", 0, "separator"), "", "shard 0: .*separator must be a string that is not empty"),
+        (XSV, ("shards", 0, "newline"), GONE, "shard 0: .*newline must be a string that is not empty"),
+        (XSV, ("shards", 0, "raw_meta"), GONE, "shard 0: .*raw_meta is missing"),
+        (XSV, ("shards", 0, "column_encodings"), ["int", "str", "bytes"], "shard 0: .*column 'x', got 'bytes'"),
+        (JSON, ("shards", 0, "columns"), ["i"], "shard 0: .*columns must be an object of strings"),
+        (JSON, ("shards", 0, "columns"), {"i": 3}, "shard 0: .*columns must be an object of strings"),
+        (JSON, ("shards", 0, "columns"), {"i": "jpeg"}, "shard 0: .*one of str, int, float for column 'i', got 'jpeg'"),
     ],
 )
-def test_wrong_fields_of_tables(index: dict[str, Any], path: Path_, value: object, words: str) -> None:
-    with pytest.raises(DatasetError, match=f"^here: shard 0: .*{words}"):
-        read_index(changed(index, ("shards", 0, *path), value), "here")
+def test_wrong_fields_of_the_whole_and_of_tables(index: dict[str, Any], path: Path_, value: object, words: str) -> None:
+    with pytest.raises(DatasetError, match=f"^here: {words}"):
+        read_index(changed(index, path, value), "here")
 
 
 JSON_VALUES = st.recursive(
@@ -223,16 +189,6 @@ def test_fields_of_their_reader_may_be_missing() -> None:
     assert write_index(read_index(bare, "here")) == json.dumps(json.loads(null), sort_keys=True).encode()
 
 
-def test_joined_indexes_name_files_from_the_root() -> None:
-    part = read_index(json.dumps(GOOD).encode(), "part")
-    joined = join_indexes([("one", part), ("two/three", part)])
-    assert [shard.name for shard in joined[:: len(part)]] == ["one/shard.00000.mds", "two/three/shard.00000.mds"]
-    packed = joined[-1].files[0].packed
-    assert packed is not None
-    assert packed.name.startswith("two/three/shard.")
-    assert joined[0].settings is part[0].settings
-
-
 def test_merging_takes_each_folder_once_in_order(tmp_path: Path) -> None:
     for name in ("b", "a", "a/below", "c/d"):
         (tmp_path / name).mkdir(parents=True, exist_ok=True)
@@ -244,12 +200,6 @@ def test_merging_takes_each_folder_once_in_order(tmp_path: Path) -> None:
         assert len(shards) == 3 * count
         assert read_index((tmp_path / INDEX).read_bytes(), "merged") == shards
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c", INDEX]
-
-
-def test_a_folder_to_merge_may_be_a_text(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / INDEX).write_text(json.dumps(GOOD))
-    assert merge_index(str(tmp_path)) == merge_index(tmp_path)
 
 
 def test_failed_merge_writes_nothing(tmp_path: Path) -> None:

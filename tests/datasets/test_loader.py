@@ -6,9 +6,8 @@ import gc
 import json
 import random
 import tracemalloc
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, SupportsIndex, cast
+from typing import Any, SupportsIndex
 
 import numpy as np
 import pytest
@@ -17,18 +16,15 @@ import torch.utils.data
 from all_workers import AllWorkers, Shape
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from shardsets import numbers
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from penstock.data.loading.streaming_loader import StreamingLoader
 from penstock.data.ordering.partition import Tail
+from penstock.data.ordering.permutation import Ints
 from penstock.data.streaming_dataset import StreamingDataset
 from penstock.proto.errors import (
-    DatasetError,
     InvalidArgumentError,
     StateCorruptError,
     StateMismatchError,
-    StateVersionError,
 )
 from penstock.proto.state.generators import capture_rng
 from penstock.proto.state.restartable import RestartableDataLoader
@@ -87,14 +83,6 @@ def test_augmentation_depends_on_the_sample_alone(hundred: Path) -> None:
     dataset.close()
 
 
-def test_collate_randomness_depends_on_the_batch(dataset: StreamingDataset) -> None:
-    first = list(loader_of(dataset, batch_size=9, collate_fn=drawn))
-    again = loader_of(dataset, batch_size=9, collate_fn=drawn)
-    again.load_state_dict(again.state_after(4))
-    assert list(again) == first[4:]
-    assert len({batch[0] for batch in first}) == len(first)
-
-
 def test_state_of_other_augmentation_is_refused(dataset: StreamingDataset) -> None:
     """Without a shuffle the seed decides nothing else; and what does not draw may have any."""
     options: dict[str, Any] = {"batch_size": 9, "shuffle": False}
@@ -105,27 +93,10 @@ def test_state_of_other_augmentation_is_refused(dataset: StreamingDataset) -> No
     StreamingLoader(dataset, batch_size=9, seed=2).load_state_dict(plain.state_dict())
 
 
-@pytest.mark.parametrize(
-    ("shape", "tail"),
-    [
-        *(((2, 3), tail) for tail in ("emit", "pad", "drop")),
-        *(((1, 3), "pad"), ((2, 1), "emit"), ((3, 2), "drop"), ((4, 1), "pad"), ((5, 4), "emit")),
-    ],
-)
-def test_order_and_rows_equal_one_workers(dataset: StreamingDataset, shape: Shape, tail: Tail) -> None:
-    alone = Cluster(dataset, (1, 1), global_batch_size=15, tail=tail)
-    assert Cluster(dataset, shape, global_batch_size=15, tail=tail).take(27) == alone.take(27)
-
-
 def test_an_epoch_has_every_sample_once(dataset: StreamingDataset) -> None:
-    loader = loader_of(dataset, batch_size=7)
-    epochs = [[row for batch in loader for row in batch] for _ in range(3)]
+    epochs = [[row for batch in loader for row in batch] for loader in [loader_of(dataset, batch_size=7)] * 3]
     assert [sorted(epoch) for epoch in epochs] == [list(range(100))] * 3
     assert epochs[0] != epochs[1] != epochs[2]
-    assert len(loader) == 15
-
-
-def test_without_a_shuffle_it_is_as_stored(dataset: StreamingDataset) -> None:
     assert [row for batch in loader_of(dataset, batch_size=8, shuffle=False) for row in batch] == list(range(100))
 
 
@@ -148,18 +119,7 @@ def test_it_goes_on_in_any_shape_from_any_step(
     assert got == whole
 
 
-@pytest.mark.parametrize("steps", [1, 2, 5, 9, 10, 11])  # an epoch has ten
-def test_other_batch_size_resumes_at_the_same_row(dataset: StreamingDataset, steps: int) -> None:
-    before = Cluster(dataset, (2, 2), batch_size=5)
-    rows = [row for batch in before.take(steps) for row in batch]
-    after = Cluster(dataset, (3, 1), before, batch_size=2)
-    while len(rows) < 150:
-        rows += after.take(1)[0]
-    whole = [row for batch in Cluster(dataset, (1, 1), batch_size=1).take(len(rows)) for row in batch]
-    assert rows == whole
-
-
-@pytest.mark.parametrize(("shape", "steps"), [((1, 2), 1), ((1, 2), 15), ((2, 3), 3), ((2, 3), 16), ((2, 3), 30)])
+@pytest.mark.parametrize(("shape", "steps"), [((1, 2), 15), ((2, 3), 3), ((2, 3), 16), ((2, 3), 30)])
 def test_other_batch_size_keeps_the_workers_turn(dataset: StreamingDataset, shape: Shape, steps: int) -> None:
     cluster = Cluster(dataset, shape, global_batch_size=7)
     rows = [row for batch in cluster.take(steps) for row in batch]
@@ -183,38 +143,6 @@ def test_replicas_go_on_where_they_were(dataset: StreamingDataset) -> None:
     assert [batch[::2] for batch in got] == Cluster(dataset, (1, 1), batch_size=7).take(23)
 
 
-@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more worker processes than processors
-@pytest.mark.parametrize("workers", [0, 3])
-def test_in_a_plain_torch_dataloader(dataset: StreamingDataset, workers: int) -> None:
-    whole = Cluster(dataset, (1, 1), batch_size=9).take(24)
-    loader = loader_of(dataset, batch_size=9)
-    got = []
-    for epoch in range(2):
-        loader.set_epoch(epoch)
-        got += list(torch.utils.data.DataLoader(loader, batch_size=None, num_workers=workers))
-    assert got == whole
-    loader.set_epoch(0)
-    again = loader_of(dataset, batch_size=9)
-    again.load_state_dict(loader.state_after(5))
-    assert list(torch.utils.data.DataLoader(again, batch_size=None, num_workers=workers)) == whole[5:12]
-    again.load_state_dict(loader.state_after(12))
-    assert list(again) == whole[12:24], "the end of an epoch is the beginning of the next"
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_in_a_stateful_dataloader(dataset: StreamingDataset, workers: int) -> None:
-    def made() -> Any:
-        return StatefulDataLoader(loader_of(dataset, batch_size=9), batch_size=None, num_workers=workers)
-
-    whole = list(made())
-    first = made()
-    stream: Iterator[Any] = iter(first)
-    got = [next(stream) for _ in range(5)]
-    again = made()
-    again.load_state_dict(first.state_dict())
-    assert got + list(again) == whole
-
-
 def test_state_is_integers_and_names_its_order(dataset: StreamingDataset) -> None:
     loader = loader_of(dataset, batch_size=4)
     stream = iter(loader)
@@ -229,11 +157,9 @@ def test_state_is_integers_and_names_its_order(dataset: StreamingDataset) -> Non
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"seed": 10}, "seed was 9 and is 10"),
         ({"shuffle": False}, "shuffle_block was 30 and is None"),
         ({"shuffle_block": None}, "shuffle_block was 30 and is 'all'"),
         ({"partitions": 2}, "partitions was 1 and is 2"),
-        ({"tail": "drop"}, "tail was 'emit' and is 'drop'"),
         ({"epoch_size": 60}, r"samples was \[100\] and is \[60\]"),
     ],
 )
@@ -246,120 +172,46 @@ def test_state_of_other_order_is_refused_by_name(dataset: StreamingDataset, chan
         other.load_state_dict(state, strict=False)
 
 
-def test_worker_state_fits_its_own_topology_only(dataset: StreamingDataset) -> None:
-    cluster = Cluster(dataset, (1, 2), batch_size=4)
-    cluster.take(2)
-    with pytest.raises(
-        StateMismatchError, match="aggregate_state_dict or state_after returned, which fits any number of workers"
-    ):
-        loader_of(dataset, batch_size=4).load_state_dict(cluster.workers[0].state_dict())
-
-
 @pytest.mark.parametrize(
-    ("spoilt", "error"),
+    "spoilt",
     [
-        ({"epoch": -1}, StateCorruptError),
-        ({"done": "3"}, StateCorruptError),
-        ({"start": True}, StateCorruptError),
-        ({"topology": {}}, StateCorruptError),
-        ({"topology": {"boxes": 0, "workers": 1, "batch": 4}}, StateCorruptError),
-        ({"start": 101}, StateCorruptError),
-        ({"start": -1}, StateCorruptError),
-        ({"start": -(1 << 62)}, StateCorruptError),
-        ({"skip": 3}, StateCorruptError),
-        ({"skip": [[1, 2, 3]]}, StateCorruptError),
-        ({"skip": [[2, 1]]}, StateCorruptError),
-        ({"skip": [[1, "2"]]}, StateCorruptError),
-        ({"done": 101}, StateCorruptError),
-        ({"epoch": 10**30}, StateCorruptError),
-        ({"first": 1}, StateCorruptError),
-        ({"others": None, "workers": 1}, StateCorruptError),
-        ({"others": [1], "workers": 1}, StateCorruptError),
-        ({"format": 0}, StateCorruptError),
-        ({"format": 4}, StateVersionError),
-        ({"order": 3}, StateCorruptError),
+        *({"start": bad} for bad in (101, -1, -(1 << 62))),
+        *({"skip": bad} for bad in (3, [[1, 2, 3]], [[2, 1]], [[1, "2"]])),
+        {"done": 101},
+        {"others": [1], "workers": 1},
     ],
 )
-def test_a_state_that_cannot_be_is_refused(
-    dataset: StreamingDataset, spoilt: dict[str, Any], error: type[Exception]
-) -> None:
+def test_a_state_that_cannot_be_is_refused(dataset: StreamingDataset, spoilt: dict[str, Any]) -> None:
     loader = loader_of(dataset, batch_size=4)
-    with pytest.raises(error):
+    with pytest.raises(StateCorruptError):
         loader.load_state_dict({**loader.state_dict(), **spoilt})
-    for other in ({}, None, {"model": 3}, [1]):
-        with pytest.raises(StateMismatchError, match="got one of another loader"):
-            loader.load_state_dict(other)
 
 
 def test_numbers_of_numpy_s_and_torch_s_do(dataset: StreamingDataset) -> None:
-    numbers = {"seed": np.int64(9), "shuffle_block": np.int32(30), "partitions": torch.tensor(1)}
-    loader = loader_of(
-        dataset, batch_size=np.int64(4), epoch_size=np.int64(90), rank=(np.int64(0), np.int64(1)), **numbers
-    )
-    stream = iter(loader)
-    first = next(stream)
-    other = loader_of(dataset, batch_size=4, epoch_size=90)
+    numbers = {"epoch_size": np.int64(90), "shuffle_block": np.int32(30), "partitions": torch.tensor(1)}
+    loader, other = loader_of(dataset, batch_size=4, **numbers), loader_of(dataset, batch_size=4, epoch_size=90)
     other.load_state_dict(json.loads(json.dumps(loader.state_dict())))
-    assert list(other) == list(stream)
-    other.set_epoch(0)
-    assert next(iter(other)) == first
+    assert list(other) == list(loader)
 
 
-def test_epoch_of_a_loaded_state_is_continued(dataset: StreamingDataset) -> None:
-    """The usual loop says the epoch's number before each epoch, also before the first one that is resumed."""
-    loader = loader_of(dataset, batch_size=10)
-    whole = [list(loader) for _ in range(3)]
-    loader.set_epoch(1)
-    state = loader.state_after(4)
-    loader.load_state_dict(state)
-    got = []
-    for epoch in range(state["epoch"], 3):
-        loader.set_epoch(epoch)
-        got.append(list(loader))
-    assert got == [whole[1][4:], whole[2]]
-    loader.set_epoch(1)
-    assert next(iter(loader)) == whole[1][0]
-    loader.set_epoch(1)
-    assert next(iter(loader)) == whole[1][0]
-    for number in (-1, 0.5):
-        with pytest.raises(InvalidArgumentError, match=f"epoch must be .* got {number}"):
-            loader.set_epoch(cast(Any, number))
-    with pytest.raises(InvalidArgumentError, match="batches must be at least 0, got -1"):
-        loader.state_after(-1)
+class Recording(StreamingDataset):
+    """Remembers which shards are to be fetched ahead."""
+
+    asked: frozenset[int] = frozenset()
+
+    def fetch_ahead(self, shards: Ints) -> None:
+        assert set(shards.tolist()) <= set(range(10))
+        self.asked = frozenset(shards.tolist())
+        super().fetch_ahead(shards)
+
+    def __getitem__(self, index: SupportsIndex) -> Any:
+        assert int(index) // 10 in self.asked
+        return super().__getitem__(index)
 
 
-def test_a_batch_can_be_passed_over(dataset: StreamingDataset) -> None:
-    loader = loader_of(dataset, batch_size=10)
-    whole = list(loader)
-    loader.set_epoch(0)
-    stream: Any = iter(loader)
-    assert next(stream) == whole[0]
-    stream.skip_batch()
-    assert list(stream) == whole[2:]
-
-
-def test_a_batch_that_fails_is_tried_again(dataset: StreamingDataset) -> None:
-    fails = [True]
-
-    def collate(samples: list[Any]) -> Any:
-        if fails and fails.pop():
-            raise ValueError("once")
-        return collated(samples)
-
-    loader = loader_of(dataset, batch_size=10, collate_fn=collate)
-    stream = iter(loader)
-    with pytest.raises(ValueError, match="once"):
-        next(stream)
-    assert loader.state_dict()["done"] == 0
-    assert [*stream] == list(loader_of(dataset, batch_size=10))
-
-
-def test_stop_iteration_in_collate_is_an_error(dataset: StreamingDataset) -> None:
-    def collate(samples: list[Any]) -> Any:
-        return next(sample for sample in samples if sample["number"] < 0)
-
-    with pytest.raises(DatasetError, match="StopIteration came out of the collate_fn"):
-        list(loader_of(dataset, batch_size=10, collate_fn=collate))
+def test_shards_are_asked_for_ahead_of_samples(hundred: Path) -> None:
+    loader = loader_of(Recording(local=hundred), batch_size=10, rank=(0, 2), partitions=2)
+    assert sum(len(batch) for _ in range(2) for batch in loader) == 100
 
 
 def test_rank_of_a_distributed_job_gets_its_rows(dataset: StreamingDataset, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,75 +231,6 @@ def test_rank_of_a_distributed_job_gets_its_rows(dataset: StreamingDataset, monk
         loader_of(dataset, batch_size=5)
 
 
-def test_next_epoch_begins_at_the_loaded_state(dataset: StreamingDataset) -> None:
-    loader = loader_of(dataset, batch_size=20)
-    stream = iter(loader)
-    got = [next(stream) for _ in range(2)]
-    state = loader.state_dict()
-    rest = list(stream)
-    for _ in range(2):
-        loader.load_state_dict(state)
-        assert list(loader) == rest
-    assert got + rest == list(loader_of(dataset, batch_size=20))
-
-
-def test_state_of_an_epochs_end_begins_the_next(dataset: StreamingDataset) -> None:
-    loader = loader_of(dataset, batch_size=20)
-    stream = iter(loader)
-    for _ in range(5):
-        next(stream)
-    states = [loader.state_dict()]
-    assert next(stream, None) is None
-    states.append(loader.state_dict())
-    second = list(loader)
-    for state in states:
-        loader.load_state_dict(state)
-        assert list(loader) == second
-
-
-def test_abandoned_iterator_yields_nothing_more(dataset: StreamingDataset) -> None:
-    loader = loader_of(dataset, batch_size=20)
-    left = iter(loader)
-    next(left)
-    stream = iter(loader)
-    assert next(left, None) is None
-    assert len(list(stream)) == 5
-    assert next(stream, None) is None, "an epoch that is over stays over"
-
-
-def test_rest_is_carried_into_the_next_epoch(dataset: StreamingDataset) -> None:
-    """Also where boxes and batches change on the way, and samples ahead are left out."""
-    rows: list[int] = []
-    cluster = None
-    for shape, batch, steps in [((2, 2), 30, 4), ((1, 1), 7, 12), ((3, 1), 11, 5)]:
-        cluster = Cluster(dataset, shape, cluster, global_batch_size=batch, tail="carry", partitions=2)
-        rows += [row for batch in cluster.take(steps) for row in batch]
-    one = loader_of(dataset, batch_size=1, partitions=2)
-    whole = [row for _ in range(4) for batch in one for row in batch]
-    assert rows == whole[: len(rows)]
-    skip = [range(len(rows) + 5, len(rows) + 15)]
-    around = Cluster(dataset, (2, 1), cluster, global_batch_size=10, tail="carry", partitions=2, skip=skip).take(1)[0]
-    assert around == whole[len(rows) :][:5] + whole[len(rows) :][15:20]
-
-
-def test_a_key_brings_back_its_sample(dataset: StreamingDataset) -> None:
-    loader = loader_of(dataset, batch_size=7, keys="key")
-    for batch in [*loader, *loader]:
-        assert [loader.restore_sample(key)["number"] for key in batch["key"]] == batch["batch"]
-    key = next(iter(loader))["key"][0]
-    with pytest.raises(StateMismatchError, match="another dataset, seed or order"):
-        loader_of(dataset, batch_size=7, partitions=2).restore_sample(key)
-
-
-@pytest.mark.filterwarnings("ignore:the epoch's last batch has fewer samples than there are boxes")
-@pytest.mark.parametrize("shape", [(1, 1), (1, 3), (2, 1), (3, 2), (5, 4)])
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_tiny_datasets_do(tmp_path: Path, shape: Shape, count: int) -> None:
-    dataset = StreamingDataset(local=numbers(tmp_path, count))
-    batches = Cluster(dataset, shape, global_batch_size=10).take(3)
-    assert all(set(batch) == set(range(count)) and len(batch) == count for batch in batches)
-
-
 def test_epochs_leave_nothing_behind(dataset: StreamingDataset) -> None:
     loader = loader_of(dataset, batch_size=20)
     for _ in range(3):
@@ -463,32 +246,16 @@ def test_epochs_leave_nothing_behind(dataset: StreamingDataset) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "says"),
+    ("options", "says"),
     [
-        ({}, InvalidArgumentError, "either batch_size"),
-        ({"batch_size": 3, "global_batch_size": 3}, InvalidArgumentError, "either batch_size"),
-        ({"batch_size": 0}, InvalidArgumentError, "batch_size=0: each of 1 boxes needs at least one row"),
-        ({"batch_size": 3, "tail": "none"}, InvalidArgumentError, "tail must be one of .* got 'none'"),
-        ({"batch_size": 3, "partitions": 0}, InvalidArgumentError, "partitions must be at least 1, got 0"),
-        ({"batch_size": 3, "shuffle_block": -1}, InvalidArgumentError, "shuffle_block must be at least 1, got -1"),
-        ({"batch_size": 101, "tail": "drop"}, DatasetError, "100 samples make no batch of 101"),
-        ({"batch_size": 3, "interleave": "batches", "partitions": 2}, InvalidArgumentError, "a multiple of partitions"),
-        (
-            {"batch_size": 3, "interleave": "batches", "tail": "carry"},
-            InvalidArgumentError,
-            "each would mix two streams",
-        ),
-        ({"batch_size": 3, "interleave": "batches", "skip": [range(3, 7)]}, InvalidArgumentError, "sample 7"),
-        ({"batch_size": 101, "tail": "carry"}, DatasetError, "100 samples make no batch of 101"),
-        ({"batch_size": 3, "interleave": "mixed"}, InvalidArgumentError, "interleave must be one of .* got 'mixed'"),
-        ({"batch_size": 2.5}, InvalidArgumentError, "batch_size must be a whole number, got 2.5"),
-        ({"global_batch_size": "4"}, InvalidArgumentError, "global_batch_size must be a whole number, got '4'"),
-        ({"batch_size": 3, "seed": 1.0}, InvalidArgumentError, "seed must be a whole number, got 1.0"),
-        ({"batch_size": 3, "rank": (0, 1.0)}, InvalidArgumentError, "ranks must be a whole number, got 1.0"),
+        ({"partitions": 0}, "partitions must be at least 1, got 0"),
+        ({"shuffle_block": -1}, "shuffle_block must be at least 1, got -1"),
+        ({"interleave": "batches", "partitions": 2}, "a multiple of partitions"),
+        ({"interleave": "batches", "tail": "carry"}, "each would mix two streams"),
+        ({"interleave": "batches", "skip": [range(3, 7)]}, "sample 7"),
+        ({"interleave": "mixed"}, "interleave must be one of .* got 'mixed'"),
     ],
 )
-def test_settings_that_cannot_be_meant(
-    dataset: StreamingDataset, options: dict[str, Any], error: type[Exception], says: str
-) -> None:
-    with pytest.raises(error, match=says):
-        StreamingLoader(dataset, **cast(Any, options))
+def test_settings_that_cannot_be_meant(dataset: StreamingDataset, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=says):
+        StreamingLoader(dataset, batch_size=3, **options)

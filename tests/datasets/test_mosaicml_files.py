@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from mds_recipes import RECIPES
 
-from penstock.data.cache.file_hashes import digest_of
 from penstock.data.formats.index import INDEX, read_index, write_index
 from penstock.data.writing import text_writers, writers
 from penstock.data.writing.merge_index import merge_index
@@ -50,15 +49,6 @@ def test_the_index_comes_out_as_it_was(name: str) -> None:
     assert json.loads(write_index(read_index(data, name))) == json.loads(data)
     if name != "merged":  # its merge does not sort
         assert write_index(read_index(data, name)) == data
-
-
-@pytest.mark.parametrize("name", FOLDERS)
-def test_hashes_are_those_in_its_index(name: str) -> None:
-    for shard in read_index((MDS / name / INDEX).read_bytes(), name):
-        for file in shard.files:
-            stored = file.packed or file.raw
-            path = MDS / name / stored.name
-            assert {algorithm: digest_of(path, algorithm) for algorithm in stored.hashes} == stored.hashes
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name not in ("large", "packed-gz", "packed-gz-2")])

@@ -91,7 +91,7 @@ def test_epochs_seeds_and_streams_differ_in_order() -> None:
     assert len(orders) == 9
 
 
-@pytest.mark.parametrize("shares", [[70, 30], [600, 300, 100], [997, 2, 1], [5, 5, 5, 5], [1, 10**6], [50, *[1] * 50]])
+@pytest.mark.parametrize("shares", [[70, 30], [997, 2, 1], [1, 10**6], [50, *[1] * 50]])
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_streams_take_turns_evenly(shares: list[int], shuffle: bool) -> None:
     """At every prefix each stream is within half a sample of its share, for two streams; for more, within 1.68."""

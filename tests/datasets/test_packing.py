@@ -134,19 +134,15 @@ def test_missing_library_names_the_remedy(name: str, package: str, monkeypatch: 
         unpack(pack(b"", "gz"), name, limit=0)
 
 
-@pytest.mark.parametrize("name", ["sha1", "sha256", "md5", "blake2b", "sha3_512"])
-def test_hashlib_by_name(name: str, tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.write_bytes(DATA * 100)
-    assert digest_of(file, name) == digest_of(DATA * 100, name) == hashlib.new(name, DATA * 100).hexdigest()
+HASHLIB = dict.fromkeys(("sha1", "sha256", "md5", "blake2b", "sha3_512"), hashlib.new)
+XXHASH = {name: lambda name, data: getattr(xxhash, name)(data) for name in ("xxh32", "xxh64", "xxh128", "xxh3_64")}
 
 
-@pytest.mark.parametrize("name", ["xxh32", "xxh64", "xxh128", "xxh3_64", "xxh3_128"])
-def test_xxhash_by_name(name: str, tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.write_bytes(DATA * 100)
-    assert digest_of(file, name) == digest_of(memoryview(DATA * 100), name)
-    assert digest_of(file, name) == getattr(xxhash, name)(DATA * 100).hexdigest()
+@pytest.mark.parametrize(("name", "made"), [*HASHLIB.items(), *XXHASH.items()])
+def test_hashes_of_bytes_and_files(name: str, made: Callable[[str, bytes], Any], tmp_path: Path) -> None:
+    data, file = DATA * 100, tmp_path / "file"
+    file.write_bytes(data)
+    assert digest_of(file, name) == digest_of(memoryview(data), name) == made(name, data).hexdigest()
 
 
 @pytest.mark.parametrize("name", ["", "shake_128", "new", "sha1024"])

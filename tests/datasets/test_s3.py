@@ -16,9 +16,8 @@ import fsspec
 import pytest
 from forked import join_all
 from shard_folder import HASH, make_shards, raw_bytes
-from shardsets import numbers
 
-from penstock.data import MDSWriter, StreamingDataset, StreamingLoader, merge_index
+from penstock.data import MDSWriter, StreamingDataset, merge_index
 from penstock.data.cache.shard_cache import ShardCache
 from penstock.data.remote import transfer
 from penstock.data.remote.folders import RemoteFolder
@@ -91,14 +90,6 @@ def test_a_dataset_is_written_into_a_bucket(bucket: Any, options: dict[str, Any]
         (tmp_path / "cache/.penstock/index.json").write_text("LastModified: before")  # S3 counts in seconds
         with pytest.raises(DatasetError, match="was written again since it was fetched into"):
             dataset[99]
-
-
-def test_batches_out_of_a_bucket(bucket: Any, options: dict[str, Any], tmp_path: Path) -> None:
-    bucket.put(f"{numbers(tmp_path / 'numbers', 30)}/", f"{bucket.bucket}/numbers/", recursive=True)
-    dataset = StreamingDataset(f"s3://{bucket.bucket}", tmp_path / "cache", split="numbers", storage_options=options)
-    rows = [batch["number"].tolist() for batch in StreamingLoader(dataset, batch_size=10, shuffle=True)]
-    assert sorted(row for batch in rows for row in batch) == list(range(30))
-    dataset.close()
 
 
 def test_a_dataset_in_a_bucket(bucket: Any, options: dict[str, Any], tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from penstock.data.writing.writers import MDSWriter
 from penstock.proto.errors import DatasetError, ShardCorruptError
 
 MDS = Path(__file__).parents[1] / "data" / "mds"
+Copy = Callable[[str], tuple[Shard, list[Path]]]
 ALL = ["encodings", "shards", "json", "csv", "xsv"]
 
 
@@ -33,7 +34,7 @@ def shard_of(name: str, number: int = 0) -> tuple[Shard, list[Path]]:
 
 
 @pytest.fixture
-def copied(tmp_path: Path) -> Callable[[str], tuple[Shard, list[Path]]]:
+def copied(tmp_path: Path) -> Copy:
     def copy(name: str) -> tuple[Shard, list[Path]]:
         shard, paths = shard_of(name)
         return shard, [Path(shutil.copy(path, tmp_path)) for path in paths]
@@ -70,7 +71,7 @@ def test_indices_are_those_of_the_samples(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_values_outlive_the_reader_and_the_files(name: str, copied: Callable[[str], tuple[Shard, list[Path]]]) -> None:
+def test_values_outlive_the_reader_and_the_files(name: str, copied: Copy) -> None:
     shard, paths = copied(name)
     reader = open_shard(shard, paths)
     for path in paths:
@@ -100,7 +101,7 @@ def test_a_forked_child_reads_beside_its_parent() -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_another_size_is_found_when_it_is_opened(name: str, copied: Callable[[str], tuple[Shard, list[Path]]]) -> None:
+def test_another_size_is_found_when_it_is_opened(name: str, copied: Copy) -> None:
     shard, paths = copied(name)
     for path in paths:
         data = path.read_bytes()
@@ -123,7 +124,7 @@ def test_another_count_is_found_when_it_is_opened(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["shards", "encodings", "json", "csv"])
-def test_a_file_cut_short_under_way_is_named(name: str, copied: Callable[[str], tuple[Shard, list[Path]]]) -> None:
+def test_a_file_cut_short_under_way_is_named(name: str, copied: Copy) -> None:
     """A mapped file would kill the process here."""
     shard, paths = copied(name)
     reader = open_shard(shard, paths)
@@ -150,9 +151,7 @@ def test_a_file_cut_short_under_way_is_named(name: str, copied: Callable[[str], 
         (-1, 2**32 - 1, "its samples must lie in bytes"),
     ],
 )
-def test_wrong_offsets_are_found_on_open(
-    place: int, value: int, words: str, copied: Callable[[str], tuple[Shard, list[Path]]]
-) -> None:
+def test_wrong_offsets_are_found_on_open(place: int, value: int, words: str, copied: Copy) -> None:
     shard, paths = copied("shards")
     data = bytearray(paths[0].read_bytes())
     struct.pack_into("=I", data, 4 * (place if place >= 0 else shard.samples + 1), value)
@@ -161,7 +160,7 @@ def test_wrong_offsets_are_found_on_open(
         open_shard(shard, paths)
 
 
-def test_wrong_sizes_in_a_sample_are_named(copied: Callable[[str], tuple[Shard, list[Path]]]) -> None:
+def test_wrong_sizes_in_a_sample_are_named(copied: Copy) -> None:
     shard, paths = copied("shards")
     good = paths[0].read_bytes()
     begin = struct.unpack_from("=I", good, 4 * 4)[0]  # of sample 3
@@ -177,7 +176,7 @@ def test_wrong_sizes_in_a_sample_are_named(copied: Callable[[str], tuple[Shard, 
         reader.close()
 
 
-def test_a_broken_value_is_named_with_its_column(copied: Callable[[str], tuple[Shard, list[Path]]]) -> None:
+def test_a_broken_value_is_named_with_its_column(copied: Copy) -> None:
     shard, paths = copied("shards")
     data = paths[0].read_bytes()
     paths[0].write_bytes(data.replace(b"sample 3", b"sample\xff3", 1))
@@ -200,9 +199,7 @@ def test_a_broken_value_is_named_with_its_column(copied: Callable[[str], tuple[S
         ("csv", b"sample 3", b"sampl\xff 3", "sample 3: .*UnicodeDecodeError"),
     ],
 )
-def test_broken_lines_are_named(
-    name: str, old: bytes, new: bytes, words: str, copied: Callable[[str], tuple[Shard, list[Path]]]
-) -> None:
+def test_broken_lines_are_named(name: str, old: bytes, new: bytes, words: str, copied: Copy) -> None:
     shard, paths = copied(name)
     data = paths[0].read_bytes()
     assert old in data

@@ -7,8 +7,6 @@ import os
 import pickle
 import re
 import shutil
-import threading
-from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar, SupportsIndex, cast
@@ -18,7 +16,6 @@ import numpy as np
 import pytest
 import torch.utils.data
 from fsspec.implementations.memory import MemoryFileSystem
-from plain_values import plain
 from shard_server import ShardServer
 from shardsets import numbers
 
@@ -44,22 +41,10 @@ def test_samples_by_number(dataset: StreamingDataset) -> None:
             dataset[at]
 
 
-@pytest.mark.parametrize(("context", "workers"), [("fork", 2), ("spawn", 1)])  # a spawned one imports torch anew
-def test_in_torch_s_loader_with_its_own_sampler(dataset: StreamingDataset, context: str, workers: int) -> None:
-    loader: Any = torch.utils.data.DataLoader(
-        dataset, batch_size=8, shuffle=True, num_workers=workers, multiprocessing_context=context
-    )
+def test_in_torch_s_loader_with_its_own_sampler(dataset: StreamingDataset) -> None:
+    loader: Any = torch.utils.data.DataLoader(dataset, batch_size=8, shuffle=True, num_workers=2)
     assert dataset[55] == {"number": 55}  # a shard is open while processes are forked
     assert sorted(int(number) for batch in loader for number in batch["number"]) == list(range(100))
-
-
-def test_a_subclass_may_change_its_samples(hundred: Path) -> None:
-    class Doubled(StreamingDataset):
-        def __getitem__(self, index: SupportsIndex) -> Any:
-            return {"number": 2 * super().__getitem__(index)["number"]}
-
-    loader = StreamingLoader(Doubled(local=hundred), batch_size=30, collate_fn=lambda samples: samples)
-    assert [number for batch in read(loader) for number in batch] == list(range(0, 200, 2))
 
 
 class Fussy(StreamingDataset):
@@ -95,7 +80,7 @@ def test_batches_are_collated_as_torch_does(dataset: StreamingDataset) -> None:
 def test_splits_are_folders(tmp_path: Path) -> None:
     numbers(tmp_path / "train", 20)
     numbers(tmp_path / "val", 10, first=500)
-    assert StreamingDataset(str(tmp_path), split="val")[3] == {"number": 503}
+    assert StreamingDataset(tmp_path, split="val")[3] == {"number": 503}
     assert len(StreamingDataset(local=tmp_path, split="train")) == 20
     with pytest.raises(ShardUnavailableError, match=f"{tmp_path}/test"):
         StreamingDataset(str(tmp_path), split="test")
@@ -123,38 +108,16 @@ def three(tmp_path: Path) -> list[Path]:
         ("split", (None, None, None), 16, [10, 5, 1]),
     ],
 )
-@pytest.mark.parametrize("interleave", ["shards", "samples", "batches"])
 def test_streams_are_mixed_by_their_shares(
-    three: list[Path], name: str, values: Any, epoch_size: int | None, shares: list[int], interleave: Any
+    three: list[Path], name: str, values: Any, epoch_size: int | None, shares: list[int]
 ) -> None:
     streams = [Stream(local=path, **{name: value}) for path, value in zip(three, values, strict=True)]
     dataset = StreamingDataset(streams=streams)
     assert dataset.shares(epoch_size) == shares
-    loader = StreamingLoader(
-        dataset,
-        batch_size=4,
-        shuffle=True,
-        interleave=interleave,
-        epoch_size=epoch_size,
-        collate_fn=lambda samples: samples,
-    )
+    loader = StreamingLoader(dataset, batch_size=4, shuffle=True, epoch_size=epoch_size, collate_fn=list)
     for _ in range(2):
         rows = [number for batch in read(loader) for number in batch]
         assert np.bincount([number // 1000 for number in rows], minlength=3).tolist() == shares
-
-
-def test_each_batch_has_its_share_of_each_stream(three: list[Path]) -> None:
-    streams = [Stream(local=path, proportion=weight) for path, weight in zip(three, (6, 3, 1), strict=True)]
-    loader = StreamingLoader(
-        StreamingDataset(streams=streams),
-        batch_size=20,
-        shuffle=True,
-        interleave="samples",
-        collate_fn=lambda samples: samples,
-    )
-    for batch in read(loader):
-        found = np.bincount([number // 1000 for number in batch], minlength=3)
-        assert np.abs(found - np.array([12, 6, 2])).max() <= 1
 
 
 @pytest.mark.parametrize(
@@ -196,13 +159,9 @@ def test_arguments_that_cannot_be_meant(hundred: Path) -> None:
 def test_what_is_no_dataset_is_named(tmp_path: Path) -> None:
     with pytest.raises(ShardUnavailableError, match=f"{tmp_path}/nothing must be a dataset"):
         StreamingDataset(local=tmp_path / "nothing")
-    for content, error, says in (
-        ("{", DatasetError, "is not JSON"),
-        ('{"version": 3, "shards": []}', DatasetError, "version"),
-        ('{"version": 2, "shards": []}', DatasetError, "lists no samples"),
-    ):
+    for content, says in (("{", "is not JSON"), ('{"version": 2, "shards": []}', "lists no samples")):
         (tmp_path / "index.json").write_text(content)
-        with pytest.raises(error, match=f"{tmp_path}.*{says}"):
+        with pytest.raises(DatasetError, match=f"{tmp_path}.*{says}"):
             StreamingDataset(local=tmp_path)
 
 
@@ -214,11 +173,6 @@ def test_web_split_is_quoted_and_keeps_the_query(tmp_path: Path) -> None:
         closing(StreamingDataset(f"{server.url}?token=1", tmp_path / "cache", split=name)) as dataset,
     ):
         assert dataset[13] == {"number": 13}
-
-
-def test_a_remote_may_be_a_path(tmp_path: Path) -> None:
-    numbers(tmp_path / "train", 20)
-    assert len(StreamingDataset(tmp_path, split="train")) == 20
 
 
 def test_a_local_folder_may_be_below_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,13 +320,6 @@ def test_rewritten_dataset_ignores_old_files(tmp_path: Path, keep_zip: bool) -> 
                 assert dataset[7] == {"number": first + 7}
 
 
-def written(folder: Path, first: int, *, hashes: Sequence[str] = (), exist_ok: bool = True) -> None:
-    """Numbers in ten shards, of the same sizes whatever they are."""
-    with MDSWriter(folder, {"number": "int"}, size_limit=294, hashes=hashes, exist_ok=exist_ok) as writer:
-        for number in range(first, first + 100):
-            writer.write({"number": number})
-
-
 def end_of_shard(dataset: StreamingDataset, at: int) -> int:
     return int(next(end for end in np.cumsum(dataset.sizes[0]) if end > at))
 
@@ -390,13 +337,13 @@ def read_until_error(dataset: StreamingDataset, start: int) -> tuple[list[int], 
 @pytest.mark.parametrize("validate", [None, "sha1", False])
 def test_rewritten_dataset_is_never_mixed(tmp_path: Path, validate: Any) -> None:
     """From the web, with the same sizes: by the hashes of its index, unless one says that nothing is verified."""
-    written(tmp_path / "web", 0, hashes=["sha1", "xxh64"])
+    numbers(tmp_path / "web", 100, 0, hashes=["sha1", "xxh64"], exist_ok=True)
     with (
         ShardServer(tmp_path / "web") as server,
         closing(StreamingDataset(server.url, tmp_path / "cache", validate_hash=validate)) as dataset,
     ):
         assert [dataset[at]["number"] for at in range(35)] == list(range(35))
-        written(tmp_path / "web", 5000, hashes=["sha1", "xxh64"])
+        numbers(tmp_path / "web", 100, 5000, hashes=["sha1", "xxh64"], exist_ok=True)
         rows, error = read_until_error(dataset, 35)
         end = end_of_shard(dataset, 34)
     if validate is False:
@@ -411,12 +358,12 @@ def test_rewritten_dataset_is_never_mixed(tmp_path: Path, validate: Any) -> None
 def test_rewritten_without_hashes_is_never_mixed(tmp_path: Path, moment: str) -> None:
     """On the web, with the same sizes, and so the same index: by the index's age, also in a later process."""
     web, cache = tmp_path / "web", tmp_path / "cache"
-    written(web, 0)
+    numbers(web, 100, 0, exist_ok=True)
     os.utime(web / "index.json", (1, 1))
     with ShardServer(web) as server, closing(StreamingDataset(server.url, cache)) as dataset:
         assert [dataset[at]["number"] for at in range(35)] == list(range(35))
         before = (web / "index.json").read_bytes()
-        written(web, 5000)
+        numbers(web, 100, 5000, exist_ok=True)
         assert (web / "index.json").read_bytes() == before
         if moment == "while":
             (web / "index.json").unlink()
@@ -431,11 +378,11 @@ def test_rewritten_without_hashes_is_never_mixed(tmp_path: Path, moment: str) ->
 @pytest.mark.parametrize("hashes", [[], ["sha1"]])
 @pytest.mark.parametrize("moment", ["while", "after"])
 def test_rewritten_folder_is_never_mixed(tmp_path: Path, hashes: list[str], moment: str) -> None:
-    written(tmp_path, 0, hashes=hashes)
+    numbers(tmp_path, 100, 0, hashes=hashes, exist_ok=True)
     with closing(StreamingDataset(local=tmp_path)) as dataset:
         again = pickle.loads(pickle.dumps(dataset))
         assert [dataset[at]["number"] for at in range(35)] == list(range(35))
-        written(tmp_path, 5000, hashes=hashes)
+        numbers(tmp_path, 100, 5000, hashes=hashes, exist_ok=True)
         if moment == "while":
             (tmp_path / "index.json").unlink()
         end = end_of_shard(dataset, 34)
@@ -449,7 +396,7 @@ def test_rewritten_folder_is_never_mixed(tmp_path: Path, hashes: list[str], mome
 @pytest.mark.parametrize("hashes", [[], ["sha1"]])
 def test_index_rewritten_unchanged_has_no_effect(tmp_path: Path, hashes: list[str]) -> None:
     """As by workers that each index the same files."""
-    written(tmp_path, 0, hashes=hashes)
+    numbers(tmp_path, 100, 0, hashes=hashes, exist_ok=True)
     with closing(StreamingDataset(local=tmp_path)) as dataset:
         for at in (0, 50, 99):
             content = (tmp_path / "index.json").read_bytes()
@@ -461,10 +408,10 @@ def test_index_rewritten_unchanged_has_no_effect(tmp_path: Path, hashes: list[st
 def test_jobs_with_unlike_hashes_share_no_shard(tmp_path: Path) -> None:
     """A cache's folder that was filled anew for another job, while this one goes on with the index it has."""
     web, cache = tmp_path / "web", tmp_path / "cache"
-    written(web, 0, hashes=["sha1"])
+    numbers(web, 100, 0, hashes=["sha1"], exist_ok=True)
     with ShardServer(web) as server, closing(StreamingDataset(server.url, cache)) as first:
         assert first[5] == {"number": 5}
-        written(web, 5000, hashes=["sha1"])
+        numbers(web, 100, 5000, hashes=["sha1"], exist_ok=True)
         (cache / "index.json").unlink()
         with closing(StreamingDataset(server.url, cache)) as second:
             assert [second[at]["number"] for at in range(100)] == list(range(5000, 5100))
@@ -476,7 +423,7 @@ def test_jobs_with_unlike_hashes_share_no_shard(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stamped", [False, True])
 def test_cached_shard_without_version_is_verified(tmp_path: Path, stamped: bool) -> None:
     web, cache = tmp_path / "web", tmp_path / "cache"
-    written(web, 0, hashes=["sha1"])
+    numbers(web, 100, 0, hashes=["sha1"], exist_ok=True)
     with ShardServer(web) as server:
         with closing(StreamingDataset(server.url, cache)) as dataset:
             assert dataset[0] == {"number": 0}
@@ -569,22 +516,3 @@ def test_many_threads_read_many_shards(tmp_path: Path) -> None:
         for _ in range(4):
             loader.set_epoch(0)
             assert [batch["number"].tolist() for batch in loader] == alone
-
-
-def test_closing_ends_its_threads(hundred: Path, tmp_path: Path) -> None:
-    before = threading.active_count()
-    dataset = StreamingDataset(f"file://{hundred}", tmp_path)
-    assert len(list(StreamingLoader(dataset, batch_size=5, shuffle=True))) == 20
-    dataset.close()
-    assert threading.active_count() <= before
-
-
-def test_samples_equal_mosaicml_streamings(tmp_path: Path, expected: dict[str, list[Any]]) -> None:
-    for folder, samples in expected.items():
-        if not samples:
-            with pytest.raises(DatasetError, match="lists no samples"):
-                StreamingDataset(str(MDS / folder), tmp_path / folder)
-            continue
-        dataset = StreamingDataset(str(MDS / folder), tmp_path / folder, allow_unsafe_types=True)
-        assert [plain(dataset[at]) for at in range(len(dataset))] == samples, folder
-        dataset.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,9 +12,8 @@ import torch
 from all_workers import AllWorkers, Shape
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shardsets import numbers
 
-from penstock.data import LogicalShards, MapLoader, ShardLoader, StreamingDataset, StreamingLoader
+from penstock.data import LogicalShards, MapLoader, ShardLoader
 from penstock.data.loading.collating import empty_batch, without_rows
 from penstock.proto.errors import DatasetError
 from penstock.proto.state.assignment import Assignment, assigned
@@ -28,26 +27,14 @@ MOST = 12
 Made = Callable[..., Any]
 
 
-def listed(samples: list[Any]) -> list[int]:
-    return [sample["number"] if isinstance(sample, dict) else sample for sample in samples]
-
-
-@pytest.fixture(scope="module")
-def loaders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Callable[[int], Made]]]:
-    """Kind of a loader -> samples of an epoch -> what makes one of them."""
-    datasets = {
-        count: StreamingDataset(local=numbers(tmp_path_factory.mktemp("tails"), count)) for count in range(1, MOST + 1)
-    }
-    yield {
-        "map": lambda count: lambda **options: MapLoader(range(count), shuffle=True, **options),
-        "streaming": lambda count: lambda **options: StreamingLoader(datasets[count], shuffle=True, **options),
-        "shards": lambda count: lambda **options: ShardLoader(LogicalShards([range(count)], shards=3), **options),
-        "read along": lambda count: (
-            lambda **options: ShardLoader(LogicalShards([lambda: iter(range(count))], shards=2), **options)
-        ),
-    }
-    for dataset in datasets.values():
-        dataset.close()
+LOADERS: dict[str, Callable[[int], Made]] = {
+    "map": lambda count: lambda **options: MapLoader(range(count), shuffle=True, **options),
+    "shards": lambda count: lambda **options: ShardLoader(LogicalShards([range(count)], shards=3), **options),
+    "read along": lambda count: (
+        lambda **options: ShardLoader(LogicalShards([lambda: iter(range(count))], shards=2), **options)
+    ),
+}
+"""Kind of a loader -> samples of an epoch -> what makes one of them."""
 
 
 def delivered(made: Made, legs: list[tuple[Shape, int, int]], tail: str) -> tuple[dict[int, list[int]], list[int]]:
@@ -58,7 +45,7 @@ def delivered(made: Made, legs: list[tuple[Shape, int, int]], tail: str) -> tupl
     for shape, batch, steps in legs:
 
         def loader(batch: int = max(batch, shape[0])) -> Any:
-            return made(global_batch_size=batch, tail=tail, seed=1, collate_fn=listed)
+            return made(global_batch_size=batch, tail=tail, seed=1, collate_fn=list)
 
         cluster = AllWorkers(loader, shape, cluster)
         for _ in range(steps):
@@ -76,13 +63,12 @@ LEGS = st.lists(
 )
 
 
-@pytest.mark.parametrize("kind", ["map", "streaming", "shards", "read along"])
+@pytest.mark.parametrize("kind", LOADERS)
 @settings(max_examples=20)
 @given(
     count=st.integers(1, MOST), legs=LEGS, tail=st.sampled_from(["emit", "pad", "drop", "carry"]), last=st.booleans()
 )
 def test_every_sample_counted(
-    loaders: dict[str, Callable[[int], Made]],
     kind: str,
     count: int,
     legs: list[tuple[Shape, int, int]],
@@ -97,7 +83,7 @@ def test_every_sample_counted(
         return  # no batch at all
     if tail == "drop" and kind == "read along":  # what it leaves out shows only in the batch that is not made
         legs = [(shape, largest, steps) for shape, _, steps in legs]
-    by_epoch, everything = delivered(loaders[kind](count), legs, tail)
+    by_epoch, everything = delivered(LOADERS[kind](count), legs, tail)
     if tail == "carry":  # an epoch has rows of the epoch before; laid end to end they are those of all epochs
         for at in range(0, len(everything) - count, count):
             assert sorted(everything[at : at + count]) == list(range(count))
@@ -110,9 +96,9 @@ def test_every_sample_counted(
             assert set(rows) == set(range(count))
 
 
-def test_more_boxes_than_are_left(loaders: dict[str, Callable[[int], Made]]) -> None:
+def test_more_boxes_than_are_left() -> None:
     """What began all of this: ten samples, three steps of three on one box, then three boxes."""
-    for kind, made in loaders.items():
+    for kind, made in LOADERS.items():
         by_epoch, _ = delivered(made(10), [((1, 1), 3, 3), ((3, 1), 3, 1)], "emit")
         assert sorted(by_epoch[0]) == list(range(10)), kind
 
@@ -168,6 +154,6 @@ def test_a_source_s_own_batches_without_rows() -> None:
     assert got == [[[0, 0], [3, 3]], [[1, 1], []], [[2, 2], []]]
 
 
-def test_an_empty_batch_is_said(loaders: dict[str, Callable[[int], Made]]) -> None:
+def test_an_empty_batch_is_said() -> None:
     with assigned(Assignment(1, 2, 0, 1, 0, 1)), pytest.warns(UserWarning, match="without one get a batch of no"):
-        assert list(loaders["map"](1)(batch_size=4)) != []
+        assert list(LOADERS["map"](1)(batch_size=4)) != []

@@ -11,7 +11,7 @@ from penstock.data.sharded.protocol import Cursor, Place, ShardedSource, Token
 from penstock.proto.state.codec import decode_state, encode_state
 from penstock.proto.state.generators import derive_seed
 
-__all__ = ["Given", "Placed", "again", "first", "whole"]
+__all__ = ["Given", "Placed", "again", "first", "rest", "token_after", "whole"]
 
 
 class Given:
@@ -96,3 +96,22 @@ def again(source: ShardedSource, cursor: Cursor, *, shard: int = 0, epoch: int =
     token = decode_state(encode_state(cursor.token()))
     cursor.close()
     return source.open(shard, epoch, seed, token)
+
+
+def token_after(source: ShardedSource, count: int, token: Token = None, *, shard: int = 0, seed: int = 1) -> Token:
+    """What a cursor that has passed so many samples is saved as."""
+    cursor = source.open(shard, 0, seed, token)
+    try:
+        assert cursor.skip(count) == count
+        return decode_state(encode_state(cursor.token()))
+    finally:
+        cursor.close()
+
+
+def rest(source: ShardedSource, token: Token = None, *, shard: int = 0, seed: int = 1, most: int = 1000) -> list[Any]:
+    """Samples of a shard behind a token."""
+    cursor = source.open(shard, 0, seed, token)
+    try:
+        return list(itertools.islice(cursor, most))
+    finally:
+        cursor.close()

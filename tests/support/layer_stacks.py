@@ -1,27 +1,32 @@
-"""Layers and stacks of them over lists of documents, for whoever checks what holds for any source."""
+"""Layers and stacks of them over documents, named and random, for whoever checks what holds for any source."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 from given_shards import Given
+from hypothesis import strategies as st
 
 from penstock.data import (
     Chunked,
     Filtered,
     Grouped,
+    LogicalShards,
     Mapped,
     Mixture,
     Packed,
     Repeated,
+    Savable,
     ShardedSource,
     SkipSample,
     WindowShuffled,
 )
 
-__all__ = ["STACKS", "add", "documents", "keep", "parity", "pick"]
+__all__ = ["STACKS", "documents", "parity", "stacks"]
+
+Over = Callable[[ShardedSource], ShardedSource]
 
 
 def documents(*lengths: int, first: int = 0, **options: Any) -> Given:
@@ -59,6 +64,19 @@ def _language_model() -> ShardedSource:
     return Mixture([WindowShuffled(lines, 5) for lines in packed], [0.7, 0.3])
 
 
+def _documents(first: int, count: int = 4) -> Iterator[list[int]]:
+    """Of 0 to 7 tokens."""
+    return ([1000 * first + 10 * at + token for token in range((5 * at + 3) % 8)] for at in range(count))
+
+
+def _generators(pieces: int) -> ShardedSource:
+    return LogicalShards([lambda first=n: _documents(first) for n in range(pieces)], shards=2, shuffle=True)
+
+
+def _streams(shards: int) -> ShardedSource:
+    return Savable(lambda shard: _documents(shard, 8 + shard), shards=shards, snapshot_every=3, snapshot_s=1e9)
+
+
 def parity(document: Any) -> int:
     return len(document) % 2
 
@@ -79,8 +97,60 @@ STACKS: dict[str, Callable[[], ShardedSource]] = {
     "mixture to the last end": lambda: Mixture([documents(9, 0), documents(3, 4, first=5)], [2, 1], stop="last"),
     "mixture by tokens": lambda: Mixture([documents(9, 2), documents(3, 4, first=5)], [2, 1], stop="last", by="tokens"),
     "language model": _language_model,
+    "generators packed": lambda: Packed(Chunked(_generators(3), length=4, eos=-2), length=4),
+    "streams in windows": lambda: WindowShuffled(_streams(2), 5),
     "language model, one epoch": lambda: WindowShuffled(
         Packed(Chunked(Mapped(documents(20, 0, 15), add, random=True), length=6, eos=-2), length=8, pad=-3), 5
     ),
 }
 """Name -> a new source each time."""
+
+
+def _mixed(weights: list[int], stop: Any, twice: bool) -> Over:
+    def over(source: ShardedSource) -> ShardedSource:
+        other = source if twice else documents(6, 3, first=50)
+        return Mixture([source, other], weights, stop="never" if source.endless else stop)
+
+    return over
+
+
+BASES: dict[str, Callable[[], ShardedSource]] = {
+    "lists": lambda: documents(7, 4),
+    "by position": lambda: LogicalShards([list(_documents(n, 9)) for n in range(2)], shards=2, shuffle=True),
+    "whole pieces": lambda: _generators(3),
+    "streams": lambda: _streams(2),
+}
+OVERS: st.SearchStrategy[Over] = st.one_of(
+    st.just(lambda source: source if source.endless else Repeated(source)),
+    st.sampled_from([0, 2]).map(
+        lambda n: lambda source: Mapped(source, pick if n else add, random=True, skip_failures=n)
+    ),
+    st.just(lambda source: Filtered(source, keep, random=True)),
+    st.tuples(st.integers(1, 7), st.sampled_from([None, -1]), st.sampled_from([None, -2])).map(
+        lambda drawn: lambda source: Chunked(source, length=drawn[0], bos=drawn[1], eos=drawn[2])
+    ),
+    st.tuples(st.integers(1, 12), st.sampled_from([None, -3])).map(
+        lambda drawn: lambda source: Packed(source, length=drawn[0], pad=drawn[1])
+    ),
+    st.integers(1, 9).map(lambda window: lambda source: WindowShuffled(source, window)),
+    st.builds(
+        _mixed,
+        st.lists(st.integers(0, 3), min_size=2, max_size=2).filter(any),
+        st.sampled_from(["never", "first", "last"]),
+        st.booleans(),
+    ),
+)
+
+
+@st.composite
+def stacks(draw: st.DrawFn) -> Callable[[], ShardedSource]:
+    """A source of two shards and up to five layers; each call of what comes makes it anew."""
+    base, overs = draw(st.sampled_from(sorted(BASES))), draw(st.lists(OVERS, max_size=5))
+
+    def make() -> ShardedSource:
+        source = BASES[base]()
+        for over in overs:
+            source = over(source)
+        return source
+
+    return make

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,12 +55,11 @@ def samples_of(source: ShardedSource, epoch: int, seed: int = SEED) -> list[list
     return [read(source.open(shard, epoch, seed)) for shard in range(source.num_shards)]
 
 
-def is_the_same_each_time(make: Make) -> None:
-    source = make()
+def shards_of(source: ShardedSource) -> Iterator[tuple[int, int, list[bytes]]]:
+    """(epoch, shard, its samples) of all that are looked at."""
     for epoch in epochs_of(source):
-        first = samples_of(source, epoch)
-        assert samples_of(source, epoch) == first
-        assert samples_of(make(), epoch) == first
+        for shard, samples in enumerate(samples_of(source, epoch)):
+            yield epoch, shard, samples
 
 
 def follows_the_seed(make: Make) -> None:
@@ -96,30 +95,28 @@ def says_its_lengths_truly(make: Make) -> None:
 def goes_on_from_every_token(make: Make) -> None:
     """Taken twice at each place, used when the cursor has long moved on, by another source."""
     source = make()
-    for epoch in epochs_of(source):
-        for shard in range(source.num_shards):
-            whole = read(source.open(shard, epoch, SEED))
-            cursor, tokens = source.open(shard, epoch, SEED), []
-            for place in range(len(whole) + 1):
-                token, again = cursor.token(), cursor.token()
-                assert encode_state(token) == encode_state(again)
-                tokens.append((token, encode_state(token)))
-                if place < len(whole):
-                    assert encoded(next(cursor)) == whole[place], "taking a token changed what comes"
-                elif not source.endless:
-                    assert next(cursor, None) is None
-                    assert next(cursor, None) is None, "a shard that is over stays over"
-            cursor.close()
-            other = make()
-            for place, (token, bytes_then) in enumerate(tokens):
-                assert encode_state(token) == bytes_then, f"the token at {place} moved on with its cursor"
-                rest = read(other.open(shard, epoch, SEED, saved(token)), len(whole) - place + 1)
-                assert rest[: len(whole) - place] == whole[place:], f"shard {shard} from its token at {place}"
-                assert source.endless or len(rest) == len(whole) - place
-            ended = other.open(shard, epoch, SEED, saved(tokens[-1][0]))
-            if not source.endless:
-                assert encode_state(ended.token()) == tokens[-1][1] or next(ended, None) is None
-            ended.close()
+    for epoch, shard, whole in shards_of(source):
+        cursor, tokens = source.open(shard, epoch, SEED), []
+        for place in range(len(whole) + 1):
+            token, again = cursor.token(), cursor.token()
+            assert encode_state(token) == encode_state(again)
+            tokens.append((token, encode_state(token)))
+            if place < len(whole):
+                assert encoded(next(cursor)) == whole[place], "taking a token changed what comes"
+            elif not source.endless:
+                assert next(cursor, None) is None
+                assert next(cursor, None) is None, "a shard that is over stays over"
+        cursor.close()
+        other = make()
+        for place, (token, bytes_then) in enumerate(tokens):
+            assert encode_state(token) == bytes_then, f"the token at {place} moved on with its cursor"
+            rest = read(other.open(shard, epoch, SEED, saved(token)), len(whole) - place + 1)
+            assert rest[: len(whole) - place] == whole[place:], f"shard {shard} from its token at {place}"
+            assert source.endless or len(rest) == len(whole) - place
+        ended = other.open(shard, epoch, SEED, saved(tokens[-1][0]))
+        if not source.endless:
+            assert encode_state(ended.token()) == tokens[-1][1] or next(ended, None) is None
+        ended.close()
 
 
 def has_one_token_for_each_place(make: Make) -> None:
@@ -129,67 +126,62 @@ def has_one_token_for_each_place(make: Make) -> None:
         return encode_state(without_snapshots(saved(cursor.token())))
 
     source = make()
-    for epoch in epochs_of(source):
-        for shard in range(source.num_shards):
-            cursor = source.open(shard, epoch, SEED)
-            for place in range(len(read(source.open(shard, epoch, SEED)))):
-                skipping = source.open(shard, epoch, SEED)
-                again = make().open(shard, epoch, SEED, saved(cursor.token()))
-                assert skipping.skip(place) == place
-                assert of(skipping) == of(cursor), f"shard {shard}: skipped to {place}"
-                assert of(again) == of(cursor), f"shard {shard}: gone on from its token at {place}"
-                skipping.close()
-                again.close()
-                next(cursor)
-            cursor.close()
+    for epoch, shard, whole in shards_of(source):
+        cursor = source.open(shard, epoch, SEED)
+        for place in range(len(whole)):
+            skipping = source.open(shard, epoch, SEED)
+            again = make().open(shard, epoch, SEED, saved(cursor.token()))
+            assert skipping.skip(place) == place
+            assert of(skipping) == of(cursor), f"shard {shard}: skipped to {place}"
+            assert of(again) == of(cursor), f"shard {shard}: gone on from its token at {place}"
+            skipping.close()
+            again.close()
+            next(cursor)
+        cursor.close()
 
 
 def goes_on_in_a_chain_of_tokens(make: Make) -> None:
     """Each cursor reads a little and hands over, so that tokens are taken from restored cursors, too."""
     source = make()
     draw = random.Random(1)
-    for epoch in epochs_of(source):
-        for shard in range(source.num_shards):
-            whole = read(source.open(shard, epoch, SEED))
-            got: list[bytes] = []
-            token: Token = None
-            while len(got) < len(whole):
-                cursor = make().open(shard, epoch, SEED, token)
-                if draw.random() < 0.2:
-                    token = saved(cursor.token())  # before anything was read
-                    cursor.close()
-                    cursor = source.open(shard, epoch, SEED, token)
-                got += [encoded(next(cursor)) for _ in range(min(draw.randint(1, 4), len(whole) - len(got)))]
-                token = saved(cursor.token())
+    for epoch, shard, whole in shards_of(source):
+        got: list[bytes] = []
+        token: Token = None
+        while len(got) < len(whole):
+            cursor = make().open(shard, epoch, SEED, token)
+            if draw.random() < 0.2:
+                token = saved(cursor.token())  # before anything was read
                 cursor.close()
-            assert got == whole
+                cursor = source.open(shard, epoch, SEED, token)
+            got += [encoded(next(cursor)) for _ in range(min(draw.randint(1, 4), len(whole) - len(got)))]
+            token = saved(cursor.token())
+            cursor.close()
+        assert got == whole
 
 
 def skips_as_it_reads(make: Make) -> None:
     source = make()
     draw = random.Random(2)
-    for epoch in epochs_of(source):
-        for shard in range(source.num_shards):
-            whole = read(source.open(shard, epoch, SEED))
-            for _ in range(3):
-                cursor, place = source.open(shard, epoch, SEED), 0
-                while place < len(whole):
-                    if draw.random() < 0.3:
-                        token = saved(cursor.token())
-                        cursor.close()
-                        cursor = make().open(shard, epoch, SEED, token)
-                    count = draw.randint(0, 6)
-                    left = len(whole) - place
-                    if source.endless:
-                        count = min(count, left)
-                    assert cursor.skip(count) == min(count, left)
-                    place += min(count, left)
-                    if place < len(whole):
-                        assert encoded(next(cursor)) == whole[place], f"shard {shard}: skipped to {place}"
-                        place += 1
-                if not source.endless:
-                    assert (cursor.skip(3), next(cursor, None), cursor.skip(0)) == (0, None, 0)
-                cursor.close()
+    for epoch, shard, whole in shards_of(source):
+        for _ in range(3):
+            cursor, place = source.open(shard, epoch, SEED), 0
+            while place < len(whole):
+                if draw.random() < 0.3:
+                    token = saved(cursor.token())
+                    cursor.close()
+                    cursor = make().open(shard, epoch, SEED, token)
+                count = draw.randint(0, 6)
+                left = len(whole) - place
+                if source.endless:
+                    count = min(count, left)
+                assert cursor.skip(count) == min(count, left)
+                place += min(count, left)
+                if place < len(whole):
+                    assert encoded(next(cursor)) == whole[place], f"shard {shard}: skipped to {place}"
+                    place += 1
+            if not source.endless:
+                assert (cursor.skip(3), next(cursor, None), cursor.skip(0)) == (0, None, 0)
+            cursor.close()
 
 
 def reads_shards_beside_each_other(make: Make) -> None:
@@ -238,7 +230,6 @@ def uses_no_global_randomness(make: Make) -> None:
 
 
 CURSOR_CHECKS: list[Callable[[Make], None]] = [
-    is_the_same_each_time,
     follows_the_seed,
     describes_itself,
     says_its_lengths_truly,
@@ -320,21 +311,9 @@ class Dealt:
     def shapes(self) -> list[Shape]:
         return [shape for shape in [(1, 1), (1, 3), (2, 2), (3, 1), (1, 7)] if shape[0] <= self.batch]
 
-    def mortal(self) -> list[Shape]:
-        """Those of `shapes` whose workers die."""
-        return self.shapes()[1:3]
-
 
 def batches_of(taken: list[list[Any]]) -> list[list[bytes]]:
     return [[encoded(sample) for sample in batch] for batch in taken]
-
-
-def is_dealt_in_its_order(make: Make) -> None:
-    """By any number of boxes and workers, and rows included; on the other shapes workers die meanwhile, see below."""
-    dealt = Dealt.of(make)
-    for shape in [shape for shape in dealt.shapes() if shape not in dealt.mortal()]:
-        got = batches_of(dealt.fleet(make, shape).take(len(dealt.batches)))
-        assert got == dealt.batches, f"{shape[0]} boxes of {shape[1]} workers"
 
 
 def is_rescaled_at_any_step(make: Make) -> None:
@@ -355,7 +334,7 @@ def outlives_its_workers(make: Make) -> None:
     """Any worker may die at any step; the next one has nothing but its state."""
     dealt = Dealt.of(make)
     draw = random.Random(7)
-    for shape in dealt.mortal():
+    for shape in dealt.shapes()[1:3]:
         fleet = dealt.fleet(make, shape)
         got: list[list[bytes]] = []
         while len(got) < len(dealt.batches):
@@ -379,7 +358,6 @@ def gives_a_sample_again_by_its_key(make: Make) -> None:
 
 
 LOADER_CHECKS: list[Callable[[Make], None]] = [
-    is_dealt_in_its_order,
     is_rescaled_at_any_step,
     outlives_its_workers,
     gives_a_sample_again_by_its_key,

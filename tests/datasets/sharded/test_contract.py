@@ -10,7 +10,6 @@ import layer_stacks
 import numpy as np
 import opaque_streams
 import pytest
-import stacked_sources
 import torch
 from listed import Counting, Listed
 from tests.datasets.sharded.contract import CURSOR_CHECKS, LOADER_CHECKS, Make
@@ -55,7 +54,6 @@ SOURCES: dict[str, Make] = {
     "pieces that draw": lambda: LogicalShards([partial(drawing, 5), partial(drawing, 4)], shards=2),
     "records that draw": lambda: LogicalShards([Drawing(7), [1, 2, 3], Drawing(5)], shards=3, shuffle=True),
     "tables that draw": lambda: LogicalShards([partial(drawing_table, n) for n in (4, 6, 5)], shards=3, max_open=1),
-    "lists": lambda: Listed([5, 5, 5]),
     "unequal lists": lambda: Listed([3, 0, 11, 1, 0]),
     "of unknown lengths": lambda: Listed([7, 0, 2, 4], known=False),
     "one shard": lambda: Listed([9], known=False),
@@ -63,7 +61,6 @@ SOURCES: dict[str, Make] = {
     "an empty piece between two": lambda: LogicalShards([numbers, nothing, numbers], counts=[3, 0, 3], shards=1),
     **opaque_streams.SOURCES,
     **layer_stacks.STACKS,
-    **stacked_sources.SOURCES,
 }
 
 

@@ -145,13 +145,6 @@ def test_default_settings_are_not_described() -> None:
         Chunked(source, length=3, strip_tokens=2)  # type: ignore[arg-type]
 
 
-def test_a_piece_includes_its_bos_and_eos() -> None:
-    source = Chunked(Given([[[1, 2, 3, 4, 5, 6]]]), length=4, bos=0, eos=9)
-    assert lists(whole(source)) == [[0, 1, 2, 3], [4, 5, 6, 9]]
-    source = Chunked(Given([[[1, 2, 3], [], [4]]]), length=4, bos=0, eos=9)
-    assert lists(whole(source)) == [[0, 1, 2, 3], [9], [0, 4, 9]]
-
-
 def test_the_kinds_of_documents(tmp_path: Path) -> None:
     np.arange(3, dtype=np.uint16).tofile(tmp_path / "tokens")
     documents = [
@@ -211,19 +204,6 @@ def test_a_token_that_no_int64_holds() -> None:
 def test_lines_go_on_across_epochs() -> None:
     source = Packed(Repeated(Given([[[1, 2], [3]]])), length=4)
     assert lists(first(source, 3)) == [[1, 2, 3, 1], [2, 3, 1, 2], [3, 1, 2, 3]]
-
-
-def test_the_tokens_of_an_open_line_are_not_lost() -> None:
-    """IBM's packing lost 16 to 32 tokens of its open line whenever it was rescaled."""
-    documents = [list(range(at, at + 23)) for at in range(0, 2300, 23)]
-    source = Packed(Given([documents]), length=32)
-    got: list[int] = []
-    cursor = source.open(0, 0, 1)
-    while (line := next(cursor, None)) is not None:
-        got += line.tolist()
-        cursor = again(source, again(source, cursor))
-    assert got == list(range(len(got)))
-    assert len(got) == 2300 // 32 * 32
 
 
 def test_a_state_holds_no_text() -> None:

@@ -3,71 +3,22 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
 from given_shards import again
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from layer_stacks import STACKS, add, documents, keep, pick
+from layer_stacks import STACKS, documents, stacks
+from tests.datasets.sharded.contract import Fleet, Make, batches_of
 
-from penstock.data import (
-    Chunked,
-    Cursor,
-    Filtered,
-    Mapped,
-    Mixture,
-    Packed,
-    Repeated,
-    ShardedSource,
-    WindowShuffled,
-)
+from penstock.data import Chunked, Cursor, Mapped, Mixture, Packed
 from penstock.data.sharded.layers.layer import Layer
 from penstock.proto.errors import DatasetError
 from penstock.proto.state.codec import encode_state
 
 MOST = 40
-Over = Callable[[ShardedSource], ShardedSource]
-
-
-def mixed(weights: list[int], stop: Any, twice: bool) -> Over:
-    def over(source: ShardedSource) -> ShardedSource:
-        other = source if twice else documents(6, 3, first=50)
-        return Mixture([source, other], weights, stop="never" if source.endless else stop)
-
-    return over
-
-
-OVERS: st.SearchStrategy[Over] = st.one_of(
-    st.just(lambda source: source if source.endless else Repeated(source)),
-    st.sampled_from([0, 2]).map(
-        lambda n: lambda source: Mapped(source, pick if n else add, random=True, skip_failures=n)
-    ),
-    st.just(lambda source: Filtered(source, keep, random=True)),
-    st.tuples(st.integers(1, 7), st.sampled_from([None, -1]), st.sampled_from([None, -2])).map(
-        lambda drawn: lambda source: Chunked(source, length=drawn[0], bos=drawn[1], eos=drawn[2])
-    ),
-    st.tuples(st.integers(1, 12), st.sampled_from([None, -3])).map(
-        lambda drawn: lambda source: Packed(source, length=drawn[0], pad=drawn[1])
-    ),
-    st.integers(1, 9).map(lambda window: lambda source: WindowShuffled(source, window)),
-    st.builds(
-        mixed,
-        st.lists(st.integers(0, 3), min_size=2, max_size=2).filter(any),
-        st.sampled_from(["never", "first", "last"]),
-        st.booleans(),
-    ),
-)
-
-
-def built(overs: list[Over]) -> ShardedSource:
-    source: ShardedSource = documents(7, 4)
-    for over in overs:
-        source = over(source)
-    return source
-
-
 STEPS = st.lists(st.tuples(st.booleans(), st.integers(0, 12)), min_size=1, max_size=8)
 """Whether samples are passed over or read, and how many. Behind each step the stack is saved."""
 
@@ -76,10 +27,10 @@ def read(cursor: Cursor, count: int) -> list[bytes]:
     return [encode_state(sample) for sample in itertools.islice(cursor, count)]
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.filter_too_much])
-@given(st.lists(OVERS, min_size=1, max_size=5), st.integers(0, 1), st.integers(0, 2), STEPS)
-def test_cut_anywhere(overs: list[Over], shard: int, epoch: int, steps: list[tuple[bool, int]]) -> None:
-    source = built(overs)
+@settings(max_examples=120, suppress_health_check=[HealthCheck.filter_too_much])
+@given(stacks(), st.integers(0, 1), st.integers(0, 2), STEPS)
+def test_cut_anywhere(make: Make, shard: int, epoch: int, steps: list[tuple[bool, int]]) -> None:
+    source = make()
     epoch = 0 if source.endless else epoch
     try:
         expected = read(source.open(shard, epoch, 3), MOST)
@@ -97,10 +48,29 @@ def test_cut_anywhere(overs: list[Over], shard: int, epoch: int, steps: list[tup
         else:
             assert read(cursor, step) == expected[at : at + step]
         at = min(at + step, len(expected))
-        source = built(overs)
+        source = make()
         cursor = again(source, cursor, shard=shard, epoch=epoch, seed=3)
     assert read(cursor, MOST - at) == expected[at:]
     cursor.close()
+
+
+SHAPES = st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 2), (3, 1), (1, 5), (2, 5), (1, 11), (1, 12), (3, 4)])
+
+
+@settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow])
+@given(stacks(), st.lists(st.tuples(SHAPES, st.integers(0, 6)), min_size=1, max_size=5), st.integers(3, 6))
+def test_any_stack_keeps_its_order_over_any_chain(make: Make, chain: list[Any], batch: int) -> None:
+    whole = Fleet(make, (1, 1), global_batch_size=batch, tail="drop")
+    expected = []
+    with suppress(DatasetError):  # an epoch of a small source may have no batch, or a shard nothing to repeat
+        expected = batches_of(whole.take(sum(count for _, count in chain)))
+    assume(expected)
+    fleet: Fleet | None = None
+    got: list[list[bytes]] = []
+    for shape, count in chain:
+        fleet = Fleet(make, shape, fleet, global_batch_size=batch, tail="drop")
+        got += batches_of(fleet.take(count))
+    assert got == expected
 
 
 @pytest.mark.parametrize("name", STACKS)
@@ -109,14 +79,6 @@ def test_a_token_is_small(name: str) -> None:
     cursor = source.open(0, 0, 3)
     sizes = [len(encode_state(cursor.token())) for _ in zip(range(MOST), cursor, strict=False)]
     assert max(sizes) < 800, sizes
-
-
-def test_a_lengths_promise_is_kept() -> None:
-    for make in STACKS.values():
-        source = make()
-        lengths = source.lengths(0)
-        if lengths is not None:
-            assert [sum(1 for _ in source.open(shard, 0, 3)) for shard in range(source.num_shards)] == list(lengths)
 
 
 def test_depth_counts_the_longest_way_down() -> None:

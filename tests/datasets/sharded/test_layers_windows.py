@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from operator import itemgetter
 
 import pytest
-import torch
 from given_shards import Given, again, first, whole
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.data import Grouped, Mapped, Mixture, Repeated, ShardLoader, WindowShuffled
+from penstock.data import Grouped, Mixture, Repeated, WindowShuffled
 from penstock.proto.errors import DatasetError
 
 
@@ -22,18 +20,6 @@ def test_each_window_is_shuffled_differently(length: int, window: int, known: bo
     for begin in range(0, length, window):
         assert sorted(samples[begin : begin + window]) == list(range(begin, min(begin + window, length)))
     assert source.lengths(0) == ([length] if known else None)
-
-
-@given(st.integers(0, 25), st.integers(1, 12), st.integers(0, 25), st.integers(0, 25))
-def test_cut_and_passed_over(length: int, window: int, at: int, skipped: int) -> None:
-    source = WindowShuffled(Given([range(length)]), window)
-    samples = whole(source)
-    cursor = source.open(0, 0, 1)
-    assert cursor.skip(at) == min(at, length)
-    cursor = again(source, cursor)
-    assert first(source, 3) == samples[:3]
-    assert cursor.skip(skipped) == min(skipped, max(0, length - at))
-    assert list(again(source, cursor)) == samples[at + skipped :]
 
 
 def test_the_order_is_keyed() -> None:
@@ -100,20 +86,3 @@ def test_lists_of_samples_that_are_alike(keys: list[int], size: int, window: int
     assert sorted(lists) == sorted(expected)
     ends = [group[-1][0] for group in lists if len(group) == size]
     assert ends == sorted(ends), "a list comes when it is full"
-
-
-def test_lists_that_never_fill_are_an_error() -> None:
-    source = Grouped(Repeated(Given([range(50)])), lambda number: number, 2, window=50, drop_rest=True)
-    with pytest.raises(DatasetError, match="left out 1,000,000 samples of shard 0 in a row"):
-        next(source.open(0, 0, 1))
-
-
-def test_lists_are_dealt_as_batches() -> None:
-    source = Mapped(Grouped(Given([[(n, n % 3) for n in range(40)]] * 2), itemgetter(1), 4, window=20), as_tensor)
-    got = list(ShardLoader(source, unbatched=True))
-    assert all(len(set((batch % 3).tolist())) == 1 for batch in got)
-    assert sorted(n for batch in got for n in batch.tolist()) == sorted([*range(40)] * 2)
-
-
-def as_tensor(group: list[tuple[int, int]]) -> torch.Tensor:
-    return torch.tensor([number for number, _ in group])

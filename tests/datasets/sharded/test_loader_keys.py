@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from listed import Counting, Listed
 from opaque_streams import Counter
 
@@ -17,7 +14,6 @@ from penstock.data.sharded.protocol import Place, Token
 from penstock.data.sharded.shard_keys import LARGEST
 from penstock.data.sharded.shard_loader import ShardLoader
 from penstock.proto.errors import DatasetError, InvalidArgumentError, StateCorruptError, StateMismatchError
-from penstock.worker.batch.building import collate
 
 
 def loader_of(source: Any, **options: Any) -> ShardLoader:
@@ -90,16 +86,6 @@ def test_of_batches_that_grew_and_of_a_later_pass() -> None:
     assert [other.restore_sample(key) for _, key in rows] == [sample for sample, _ in rows]
 
 
-def test_a_batch_that_is_a_dict_gets_a_field_more() -> None:
-    loader = loader_of(Listed([5]), keys="key", collate_fn=lambda rows: {"x": collate(rows)})
-    batch = next(iter(loader))
-    assert torch.equal(batch["x"], torch.arange(4))
-    assert [loader.restore_sample(key) for key in batch["key"]] == [0, 1, 2, 3]
-    taken = loader_of(Listed([5]), keys="x", collate_fn=lambda rows: {"x": rows})
-    with pytest.raises(InvalidArgumentError, match="keys='x': the batch already has a field of this name"):
-        next(iter(taken))
-
-
 def test_batches_of_the_source_s_own_have_one_key() -> None:
     loader = ShardLoader(Listed([5]), unbatched=True, keys="key", seed=3)
     batches = list(loader)
@@ -138,34 +124,3 @@ def test_a_key_that_cannot_be_is_refused() -> None:
     loader.source = Listed([3])
     with pytest.raises(DatasetError, match="shard 0 of epoch 0 ends before sample 3"):
         loader.restore_sample(key)
-
-
-def drawn(rows: list[Any]) -> dict[str, Any]:
-    """A collate function that draws from all three generators."""
-    return {"rows": rows, "drawn": [random.random(), float(np.random.rand()), torch.rand(1).item()]}
-
-
-@pytest.mark.parametrize(
-    "source", [Listed([5, 0, 9]), Listed([5, 0, 9], known=False), Counting(6)], ids=["lengths", "none", "endless"]
-)
-def test_collate_draws_are_keyed_by_position(source: Any) -> None:
-    options = {"collate_fn": drawn, "rank": (0, 2), "batch_size": 3}
-    stream = iter(loader := loader_of(source, **options))
-    first, state = next(stream), loader.state_dict()
-    rest = [next(stream), next(stream)]
-    random.seed(99)
-    np.random.seed(99)
-    torch.manual_seed(99)
-    before = [random.getstate()[1][-1], torch.get_rng_state().sum().item(), np.random.get_state(legacy=False)]
-    equal = iter(loader_of(source, **options))
-    assert [next(equal) for _ in range(3)] == [first, *rest], "another loader, with other generators around it"
-    resumed = loader_of(source, **options)
-    resumed.load_state_dict(state)
-    stream = iter(resumed)
-    assert [next(stream), next(stream)] == rest, "from a state"
-    skipped: Any = iter(loader_of(source, **options))
-    skipped.skip_batch()
-    assert next(skipped) == rest[0], "behind a batch that is passed over"
-    assert len({tuple(batch["drawn"]) for batch in [first, *rest]}) == 3
-    after = [random.getstate()[1][-1], torch.get_rng_state().sum().item(), np.random.get_state(legacy=False)]
-    np.testing.assert_equal(after, before)

@@ -20,7 +20,6 @@ from penstock.data import (
     Chunked,
     Filtered,
     LogicalShards,
-    MapLoader,
     Mapped,
     Mixture,
     Packed,
@@ -28,7 +27,6 @@ from penstock.data import (
     WindowShuffled,
 )
 from penstock.data.sharded.protocol import Place, Token
-from penstock.data.sharded.round_robin import RoundRobin
 from penstock.data.sharded.shard_loader import ShardLoader
 from penstock.data.sharded.shard_states import differences
 from penstock.proto.errors import (
@@ -38,7 +36,6 @@ from penstock.proto.errors import (
     StateMismatchError,
     StateVersionError,
 )
-from penstock.proto.state.assignment import Assignment, assigned
 
 UNEQUAL = [7, 0, 23, 1, 12]
 
@@ -88,25 +85,6 @@ def test_only_touched_shards_tokens_are_taken() -> None:
     assert len(state["shards"]) == 1000
 
 
-@pytest.mark.parametrize(
-    ("lengths", "options", "says"),
-    [
-        ([3, 4], {"seed": 4}, "worker 1 reads samples in another order than worker 0.*seed was 3 and is 4"),
-        ([4, 4], {}, r"source.lengths\[0\] was 3 and is 4"),
-        ([3, 4], {"batch_size": 2}, "topology.batch was 4 and is 2"),
-    ],
-)
-def test_workers_of_unlike_orders_are_refused(lengths: list[int], options: dict[str, Any], says: str) -> None:
-    states = []
-    for number, (own, changed) in enumerate([([3, 4], {}), (lengths, options)]):
-        with assigned(Assignment(0, 1, number, 2, 0, 1)):
-            states.append(loader_of(Listed(own), **changed).state_dict())
-    with pytest.raises(StateMismatchError, match=says):
-        loader_of(Listed([3, 4])).aggregate_state_dict(states)
-    with pytest.raises(InvalidArgumentError, match="needs the states of all workers, got none"):
-        loader_of(Listed([3, 4])).aggregate_state_dict([])
-
-
 def test_a_state_does_not_change_once_it_is_given() -> None:
     loader = loader_of(Listed(UNEQUAL, known=False))
     stream = iter(loader)
@@ -132,30 +110,6 @@ def test_shard_reopens_where_it_was_left() -> None:
         Fleet(make, (2, 2), fleet, global_batch_size=6).take(1)
         opened = [opening for source in sources for opening in source.opened]
         assert min(index for _, index in opened) >= 59
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (3, 1), (3, 2)])
-def test_cursors_are_exact_for_sequential_workers(shape: Shape) -> None:
-    """Each says how many of the shard's samples come before the end of the worker's last batch, look-ahead or not."""
-    lengths = [6, 0, 9, 1, 5, 9, 3, 8, 0, 7, 2, 9]
-    fleet = Fleet(lambda: Listed(lengths, known=False), shape, global_batch_size=4)
-    rounds = RoundRobin(len(lengths), lengths)
-    for step in range(1, 15):
-        fleet.take(1)
-        for worker in fleet.workers[(step - 1) % shape[1] :: shape[1]]:
-            marks = marks_of(worker.state_dict())
-            assert marks == {shard: count for shard, count in enumerate(rounds.counts(4 * step)) if shard in marks}
-            assert len(marks) >= min(4 * step, len(lengths))
-
-
-def test_worker_gets_cursors_of_its_own_shards() -> None:
-    fleet = Fleet(lambda: Counting(24), (1, 1), global_batch_size=8, partitions=4)
-    fleet.take(30)
-    assert len(fleet.workers[0].state_dict()["shards"]) == 24
-    parts = Fleet(fleet.make, (2, 3), fleet, global_batch_size=8, partitions=4).workers
-    shards = [set(part.state_dict()["shards"]) for part in parts]
-    assert list(map(len, shards)) == [4] * 6
-    assert len(set().union(*shards)) == 24
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -186,34 +140,6 @@ def test_worker_still_in_the_previous_epoch(known: bool) -> None:
     assert Fleet(fleet.make, (2, 2), fleet, global_batch_size=5).take(3) == whole[5:]
 
 
-@pytest.mark.parametrize("source", [Listed(UNEQUAL), Listed(UNEQUAL, known=False), Counting(4)])
-def test_a_batch_that_fails_is_tried_again(source: Any) -> None:
-    fails = [True, True]
-
-    def collate(samples: list[Any]) -> Any:
-        if fails and fails.pop():
-            raise ValueError("once")
-        return samples
-
-    whole = iter(loader_of(source, rank=(1, 2), batch_size=3))
-    expected = [next(whole) for _ in range(6)]
-    loader = loader_of(source, collate_fn=collate, rank=(1, 2), batch_size=3)
-    stream = iter(loader)
-    for _ in range(2):
-        with pytest.raises(ValueError, match="once"):
-            next(stream)
-        assert loader.state_dict()["done"] == 0
-    assert [next(stream) for _ in range(2)] == expected[:2]
-    fails.append(True)
-    with pytest.raises(ValueError, match="once"):
-        next(stream)
-    other = loader_of(source, rank=(1, 2), batch_size=3)
-    other.load_state_dict(saved(loader.state_dict()))
-    rest = iter(other)
-    assert [next(rest) for _ in range(4)] == expected[2:]
-    assert [next(stream) for _ in range(4)] == expected[2:]
-
-
 class Failing(Listed):
     """Fails once at each sample of a set, and its cursor is good for nothing then."""
 
@@ -241,17 +167,9 @@ class _FailingCursor:
             raise OSError(f"sample {sample}")
         return sample
 
-    def skip(self, count: int) -> int:
-        assert not self._broken, "a cursor that failed was used again"
-        passed: int = self._inner.skip(count)
-        return passed
-
-    def token(self) -> Token:
-        assert not self._broken, "a cursor that failed was used again"
-        return self._inner.token()
-
-    def close(self) -> None:
-        self._inner.close()
+    def __getattr__(self, name: str) -> Any:
+        assert name == "close" or not self._broken, "a cursor that failed was used again"
+        return getattr(self._inner, name)
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -305,8 +223,6 @@ def test_workers_resume_at_their_own_positions() -> None:
 @pytest.mark.parametrize(
     ("source", "changed", "says"),
     [
-        (Listed([7, 3]), {"seed": 4}, "seed was 3 and is 4"),
-        (Listed([7, 3]), {"tail": "drop"}, "tail was 'emit' and is 'drop'"),
         (Listed([7, 4]), {}, r"source\.lengths\[1\] was 3 and is 4"),
         (Listed([7, 3], name="other"), {}, r"source\.kind was 'listed' and is 'other'"),
     ],
@@ -390,29 +306,12 @@ def flat(loader: ShardLoader) -> Iterator[Any]:
         yield from batch
 
 
-def test_worker_state_fits_its_own_topology_only() -> None:
-    fleet = Fleet(lambda: Listed(UNEQUAL), (1, 2), batch_size=4)
-    fleet.take(2)
-    with pytest.raises(StateMismatchError, match="aggregate_state_dict returned, which fits any number of workers"):
-        loader_of(Listed(UNEQUAL), seed=11).load_state_dict(fleet.workers[0].state_dict())
-
-
 def test_workers_of_another_order_are_refused() -> None:
     """os.listdir gives another one on each machine."""
     made = iter([["b.txt", "a.txt"], ["a.txt", "b.txt"], ["b.txt", "a.txt"]])
     fleet = Fleet(lambda: LogicalShards([[1, 2], [3, 4]], shards=2, names=next(made)), (1, 2), batch_size=1)
     with pytest.raises(StateMismatchError, match=r"worker 1 .* than worker 0.*names\[0\] was 'b.txt' and is 'a.txt'"):
         fleet.state()
-    states = [MapLoader([1, 2, 3], batch_size=1, seed=seed).state_dict() for seed in (0, 1)]
-    with pytest.raises(StateMismatchError, match=r"worker 1 .* than worker 0.*seed 0 and 1"):
-        MapLoader([1, 2, 3], batch_size=1).aggregate_state_dict(states)
-
-
-def test_one_workers_state_is_not_that_of_all() -> None:
-    fleet = Fleet(lambda: Listed(UNEQUAL), (1, 2), batch_size=4)
-    fleet.take(2)
-    with pytest.raises(StateMismatchError, match=r"deaggregate_state_dict needs .*, got the state of one worker"):
-        loader_of(Listed(UNEQUAL), seed=11).deaggregate_state_dict(fleet.workers[0].state_dict())
 
 
 @pytest.mark.parametrize("source", [LogicalShards([partial(iter, range(40))] * 2, shards=2), Counting(4)])
@@ -444,17 +343,6 @@ def test_a_source_that_says_what_cannot_be(changed: dict[str, Any], says: str) -
 @pytest.mark.parametrize(
     ("spoilt", "error"),
     [
-        ({"epoch": -1}, StateCorruptError),
-        ({"done": "3"}, StateCorruptError),
-        ({"start": True}, StateCorruptError),
-        ({"topology": {}}, StateCorruptError),
-        ({"topology": {"boxes": 0, "workers": 1, "batch": 4}}, StateCorruptError),
-        ({"epoch": 10**30}, StateCorruptError),
-        ({"first": 1}, StateCorruptError),
-        ({"others": None, "workers": 1}, StateCorruptError),
-        ({"format": 0}, StateCorruptError),
-        ({"format": 4}, StateVersionError),
-        ({"order": 3}, StateCorruptError),
         ({"shards": None}, StateCorruptError),
         (marked(9, 0, None), StateCorruptError),
         (marked("one", 0, None), StateCorruptError),
@@ -480,9 +368,6 @@ def test_a_state_that_cannot_be_is_refused(spoilt: dict[str, Any], error: type[E
 
     with pytest.raises(error):
         load()
-    for other in ({}, None, {"model": 3}, [1]):
-        with pytest.raises(StateMismatchError, match="got one of another loader"):
-            loader.load_state_dict(other)
 
 
 @pytest.mark.parametrize("block", [None, 0, "4", [4], True])
@@ -527,15 +412,6 @@ def test_shards_that_ended_early_are_named() -> None:
         list(other)
 
 
-def test_numbers_of_numpy_s_do() -> None:
-    loader = loader_of(Counting(4), batch_size=np.int64(3), seed=np.int32(5), rank=(np.int64(0), np.int64(1)))
-    other = loader_of(Counting(4), batch_size=3, seed=5)
-    stream = iter(loader)
-    next(stream)
-    other.load_state_dict(json.loads(json.dumps(loader.state_dict())))
-    assert next(iter(other)) == next(stream)
-
-
 def language_model() -> Any:
     pieces = [[[10 * piece + at] * (1 + (7 * at + piece) % 9) for at in range(8)] for piece in range(6)]
     files = LogicalShards([partial(list, piece) for piece in pieces], shards=6, shuffle=True)
@@ -551,14 +427,11 @@ def numbers() -> Any:
     return LogicalShards([range(90)], shards=4, shuffle=True)
 
 
-# All layers on two ways only: to make what they draw again, at each step, takes seconds.
 @pytest.mark.parametrize(
     ("make", "shape", "then"),
     [
         (numbers, (1, 1), (2, 3)),
-        (numbers, (2, 3), (2, 3)),
         (numbers, (2, 3), (3, 1)),
-        (language_model, (1, 1), (2, 3)),
         (language_model, (2, 3), (3, 1)),
     ],
 )

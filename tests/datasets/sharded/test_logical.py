@@ -14,41 +14,24 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch.utils.data
+from given_shards import rest, token_after
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from opaque_streams import Counter, Numbers
 from shardsets import numbers
 
-from penstock.data import LogicalShards, StreamingDataset, StreamingLoader
+from penstock.data import LogicalShards, StreamingDataset
 from penstock.data.ordering.permutation import Ints
-from penstock.data.sharded.protocol import ShardedSource, Token
+from penstock.data.sharded.protocol import ShardedSource
 from penstock.data.sharded.sources.indexed_pieces import shard_range
 from penstock.data.sharded.sources.sequential_pieces import assign_pieces
 from penstock.proto.errors import StateCorruptError
-from penstock.proto.state.codec import decode_state, encode_state
 
-SEED = 3
-
-
-def read(source: ShardedSource, shard: int, epoch: int = 0, token: Token = None, most: int = 10_000) -> list[Any]:
-    cursor = source.open(shard, epoch, SEED, token)
-    try:
-        return list(itertools.islice(cursor, most))
-    finally:
-        cursor.close()
+SEED = 1
 
 
 def shards(source: ShardedSource, epoch: int = 0) -> list[list[Any]]:
-    return [read(source, shard, epoch) for shard in range(source.num_shards)]
-
-
-def token_after(source: ShardedSource, shard: int, count: int) -> Token:
-    cursor = source.open(shard, 0, SEED)
-    assert cursor.skip(count) == count
-    try:
-        return decode_state(encode_state(cursor.token()))
-    finally:
-        cursor.close()
+    return [list(source.open(shard, epoch, SEED)) for shard in range(source.num_shards)]
 
 
 def lists(*lengths: int) -> list[list[tuple[int, int]]]:
@@ -133,9 +116,9 @@ def test_position_is_a_number_and_skipping_adds() -> None:
 
     piece = Counted(range(1000))
     source = LogicalShards([piece], shards=2)
-    token = token_after(source, 1, 250)
+    token = token_after(source, 250, shard=1)
     assert token == 250
-    assert read(source, 1, token=token, most=2) == [750, 751]
+    assert rest(source, token, shard=1, most=2) == [750, 751]
     assert piece.reads == 2
     for wrong in (-1, 501, 2.5, "3", [1]):
         with pytest.raises(StateCorruptError, match="the saved position in a shard of 500 records is damaged"):
@@ -153,7 +136,7 @@ def test_position_is_a_number_and_skipping_adds() -> None:
     ids=["array", "tensor", "table", "range"],
 )
 def test_what_can_be_a_piece(piece: Any, wanted: list[Any]) -> None:
-    records = read(LogicalShards([piece, piece], shards=1), 0)
+    records = rest(LogicalShards([piece, piece], shards=1))
     assert len(records) == 6
     plain = [record if isinstance(record, dict) else np.asarray(record).tolist() for record in records]
     assert plain[: len(wanted)] == wanted
@@ -162,8 +145,8 @@ def test_what_can_be_a_piece(piece: Any, wanted: list[Any]) -> None:
 def test_a_torch_dataset_and_a_memmap(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.arange(4))
     source = LogicalShards([lambda: np.load(tmp_path / "a.npy", mmap_mode="r"), lambda: Numbers(2)], shards=2)
-    assert [int(record) for record in read(source, 0)] == [0, 1, 2]
-    assert read(source, 1)[1]["number"] == 0
+    assert [int(record) for record in rest(source)] == [0, 1, 2]
+    assert rest(source, shard=1)[1]["number"] == 0
 
 
 # ---- streaming datasets as pieces
@@ -213,14 +196,6 @@ def test_streaming_piece_is_local_and_prefetched(hundred: Path, tmp_path: Path) 
     other.close()
 
 
-def test_block_order_equals_a_streaming_loaders(hundred: Path) -> None:
-    """Not shuffled, it is the same order."""
-    dataset = StreamingDataset(local=hundred)
-    loader = StreamingLoader(dataset, batch_size=100, collate_fn=lambda samples: [s["number"] for s in samples])
-    assert [record["number"] for record in read(LogicalShards([dataset], shards=1), 0)] == next(iter(loader))
-    dataset.close()
-
-
 # ---- whole pieces
 
 
@@ -236,12 +211,6 @@ def test_pieces_of_unknown_length_go_in_turn() -> None:
     source = LogicalShards([opening(own) for own in lists(3, 1, 2, 4, 1)], shards=2)
     assert shards(source) == [[*lists(3)[0], (2, 0), (2, 1), (4, 0)], [(1, 0), *[(3, i) for i in range(4)]]]
     assert source.lengths(0) is None
-
-
-def test_lengths_are_known_with_counts() -> None:
-    source = LogicalShards([opening(own) for own in lists(3, 1, 2)], shards=2, counts=[3, 1, 2], shuffle=True)
-    for epoch in range(3):
-        assert source.lengths(epoch) == [len(shard) for shard in shards(source, epoch)]
 
 
 def test_piece_order_follows_seed_and_epoch() -> None:
@@ -281,9 +250,9 @@ def test_piece_with_a_state_resumes_by_it() -> None:
         return made[-1]
 
     source = LogicalShards([piece, lambda: Counter(3, 9000)], shards=1)
-    token = token_after(source, 0, 4000)
+    token = token_after(source, 4000)
     made.clear()
-    assert read(source, 0, token=token, most=1) == [4000]
+    assert rest(source, token, most=1) == [4000]
     assert [counter.loaded for counter in made] == [1]
     assert made[0].made < 4000
     assert made[0].closed == 1
@@ -306,7 +275,7 @@ def test_users_object_is_not_loaded_nor_closed() -> None:
 
     words = Words()
     source = LogicalShards([words], shards=1)
-    assert read(source, 0, token=token_after(source, 0, 2)) == list("cdef")
+    assert rest(source, token_after(source, 2)) == list("cdef")
     assert not words.closed
 
 

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 import torch
 from forked import join_all
+from given_shards import rest, token_after
 from opaque_streams import Counter
 
-from penstock.data import Filtered, Grouped, LogicalShards, MapLoader, Mapped, Repeated, ShardLoader
+from penstock.data import Filtered, Grouped, LogicalShards, Mapped, Repeated, ShardLoader
 from penstock.data.sharded.protocol import Token
 from penstock.data.sharded.sources import sequential_pieces
 from penstock.data.sharded.sources.sequential_pieces import assign_pieces
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ReplayMismatchError, StateCorruptError
-from penstock.proto.state.codec import decode_state, encode_state
 
-SEED = 3
+SEED = 1
 
 
 class Files:
@@ -70,23 +70,6 @@ def in_turn(source: LogicalShards) -> list[Any]:
     for cursor in cursors:
         cursor.close()
     return got
-
-
-def token_after(source: LogicalShards, count: int) -> Token:
-    cursor = source.open(0, 0, SEED)
-    assert cursor.skip(count) == count
-    try:
-        return decode_state(encode_state(cursor.token()))
-    finally:
-        cursor.close()
-
-
-def rest(source: LogicalShards, token: Token = None) -> list[Any]:
-    cursor = source.open(0, 0, SEED, token)
-    try:
-        return list(cursor)
-    finally:
-        cursor.close()
 
 
 # ---- open and closed
@@ -221,9 +204,17 @@ class Frame:
         ([[1], [2]], {"names": ["a", "b", "c"]}, "names must have one entry for each of 2 pieces, got 3"),
         ([[1]], {"counts": [-1]}, "counts must be at least 0, got -1"),
         ([[1]], {"counts": [1.0]}, "counts must be a whole number, got 1.0"),
+        (torch.utils.data.TensorDataset(torch.arange(4)), {}, r"pieces must be a list .*\[piece\], got TensorDataset"),
+        (torch.zeros(3, 2), {}, "pieces must be a list .* got Tensor"),
+        (lambda: iter([1]), {}, "pieces must be a list .* got function"),
+        ("abc", {}, "pieces must be a list .* got str"),
+        ([[1]], {"shards": None}, "shards must be at least 1, got None"),
+        ([[1]], {"counts": 1}, "counts must be a list"),
+        ([[1]], {"counts": [None]}, "got None; or leave counts out"),
+        ([[1]], {"names": "a"}, "names must be a list"),
     ],
 )
-def test_what_cannot_be_meant(pieces: list[Any], options: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_meant(pieces: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         LogicalShards(pieces, **{"shards": 1, **options})
 
@@ -353,10 +344,6 @@ def ends_at(number: int) -> bool:
     return bool(next(iter(()))) if number == 3 else True
 
 
-def collated(samples: list[int]) -> list[int]:
-    return next(iter(())) if 3 in samples else samples
-
-
 def numbers() -> LogicalShards:
     return LogicalShards([list(range(8))], shards=1)
 
@@ -381,10 +368,6 @@ def numbers() -> LogicalShards:
             lambda: ShardLoader(Grouped(numbers(), ends_at, 2, window=4), unbatched=True),
             "the key of Grouped ends_at",
         ),
-        (lambda: ShardLoader(numbers(), batch_size=2, collate_fn=collated), "the collate_fn"),
-        (lambda: MapLoader(list(range(8)), batch_size=2, collate_fn=collated), "the collate_fn"),
-        (lambda: MapLoader(list(range(8)), batch_size=2, collate_fn=collated, reseed=False), "the collate_fn"),
-        (lambda: MapLoader(list(range(8)), batch_size=2, collate_fn=collated, fetch_threads=1), "the collate_fn"),
     ],
 )
 def test_users_stop_iteration_is_an_error(loader: Callable[[], Any], out_of: str) -> None:
@@ -418,24 +401,6 @@ def test_what_cannot_be_opened_is_named() -> None:
     with pytest.raises(FileNotFoundError) as caught:
         rest(source)
     assert caught.value.__notes__ == ["raised by the function that opens piece 1 (b)"]
-
-
-@pytest.mark.parametrize(
-    ("pieces", "options", "message"),
-    [
-        (torch.utils.data.TensorDataset(torch.arange(4)), {}, r"pieces must be a list .*\[piece\], got TensorDataset"),
-        (torch.zeros(3, 2), {}, "pieces must be a list .* got Tensor"),
-        (lambda: iter([1]), {}, "pieces must be a list .* got function"),
-        ("abc", {}, "pieces must be a list .* got str"),
-        ([[1]], {"shards": None}, "shards must be at least 1, got None"),
-        ([[1]], {"counts": 1}, "counts must be a list"),
-        ([[1]], {"counts": [None]}, "got None; or leave counts out"),
-        ([[1]], {"names": "a"}, "names must be a list"),
-    ],
-)
-def test_plain_mistakes(pieces: Any, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=message):
-        LogicalShards(pieces, **{"shards": 1, **options})
 
 
 def test_pieces_are_assigned_once_per_epoch(monkeypatch: pytest.MonkeyPatch) -> None:

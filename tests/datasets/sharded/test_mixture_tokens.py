@@ -10,10 +10,8 @@ import torch
 from given_shards import Given, again, first, whole
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.datasets.sharded.contract import Fleet, Shape
 
-from penstock.data import Chunked, Mixture, Packed, ShardedSource
-from penstock.data.sharded.protocol import Cursor
+from penstock.data import Chunked, Mixture, Packed
 from penstock.proto.errors import DatasetError, InvalidArgumentError, StateCorruptError
 
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=8)
@@ -54,26 +52,6 @@ def test_long_and_short_documents_share_lines() -> None:
     assert float((by_samples == 0).double().mean()) < 0.02
 
 
-@pytest.mark.parametrize("chain", [[(1, 1), (2, 3), (1, 2)], [(2, 2), (1, 1), (1, 5)]])
-def test_token_shares_survive_a_rescale(chain: list[Shape]) -> None:
-    """What each source has given moves with its shard."""
-
-    def make() -> ShardedSource:
-        corpora = [
-            Given([[[n, s, *range(5 + (37 * at + n) % (30 + 200 * n))] for at in range(60)] for s in range(4)])
-            for n in range(3)
-        ]
-        return Mixture(corpora, [5, 3, 2], by="tokens")
-
-    fleet: Fleet | None = None
-    rows: list[Any] = []
-    for batch, shape in zip((8, 4, 12), chain, strict=True):
-        fleet = Fleet(make, shape, fleet, global_batch_size=batch, partitions=2)
-        rows += [row for taken in fleet.take(11) for row in taken]
-    for shard in range(4):
-        within_one_document([row for row in rows if row[1] == shard], [5, 3, 2])
-
-
 @given(st.lists(st.lists(st.integers(1, 9), max_size=6), min_size=1, max_size=4), st.data())
 def test_ends(lengths: list[list[int]], data: st.DataObject) -> None:
     parts = data.draw(st.lists(st.integers(0, 3), min_size=len(lengths), max_size=len(lengths)).filter(any))
@@ -87,16 +65,6 @@ def test_ends(lengths: list[list[int]], data: st.DataObject) -> None:
     to_first = whole(Mixture(corpora, parts, stop="first", by="tokens"))
     within_one_document(to_first, parts)
     assert any(sum(document[0] == number for document in to_first) == len(lengths[number]) for number in live)
-
-
-def test_document_read_ahead_is_not_lost() -> None:
-    source = Mixture([corpus(0, [3, 4, 5]), corpus(1, [50, 6])], [1, 1], stop="last", by="tokens")
-    cursor: Cursor = source.open(0, 0, 1)
-    got = []
-    while (document := next(cursor, None)) is not None:
-        got.append(len(document))
-        cursor = again(source, again(source, cursor))
-    assert sorted(got) == [3, 4, 5, 6, 50]
 
 
 def test_what_has_no_tokens_is_refused() -> None:

@@ -41,23 +41,17 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot_cadence, "SHARE", 1.0)
 
 
-@pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("place", [1, 2, 5])
-def test_a_shuffled_loader_of_samples_that_draw(place: int, every: int, eager: None) -> None:
-    """A warning, that its state leads elsewhere, would fail this."""
-    got, whole = split(lambda shard: shuffled_loader(), place, every)
-    assert got == whole
-
-
-@pytest.mark.parametrize("place", [1, 4, 6])
-def test_the_root_of_a_graph(place: int, eager: None) -> None:
-    got, whole = split(lambda shard: graph(9), place)
-    assert got == whole
-
-
-@pytest.mark.parametrize("place", [1, 4])
-def test_a_loader_of_a_graph(place: int, eager: None) -> None:
-    got, whole = split(lambda shard: Loader(MapStyleWrapper(list(range(9)), iter(range(9)))), place)
+@pytest.mark.parametrize(
+    ("make", "place", "every"),
+    [
+        *((shuffled_loader, place, every) for place in (1, 2, 5) for every in (1, 3)),
+        *((lambda: graph(9), place, 1) for place in (1, 4, 6)),
+        *((lambda: Loader(MapStyleWrapper(list(range(9)), iter(range(9)))), place, 1) for place in (1, 4)),
+    ],
+)
+def test_states_of_torchdata_lead_back(make: Callable[[], Any], place: int, every: int, eager: None) -> None:
+    """A warning, that a state leads elsewhere, would fail this."""
+    got, whole = split(lambda shard: make(), place, every)
     assert got == whole
 
 
