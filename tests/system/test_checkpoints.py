@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import mapped
 import pytest
 import streams
 import torch
-from cluster import Cluster, running
+from chains import plain
 from ranked import run
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
@@ -28,12 +27,6 @@ LOADERS: dict[str, Any] = {
     "map-style": (mapped.mapped, {"batch_size": 4}),
 }
 STEPS = 5
-
-
-def plain(batch: Any) -> Any:
-    if isinstance(batch, dict):
-        return {key: plain(value) for key, value in batch.items()}
-    return batch.tolist() if isinstance(batch, torch.Tensor) else batch
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -79,13 +72,6 @@ def test_what_the_user_changes_in_a_state_counts(appliance: Appliance) -> None:
     assert next(iter(DataExecutor(again, num_steps=1, appliance=appliance)))["number"] == 10
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with running(tmp_path_factory.mktemp("state")) as cluster:
-        cluster.add_worker(12, name="w1", allow="mapped")
-        yield cluster
-
-
 def in_order(outcomes: list[Any]) -> list[Any]:
     """Global batches in the order of the epoch, of all boxes' batches."""
     assert not [one for one in outcomes if one.raised], outcomes
@@ -98,10 +84,12 @@ def in_order(outcomes: list[Any]) -> list[Any]:
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("how", ["ours", "dcp.save", "dcp.async_save"])
-def test_any_number_of_ranks_goes_on(cluster: Cluster, tmp_path: Path, how: str) -> None:
+def test_any_number_of_ranks_goes_on(appliance: Appliance, tmp_path: Path, how: str) -> None:
     """Saved by two ranks, gone on with by three and by one: the global batches are those of the first life."""
-    where, folder = cluster.address, str(tmp_path / "saved")
-    whole = in_order(run(2, "ranked_loaders:first", where, f"{how}-2", how, folder, STEPS))
+    place, folder = appliance._place, str(tmp_path / "saved")
+    assert place is not None
+    where = place.address, place.token
+    whole = in_order(run(2, "ranked_loaders:first", *where, f"{how}-2", how, folder, STEPS))
     for ranks in (3, 1):
-        rest = in_order(run(ranks, "ranked_loaders:rest", where, f"{how}-then-{ranks}", how, folder, 3))
+        rest = in_order(run(ranks, "ranked_loaders:rest", *where, f"{how}-then-{ranks}", how, folder, 3))
         assert rest == whole[STEPS:]

@@ -63,9 +63,7 @@ class Supervisor(threading.Thread):
 
     def run(self) -> None:
         while True:
-            ended = os.pidfd_open(self.cluster.coordinator.pid)
-            ready, _, _ = select.select([ended, self.stopping], [], [])
-            os.close(ended)
+            ready, _, _ = select.select([self.cluster.coordinator, self.stopping], [], [])
             if self.stopping in ready:
                 return
             self.cluster.coordinator.wait()

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from census import census, runners, until
 from hosts import HostCluster, Network, why_not
+from interpreters import let_go
 from job import Job
-from trainers import let_go
 
 
 @pytest.fixture
