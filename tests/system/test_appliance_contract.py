@@ -16,6 +16,7 @@ import pytest
 import streams
 import third_party
 import torch
+from chains import plain
 from neighbours import beside
 
 from penstock.client import Appliance, DataExecutor, DataLoader, Lookahead, checkpoint_closure
@@ -58,15 +59,6 @@ def make(request: pytest.FixtureRequest, makes: dict[str, Make]) -> Make:
     return makes[request.param]
 
 
-def plain(batch: Any) -> Any:
-    """A batch as values that compare."""
-    if isinstance(batch, dict):
-        return {key: plain(value) for key, value in batch.items()}
-    if isinstance(batch, list | tuple):
-        return [plain(value) for value in batch]
-    return batch.tolist() if isinstance(batch, torch.Tensor | np.ndarray) else batch
-
-
 LOADERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "two methods": (streams.counter, {"batches": 9}),
     "four methods, all of one range": (streams.shared, {"batches": 23}),
@@ -106,14 +98,14 @@ def test_batches_and_digests_are_the_same(makes: dict[str, Make], name: str) -> 
 
 
 @pytest.mark.parametrize("name", LOADERS)
-@pytest.mark.parametrize(("saver", "resumer"), [("real", "fake"), ("fake", "real"), ("fake", "fake")])
+@pytest.mark.parametrize(("saver", "resumer"), [("real", "fake"), ("fake", "real")])
 def test_a_state_resumes_on_the_other(makes: dict[str, Make], saver: str, resumer: str, name: str) -> None:
     whole, digest = take(loader_of(name), 25, makes["fake"]())
     loader, states = loader_of(name), {}
     for _ in DataExecutor(loader, num_steps=20, appliance=makes[saver]()):
         if loader.step in (1, 7, 10, 18, 19):  # 18 and 19 are ends of epochs
             states[loader.step] = loader.state_dict()
-    for step, state in states.items() if saver == resumer else list(states.items())[1::2]:
+    for step, state in list(states.items())[1::2]:
         again = loader_of(name)
         again.load_state_dict(state)
         assert again.step == step
@@ -121,7 +113,7 @@ def test_a_state_resumes_on_the_other(makes: dict[str, Make], saver: str, resume
 
 
 @pytest.mark.parametrize("name", RESHAPED)
-@pytest.mark.parametrize(("saver", "resumer"), [("real", "fake"), ("fake", "real"), ("fake", "fake")])
+@pytest.mark.parametrize(("saver", "resumer"), [("real", "fake"), ("fake", "real")])
 def test_a_state_resumes_on_other_workers(makes: dict[str, Make], saver: str, resumer: str, name: str) -> None:
     loader = loader_of(name)
     first, _ = take(loader, 3, makes[saver]())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import signal
-import subprocess
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -12,9 +11,9 @@ from typing import Any
 
 import paced
 import pytest
-from cluster import TOKEN, Cluster, running
+from cluster import TOKEN, Cluster, Daemon, running
 
-from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.client import DataExecutor, DataLoader
 from penstock.proto.errors import UnknownWorkerError
 from penstock.proto.rpc.calls import CoordinatorClient
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -34,7 +33,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 def paced_worker(
     cluster: Cluster, slots: int, *more: str, name: str, batch_s: float = 0
-) -> AbstractContextManager[subprocess.Popen[bytes]]:
+) -> AbstractContextManager[Daemon]:
     """One that joins, and leaves with the end of the block."""
     cluster.environment["PACED_S"] = str(batch_s)
     return cluster.joined(slots, *more, allow="paced", name=name)
@@ -55,7 +54,10 @@ class Watched:
     ) -> None:
         """Take steps until the slots are as wished, each compared with what it must be. `always_ready`: no slot is ever
         without a worker that has it ready."""
-        with CoordinatorClient(self.cluster.address, TOKEN) as client, self.appliance() as appliance:
+        with (
+            CoordinatorClient(self.cluster.address, TOKEN) as client,
+            self.cluster.box(self.job, num_workers_per_box=self.workers) as appliance,
+        ):
             executor = DataExecutor(DataLoader(paced.paced, COUNT), num_steps=COUNT, appliance=appliance)
             for batch in executor:
                 self.step = executor.step
@@ -68,18 +70,6 @@ class Watched:
                     assert not self.always_ready or all(slot.phase == pb.READY for slot in slots.values())
                     if until(slots):
                         return
-
-    def appliance(self) -> Appliance:
-        return Appliance(
-            self.cluster.address,
-            num_workers_per_box=self.workers,
-            job=self.job,
-            seed=3,
-            token=TOKEN,
-            timeout_s=60,
-            box=0,
-            num_boxes=1,
-        )
 
 
 def on(slots: dict[int, pb.SlotView]) -> list[str]:
@@ -113,18 +103,25 @@ def no_warning() -> Iterator[None]:
         yield
 
 
-def test_drained_worker_migrates_during_training(cluster: Cluster) -> None:
-    told: list[pb.DrainWorkerReply] = []
+def test_slots_follow_joins_and_drains(cluster: Cluster) -> None:
+    """Half of them go to a worker that joins, and all when the other one drains, though the coordinator is killed."""
     with ExitStack() as closing:
 
         def act(step: int) -> None:
-            if step == 50:
+            if step == 40:
+                closing.enter_context(paced_worker(cluster, 4, name="second"))
+
+        def moved(slots: dict[int, pb.SlotView]) -> bool:
+            if on(slots) == ["kept", "kept", "second", "second"] and not told:
                 told.append(drain(cluster, "kept"))
                 closing.callback(back, cluster)
-                closing.enter_context(paced_worker(cluster, 2, name="new"))
+                cluster.coordinator.kill()
+                cluster.restart_coordinator()
+            return on(slots) == ["second"] * 4
 
-        Watched(cluster, 2).run(lambda slots: on(slots) == ["new", "new"], act)
-        assert (told[0].slots, told[0].stuck) == (2, 2)  # there was no other worker then
+        told: list[pb.DrainWorkerReply] = []
+        Watched(cluster, 4).run(moved, act)
+        assert (told[0].slots, told[0].stuck) == (2, 0)
         left = drain(cluster, "kept")
         assert (left.slots, left.stuck) == (0, 0)
 
@@ -158,16 +155,6 @@ def test_unrelieved_ending_worker_ends_at_once(cluster: Cluster) -> None:
             watched.run(lambda slots: on(slots) == ["kept", "kept"] and watched.step > 400, act)
 
 
-def test_slots_go_to_workers_that_join(cluster: Cluster) -> None:
-    with ExitStack() as closing:
-
-        def act(step: int) -> None:
-            if step == 40:
-                closing.enter_context(paced_worker(cluster, 4, name="second"))
-
-        Watched(cluster, 4).run(lambda slots: on(slots) == ["kept", "kept", "second", "second"], act)
-
-
 def test_slot_leaves_a_worker_the_loop_waits_for(cluster: Cluster) -> None:
     with aside(cluster), ExitStack() as closing:
         closing.enter_context(paced_worker(cluster, 1, name="slow", batch_s=0.02))
@@ -195,18 +182,3 @@ def test_drain_is_withdrawn_and_unknown_one_named(cluster: Cluster) -> None:
     watched.run(taken_back, act)
     with pytest.raises(UnknownWorkerError, match="worker must be one of kept, got 'other'"):
         drain(cluster, "other")
-
-
-def test_a_drain_outlives_the_coordinator(cluster: Cluster) -> None:
-    with ExitStack() as closing:
-
-        def act(step: int) -> None:
-            if step == 20:
-                drain(cluster, "kept")
-                closing.callback(back, cluster)
-            elif step == 60:
-                cluster.coordinator.kill()
-                cluster.restart_coordinator()
-                closing.enter_context(paced_worker(cluster, 2, name="new"))
-
-        Watched(cluster, 2).run(lambda slots: on(slots) == ["new", "new"], act)

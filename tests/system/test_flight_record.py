@@ -48,6 +48,7 @@ def test_a_state_knows_the_record_of_every_box(appliance: Appliance, lead: int) 
         (one, state), (two, _) = pool.map(train, range(2))
     assert [position.chain for position in read(state).positions] == [one[8], two[8]]
     assert one[8] != two[8]
+    assert state["done"] == [4, 4, 4, 4]
 
 
 def test_continues_over_workers_ends_with_boxes(appliance: Appliance) -> None:

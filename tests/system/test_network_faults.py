@@ -86,17 +86,8 @@ def train(
 ) -> list[int | None]:
     """The digest after each step; `at` some of them something is done."""
     digests: list[int | None] = []
-    with Appliance(
-        address,
-        num_workers_per_box=2,
-        job=job,
-        seed=5,
-        token=TOKEN,
-        timeout_s=timeout_s,
-        lane=lane,
-        box=0,
-        num_boxes=1,
-    ) as appliance:
+    settings: dict[str, Any] = {"num_workers_per_box": 2, "job": job, "seed": 5, "box": 0, "num_boxes": 1}
+    with Appliance(address, token=TOKEN, timeout_s=timeout_s, lane=lane, **settings) as appliance:
         loader = DataLoader(traps.trapped, "stateful 0", [], "")
         while len(digests) < STEPS:
             executor = DataExecutor(loader, num_steps=STEPS - len(digests), appliance=appliance)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import streams
 import torch
+from chains import plain
 from neighbours import beside
 
 from penstock.client import Appliance, DataExecutor, DataLoader
@@ -44,13 +45,6 @@ LOADERS: dict[str, tuple[Any, tuple[Any, ...], tuple[int, ...]]] = {
 }
 
 
-def plain(batch: Any) -> Any:
-    """A batch as something that == compares to the bit."""
-    if isinstance(batch, dict):
-        return {key: plain(value) for key, value in batch.items()}
-    return batch.tolist() if isinstance(batch, torch.Tensor) else batch
-
-
 @pytest.mark.parametrize("name", LOADERS)
 def test_resumed_equals_uninterrupted(appliance: Appliance, name: str) -> None:
     input_fn, arguments, saved_at = LOADERS[name]
@@ -70,32 +64,6 @@ def test_resumed_equals_uninterrupted(appliance: Appliance, name: str) -> None:
         assert [plain(batch) for batch in rest] == whole[step:], f"saved at step {step}"
         assert rest.step == STEPS
         assert rest.digest == executor.digest
-
-
-def test_state_between_epochs_starts_the_next(appliance: Appliance) -> None:
-    loader = DataLoader(streams.shuffled, 24)
-    first = [plain(batch) for batch in DataExecutor(loader, appliance=appliance)]
-    state = loader.state_dict()
-    second = [plain(batch) for batch in DataExecutor(loader, appliance=appliance)]
-    assert len(first) == len(second) == PASS
-    assert first != second
-    again = DataLoader(streams.shuffled, 24)
-    again.load_state_dict(state)
-    assert [plain(batch) for batch in DataExecutor(again, appliance=appliance)] == second
-
-
-def test_saved_resumed_and_saved_again(appliance: Appliance) -> None:
-    """A chain: each state is taken from a run that was itself resumed."""
-    whole = [plain(batch) for batch in DataExecutor(DataLoader(streams.generator), num_steps=20, appliance=appliance)]
-    got: list[Any] = []
-    state: dict[str, Any] | None = None
-    for _ in range(4):
-        loader = DataLoader(streams.generator)
-        if state is not None:
-            loader.load_state_dict(state)
-        got += [plain(batch) for batch in DataExecutor(loader, num_steps=5, appliance=appliance)]
-        state = loader.state_dict()
-    assert got == whole
 
 
 def test_break_does_not_depend_on_read_ahead(

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import traps
 from census import alive, census, children, descendants, runners, until
-from cluster import TOKEN, Cluster, running
+from cluster import Cluster, running
 from job import Job
 
-from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.client import DataExecutor, DataLoader
 from penstock.proto import errors
 
 WORKER_LEASE_S, CLIENT_LEASE_S = 6.0, 10.0
@@ -120,9 +120,7 @@ def test_nothing_but_time(cluster: Cluster) -> None:
 @pytest.mark.filterwarnings("ignore:.*was recovered:UserWarning")
 def test_stopped_helper_fails_only_the_save(cluster: Cluster, tmp_path: Path) -> None:
     (daemon,) = cluster.workers
-    with Appliance(
-        cluster.address, num_workers_per_box=1, job="scratch", seed=5, token=TOKEN, timeout_s=10, box=0, num_boxes=1
-    ) as appliance:
+    with cluster.box("scratch", num_workers_per_box=1, timeout_s=10) as appliance:
         (tmp_path / "load_state_dict released").touch()
         loader = DataLoader(traps.waits_to_load, str(tmp_path))
         executor = DataExecutor(loader, num_steps=200, appliance=appliance)
