@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 from cluster import TOKEN, Cluster, running
+from interpreters import EXAMPLES
 from kill_and_resume import Lines, Training
-from warm import EXAMPLES
 
 pytestmark = pytest.mark.timeout(300)  # up to five starts, of up to four ranks each
 

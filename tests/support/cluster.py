@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # it imports torch, which not all who start a cluster need
 SUPPORT = str(Path(__file__).parent)
 INPUTS = str(Path(__file__).parent.parent / "inputs")
 TOKEN = "a-token-for-tests-only-0123456789"
+DAEMONS = ("penstock.appliance.__main__", "penstock.worker.__main__")
 READ_AT_START = ("PYTHONPATH", "LD_PRELOAD")
 """Variables by which a process needs an interpreter of its own."""
 Daemon = Forked | subprocess.Popen[bytes]
@@ -106,7 +107,9 @@ class Cluster:
                 )
             else:
                 main = f"{module}.__main__" if module.startswith("penstock.") else module
-                process = start(main, arguments, self.environment, ready=write, stderr=stderr)
+                process = start(
+                    main, arguments, self.environment, imports=DAEMONS, torch=False, ready=write, stderr=stderr
+                )
         finally:
             os.close(write)
         with os.fdopen(read) as pipe:

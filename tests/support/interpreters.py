@@ -1,8 +1,8 @@
-"""Processes that are forked from an interpreter which has imported their module: real to stop and to kill, and what is
-imported costs processor time once and not in each of them: torch three seconds, gRPC a third of one.
+"""Processes that are forked from an interpreter which has imported what they need: real to stop and to kill. What is
+imported costs processor time once and not in each: torch two seconds, a framework as much again, gRPC a third of one.
 
-An interpreter has one thread, no gRPC that was used, and only forks. A test sees a child's end by a pipe, for it is no
-child of its own: the interpreter collects it and tells its status.
+An interpreter has one thread, uses nothing of gRPC or of a checkpointer, and only forks. A test sees a child's end by a
+pipe, for it is no child of its own: the interpreter collects it and tells its status.
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from io import FileIO
+from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = ["DAEMONS", "TRAINERS", "Forked", "let_go", "start"]
+__all__ = ["EXAMPLES", "Forked", "let_go", "start"]
 
-TRAINERS = ("trainer",)
-"""What an interpreter imports from which training jobs are forked (tests/inputs/trainer.py)."""
-DAEMONS = ("penstock.appliance.__main__", "penstock.worker.__main__")
+HERE = Path(__file__).resolve().parent
+EXAMPLES = HERE.parents[1] / "examples"
+PATHS = [str(EXAMPLES), str(HERE), str(HERE.parent / "inputs"), *filter(None, [os.environ.get("PYTHONPATH")])]
+DEADLINE_S = 120.0
+THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _SIZE = 1 << 20
 """Bytes of a request: an environment and arguments."""
 
@@ -78,22 +81,22 @@ class Forked:
 class _Interpreter:
     """What they are forked from."""
 
-    def __init__(self, imports: Sequence[str], python: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(self, python: Sequence[str]) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # A request is one packet, whatever the system's usual buffer.
         self._control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SIZE)
         with theirs:
             self._process = subprocess.Popen(
-                [*python, "-m", "interpreters", str(theirs.fileno()), *imports],
+                [*python, "-m", "interpreters", str(theirs.fileno())],
                 # Without threads of libraries: one that has any cannot be forked.
-                env={**environment, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+                env={**os.environ, **dict.fromkeys(THREADS, "1"), "PYTHONPATH": os.pathsep.join(PATHS)},
                 pass_fds=[theirs.fileno()],
                 process_group=0,
             )
 
     def start(self, request: Mapping[str, Any], fds: Sequence[int]) -> int:
         socket.send_fds(self._control, [json.dumps(request).encode()], fds)
-        if not select.select([self._control], [], [], 60)[0]:
+        if not select.select([self._control], [], [], DEADLINE_S)[0]:
             raise TimeoutError("the interpreter that processes are forked from does not answer")
         pid = self._control.recv(32)
         assert pid, "the interpreter that processes are forked from has ended"
@@ -113,18 +116,23 @@ def start(
     arguments: Sequence[str],
     environment: Mapping[str, str],
     *,
-    imports: Sequence[str] = DAEMONS,
+    imports: Sequence[str],
+    torch: bool = True,
     python: Sequence[str] = (sys.executable,),
     ready: int | None = None,
     stdout: int | None = None,
     stderr: int | None = None,
 ) -> Forked:
-    """A process that calls the module's main() with these arguments. `python`: the interpreter, and what goes before
-    it; `ready`: a descriptor that it gets by --ready-fd; `stdout`, `stderr`: as Popen has them."""
-    key = (*python, *imports)
+    """A process that calls the module's main() with these arguments.
+
+    imports: modules that the interpreter imports before it forks, besides that one. torch: from the interpreter that
+    has torch. python: the interpreter, and what goes before it. ready: a descriptor that the process gets by
+    --ready-fd. stdout, stderr: as Popen has them.
+    """
+    key = (*python, "torch" if torch else "")
     if key not in _interpreters:
-        _interpreters[key] = _Interpreter(imports, python, environment)
-    request = {"module": module, "arguments": [*arguments], "environment": dict(environment)}
+        _interpreters[key] = _Interpreter(python)
+    request = {"module": module, "arguments": [*arguments], "environment": {**environment}, "imports": [*imports]}
     with contextlib.ExitStack() as closing:
 
         def pipe() -> tuple[int, int]:
@@ -150,9 +158,7 @@ atexit.register(let_go, ())
 
 def _serve(control: socket.socket) -> NoReturn:
     """Fork a process for each request."""
-    gc.collect()
-    gc.freeze()  # no process that is forked walks what is imported, or copies its pages
-    assert len(os.listdir("/proc/self/task")) == 1, "a process with threads is not to be forked"
+    gc.disable()  # but in what is forked: to walk what is imported would take longer than to import it
     wake, woken = os.pipe()
     os.set_blocking(wake, False)
     os.set_blocking(woken, False)
@@ -170,14 +176,20 @@ def _serve(control: socket.socket) -> NoReturn:
                 for pid in ends:
                     os.kill(pid, signal.SIGKILL)
                 os._exit(0)
+            request = json.loads(data)
+            for name in (*request["imports"], request["module"]):
+                importlib.import_module(name)
+            gc.freeze()  # no process that is forked walks what is imported, or copies its pages
+            assert len(os.listdir("/proc/self/task")) == 1, "a process with threads is not to be forked"
             pid = os.fork()
             if not pid:
+                gc.enable()
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 for fd in (wake, woken, *ends.values()):
                     os.close(fd)
                 control.close()
-                _work(json.loads(data), *fds)
+                _work(request, *fds)
             with contextlib.suppress(ProcessLookupError, PermissionError):  # it is over, or was quicker
                 os.setpgid(pid, pid)
             ends[pid], *others = fds
@@ -198,7 +210,7 @@ def _work(request: dict[str, Any], end: int, stdout: int, stderr: int, ready: in
         os.environ.update(request["environment"])
         given = [] if ready is None else ["--ready-fd", str(ready)]
         sys.argv = [request["module"], *request["arguments"], *given]
-        status = importlib.import_module(request["module"]).main()
+        status = sys.modules[request["module"]].main()
     except SystemExit as ended:
         status = ended.code
     except BaseException:
@@ -218,6 +230,4 @@ def _tell_ends(ends: dict[int, int]) -> None:
 
 
 if __name__ == "__main__":
-    for _name in sys.argv[2:]:
-        importlib.import_module(_name)
     _serve(socket.socket(fileno=int(sys.argv[1])))

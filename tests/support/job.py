@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cluster import Cluster
-from interpreters import TRAINERS, start
+from interpreters import start
 
 __all__ = ["Job"]
 
@@ -43,7 +43,7 @@ class Job:
             "trainer",
             [json.dumps(self.options)],
             self.environment,
-            imports=TRAINERS,
+            imports=[],
             python=self._python,
             stdout=subprocess.PIPE,
         )

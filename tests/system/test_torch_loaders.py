@@ -71,7 +71,7 @@ def epoch(loader: DataLoader, **settings: Any) -> list[Any]:
         (Texts(), {"batch_size": None}),
         (list(range(5)), {"batch_size": 3, "num_workers": 2}),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, dict) else type(value).__name__,
 )
 def test_unshuffled_batches_are_those_of_torch(dataset: Any, arguments: dict[str, Any]) -> None:
     expected = [plain(batch) for batch in TorchLoader(dataset, **arguments)]
