@@ -18,9 +18,8 @@ from typing import Any
 import pytest
 import streams
 import traps
-from census import descendants
+from census import alive, descendants
 from cluster import TOKEN, Cluster, running
-from family import parents
 from waiting import wait_until
 
 from penstock.client import Appliance, DataExecutor, DataLoader
@@ -190,7 +189,7 @@ def test_worker_dies_while_coordinator_is_away(cluster: Cluster, tmp_path: Path)
                 below = descendants(doomed.pid)
                 cluster.coordinator.kill()
                 doomed.kill()
-                wait_until(lambda: not set(below) & set(parents()))  # or runners go on for as long as that takes
+                wait_until(lambda: not alive(below))  # or runners go on for as long as that takes
                 executor = DataExecutor(loader, num_steps=200, appliance=appliance)
                 with pytest.raises(errors.DeadlineError) as caught:
                     digests.extend(executor.digest for _ in executor)

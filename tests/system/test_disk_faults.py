@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -54,10 +54,6 @@ def fill(disk: Path) -> Path:
             return ballast
 
 
-def pause(seconds: float) -> None:
-    select.select([], [], [], seconds)
-
-
 def train(cluster: Cluster, job: str, at: dict[int, Any]) -> list[int | None]:
     """Do something at some steps."""
     digests = []
@@ -79,7 +75,7 @@ def test_training_and_coordinator_continue(small_disk: Path, cluster: Cluster, w
     def break_it() -> None:
         if fault == "full":
             fill(small_disk)
-            pause(1.5)  # heartbeats, snapshots and reports meet it
+            time.sleep(1.5)  # heartbeats, snapshots and reports meet it
             with (
                 pytest.raises(errors.JournalError, match=f"{state}.* bytes wait"),
                 cluster.box("another", timeout_s=5) as another,

@@ -6,8 +6,8 @@ and leases find out.
 
 from __future__ import annotations
 
-import select
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -100,10 +100,6 @@ def train(
     return digests
 
 
-def pause(seconds: float) -> None:
-    select.select([], [], [], seconds)
-
-
 # ---- the lane
 
 
@@ -187,7 +183,7 @@ def test_worker_cut_off_is_replaced(cluster: Cluster, between: Proxy, whole: lis
             def act() -> None:
                 held = runners(daemons[number].pid)
                 proxies[number].silence(direction)
-                pause(4.5)
+                time.sleep(4.5)
                 assert alive(held), "it has not heard of it"
 
             return act

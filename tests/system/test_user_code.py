@@ -20,9 +20,9 @@ from typing import Any
 import hazards
 import pytest
 import streams
-from census import abandoned
+from census import abandoned, children
 from cluster import Cluster, running
-from family import alive, children_of, eventually, fork_servers, memory_of, parents, runners
+from family import alive, eventually, fork_servers, memory_of, runners
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.proto import errors
@@ -231,7 +231,7 @@ def test_descendants_end_with_their_runner(cluster: Cluster, tmp_path: Path, end
         left = _pids(marker)
         runner = the_runner(cluster)
         # However far they went, they are below their runner, so that the end of another child does not end them.
-        eventually(lambda: {parents()[pid][0] for pid in left} == {runner}, "all are the runner's own")
+        eventually(lambda: set(left) <= set(children(runner)), "all are the runner's own")
         if end == "killed":
             os.kill(runner, signal.SIGKILL)
             eventually(lambda: not any(map(alive, left)), "those of the dead runner are gone")
@@ -269,7 +269,7 @@ def test_killed_runner_leaves_no_worker_processes(cluster: Cluster, sharing: str
             runner = the_runner(cluster)
             os.kill(runner, signal.SIGKILL)
             eventually(partial(_is_dead, runner), "it is dead")
-    eventually(lambda: not any(map(children_of, fork_servers(daemon(cluster)))), "all of its processes are gone")
+    eventually(lambda: not any(map(children, fork_servers(daemon(cluster)))), "all of its processes are gone")
     eventually(lambda: not _litter() - before, f"nothing is left: {_litter() - before}")
     eventually(lambda: not _kept_for_children(daemon(cluster)), "their directories are gone")
 
