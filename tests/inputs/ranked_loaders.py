@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from mapped import mapped
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.client.checkpoint import AsyncCheckpointer
@@ -35,9 +35,7 @@ def first(address: str, token: str, job: str, how: str, folder: str, steps: int)
     state = {"weights": torch.full((5,), 2.0), "loader": loader}
     with appliance(address, token, job) as box:
         seen = [rows(batch) for batch in DataExecutor(loader, num_steps=steps, appliance=box)]
-        if how == "dcp.save":
-            save(state, checkpoint_id=folder)
-        elif how == "dcp.async_save":
+        if how == "dcp":
             async_save(state, checkpoint_id=folder).result()  # type: ignore[union-attr]
         else:
             with AsyncCheckpointer(folder) as checkpointer:
@@ -51,7 +49,7 @@ def rest(address: str, token: str, job: str, how: str, folder: str, steps: int) 
     loader = DataLoader(mapped, **OPTIONS)
     state: dict[str, Any] = {"weights": torch.zeros(5), "loader": loader}
     with appliance(address, token, job) as box:
-        if how.startswith("dcp"):
+        if how == "dcp":
             load(state, checkpoint_id=folder)
         else:
             with AsyncCheckpointer(folder) as checkpointer:

@@ -49,8 +49,9 @@ class Cluster:
         arguments = ["--listen", self.address, "--state-dir", str(self.state_dir)]
         return self._start(self._module, *arguments, *self._options)[0]
 
-    def restart_coordinator(self) -> None:
-        """Start it again, on the same address and state."""
+    def restart_coordinator(self, *options: str) -> None:
+        """Start it again, on the same address and state, with these further options from now on."""
+        self._options = [*self._options, *options]
         self.coordinator.wait(10)
         self.coordinator = self._start_coordinator()
 

@@ -32,7 +32,7 @@ STEPS = 5
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("name", LOADERS)
 def test_a_loader_goes_on_from_a_checkpoint(appliance: Appliance, tmp_path: Path, name: str) -> None:
-    """One run saved in all ways, at two steps; each resumed in a loader that has read nothing."""
+    """One run saved in all ways; each resumed in a loader that has read nothing."""
     input_fn, options = LOADERS[name]
     loader = DataLoader(input_fn, **options)
     weights = torch.zeros(4)
@@ -45,20 +45,21 @@ def test_a_loader_goes_on_from_a_checkpoint(appliance: Appliance, tmp_path: Path
             weights += 1
             if executor.step in (STEPS, 2 * STEPS):
                 checkpointer.save(executor.step, state)
-                save(state, checkpoint_id=tmp_path / f"dcp-{executor.step}")
-                async_save(state, checkpoint_id=tmp_path / f"async-{executor.step}").result()  # type: ignore[union-attr]
-    for step in (STEPS, 2 * STEPS):
-        for how in ("ours", "dcp", "async"):
-            again = DataLoader(input_fn, **options)
-            found: dict[str, Any] = {"weights": torch.zeros(4), "loader": again}
-            if how == "ours":
-                with AsyncCheckpointer(tmp_path / "ours") as checkpointer:
-                    assert checkpointer.restore(found, step=step) == step
-            else:
-                load(found, checkpoint_id=tmp_path / f"{how}-{step}")
-            assert found["weights"].tolist() == [float(step)] * 4
-            rest = DataExecutor(again, num_steps=3 * STEPS - step, appliance=appliance)
-            assert [plain(batch) for batch in rest] == whole[step:], (how, step)
+            if executor.step == STEPS:
+                save(state, checkpoint_id=tmp_path / "dcp")
+            if executor.step == 2 * STEPS:
+                async_save(state, checkpoint_id=tmp_path / "async").result()  # type: ignore[union-attr]
+    for step, how in ((STEPS, "ours"), (2 * STEPS, "ours"), (STEPS, "dcp"), (2 * STEPS, "async")):
+        again = DataLoader(input_fn, **options)
+        found: dict[str, Any] = {"weights": torch.zeros(4), "loader": again}
+        if how == "ours":
+            with AsyncCheckpointer(tmp_path / "ours") as checkpointer:
+                assert checkpointer.restore(found, step=step) == step
+        else:
+            load(found, checkpoint_id=tmp_path / how)
+        assert found["weights"].tolist() == [float(step)] * 4
+        rest = DataExecutor(again, num_steps=3 * STEPS - step, appliance=appliance)
+        assert [plain(batch) for batch in rest] == whole[step:], (how, step)
 
 
 def test_what_the_user_changes_in_a_state_counts(appliance: Appliance) -> None:
@@ -83,7 +84,7 @@ def in_order(outcomes: list[Any]) -> list[Any]:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("how", ["ours", "dcp.save", "dcp.async_save"])
+@pytest.mark.parametrize("how", ["ours", "dcp"])
 def test_any_number_of_ranks_goes_on(appliance: Appliance, tmp_path: Path, how: str) -> None:
     """Saved by two ranks, gone on with by three and by one: the global batches are those of the first life."""
     place, folder = appliance._place, str(tmp_path / "saved")

@@ -30,8 +30,8 @@ MID, LAST, NEXT, LATER = ALL = (5, PASS, PASS + 1, PASS + 7)
 """Steps after which a run is saved."""
 
 LOADERS: dict[str, tuple[Any, tuple[Any, ...], tuple[int, ...]]] = {
-    "counter": (streams.counter, (6,), ALL),
-    "four methods": (streams.shared, (12,), ALL),
+    "counter": (streams.counter, (6,), (MID, NEXT)),
+    "four methods": (streams.shared, (12,), (LAST, LATER)),
     "asks for its step": (streams.asks_where, (12,), (MID, NEXT)),
     "generator": (streams.generator, (6,), ALL),
     "torch, shuffled, noisy": (streams.shuffled, (24, 0, True), ALL),
