@@ -117,7 +117,8 @@ class _Heard:
 
     def listen(self, ends: Sequence[Forked], timeout_s: float = 1.0) -> bool:
         """Wait for something to be said, or somebody's end. False if nothing was said."""
-        ready = select.select([*self._pipes, *ends], [], [], timeout_s)[0]
+        watched: list[int | Forked] = [*self._pipes, *ends]
+        ready = select.select(watched, [], [], timeout_s)[0]
         said = False
         for pipe in [pipe for pipe in ready if pipe in self._pipes]:
             name, data = self._pipes[pipe], os.read(pipe, 256)

@@ -20,6 +20,7 @@ import streams
 import traps
 from census import alive, descendants
 from cluster import TOKEN, Cluster, running
+from interpreters import Forked
 from waiting import wait_until
 
 from penstock.client import Appliance, DataExecutor, DataLoader
@@ -56,7 +57,9 @@ class Supervisor(threading.Thread):
 
     def run(self) -> None:
         while True:
-            ready, _, _ = select.select([self.cluster.coordinator, self.stopping], [], [])
+            coordinator = self.cluster.coordinator
+            assert isinstance(coordinator, Forked)
+            ready, _, _ = select.select([coordinator, self.stopping], [], [])
             if self.stopping in ready:
                 return
             self.cluster.coordinator.wait()
