@@ -38,18 +38,6 @@ def test_raising_input_fn_shows_remote_traceback(appliance: Appliance) -> None:
     assert "box 0" in str(caught.value)
 
 
-def test_error_comes_after_the_batches_before_it(appliance: Appliance) -> None:
-    got: list[int] = []
-    with pytest.raises(errors.InputFnError, match="broken sample") as caught:
-        got.extend(int(batch) for batch in DataExecutor(DataLoader(streams.raises_at, 4), appliance=appliance))
-    assert got == [0, 0, 1, 1, 2, 2]
-    text = str(caught.value)
-    assert "batch 4" in text
-    assert "slot 0" in text
-    assert "step 7" in text
-    assert "in raises_at" in caught.value.remote_traceback
-
-
 def test_forked_child_cannot_act_for_its_runner(appliance: Appliance) -> None:
     loader = DataLoader(hazards.strays, 24)
     executor = DataExecutor(loader, num_steps=48, appliance=appliance)
@@ -84,13 +72,6 @@ def test_forked_child_of_a_trainer_gets_an_error(appliance: Appliance) -> None:
     rest = [batch["number"] for batch in steps]
     assert [first["number"], *rest] == [number for n in range(1, 41) for number in (n, 1000 + n)]
     assert loader.state_dict()["__penstock__"]["step"] == 80
-
-
-def test_persistent_workers_are_refused_by_name(appliance: Appliance) -> None:
-    loader = DataLoader(streams.persistent)
-    drain(appliance, loader, steps=3)
-    with pytest.raises(errors.NotRestartableError, match="persistent_workers"):
-        loader.state_dict()
 
 
 @pytest.mark.parametrize(
@@ -221,11 +202,6 @@ def test_unsharded_input_of_workers_warns_once(appliance: Appliance) -> None:
             if time.monotonic() > deadline or (warned_at and step > warned_at + 10_000):
                 break
     assert len([one for one in caught if "current_assignment" in str(one.message)]) == 1
-
-
-def test_sharding_by_torchs_worker_info_is_a_look(appliance: Appliance) -> None:
-    rows = [row for batch in drain(appliance, DataLoader(streams.sharded_by_torch)) for row in batch.tolist()]
-    assert sorted(rows) == list(range(24))
 
 
 def test_changed_structure_is_fine_without_strict(appliance: Appliance) -> None:

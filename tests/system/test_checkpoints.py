@@ -62,17 +62,6 @@ def test_a_loader_goes_on_from_a_checkpoint(appliance: Appliance, tmp_path: Path
         assert [plain(batch) for batch in rest] == whole[step:], (how, step)
 
 
-def test_what_the_user_changes_in_a_state_counts(appliance: Appliance) -> None:
-    loader = DataLoader(streams.shared, 24)
-    for _ in DataExecutor(loader, num_steps=4, appliance=appliance):
-        pass
-    state = loader.state_dict()
-    state["start"], state["done"] = 10, [0]  # one worker's, so that the start alone decides
-    again = DataLoader(streams.shared, 24)
-    again.load_state_dict(state)
-    assert next(iter(DataExecutor(again, num_steps=1, appliance=appliance)))["number"] == 10
-
-
 def in_order(outcomes: list[Any]) -> list[Any]:
     """Global batches in the order of the epoch, of all boxes' batches."""
     assert not [one for one in outcomes if one.raised], outcomes

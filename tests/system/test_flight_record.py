@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import mapped
@@ -104,22 +102,6 @@ def test_by_rows_it_is_equal_on_any_boxes(appliance: Appliance) -> None:
     assert sum(position.chain or 0 for position in read(state).positions) % 2**64 == whole
     other, _ = train(1, 2, 12, None, "rows-alone")
     assert other == whole
-
-
-def test_it_is_the_same_after_a_runner_died(appliance: Appliance, tmp_path: Path) -> None:
-    marker = tmp_path / "died"
-    marker.touch()
-    whole = DataExecutor(DataLoader(streams.dies_at, 9, str(marker)), num_steps=30, appliance=appliance)
-    assert len(list(whole)) == 30
-    marker.unlink()
-    loader = DataLoader(streams.dies_at, 9, str(marker))
-    executor = DataExecutor(loader, num_steps=30, appliance=appliance)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the recovery, if the loop hears of it before its end
-        assert len(list(executor)) == 30
-    assert marker.exists()
-    assert executor.digest == whole.digest
-    assert read(loader.state_dict()).positions[0].chain == whole.digest
 
 
 def test_in_full_it_sees_every_byte(appliance: Appliance) -> None:

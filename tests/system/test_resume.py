@@ -66,18 +66,6 @@ def test_resumed_equals_uninterrupted(appliance: Appliance, name: str) -> None:
         assert rest.digest == executor.digest
 
 
-def test_break_does_not_depend_on_read_ahead(
-    appliance: Appliance,
-) -> None:
-    def walk(loader: DataLoader) -> list[Any]:
-        first = list(map(plain, islice(DataExecutor(loader, appliance=appliance), 5)))
-        return first + [plain(batch) for batch in DataExecutor(loader, appliance=appliance)]
-
-    one, two = (walk(DataLoader(streams.shuffled, 240)) for _ in range(2))
-    assert one == two
-    assert len(one) == 5 + 120
-
-
 def test_epochs_abandoned_before_they_are_opened(appliance: Appliance) -> None:
     """A worker that is still on its way back from one epoch hears that the next was left, too. It must not matter."""
     seen = set()
@@ -97,38 +85,6 @@ def test_epoch_abandoned_by_workers_far_ahead(appliance: Appliance) -> None:
     got += [plain(batch) for batch in islice(DataExecutor(again, appliance=appliance), 1)]
     rest = [plain(batch) for batch in DataExecutor(again, num_steps=38, appliance=appliance)]
     assert got + rest == order[:161] + order[162:]
-
-
-def test_uneven_workers_end_and_resume_exactly(appliance: Appliance) -> None:
-    lengths = [3, 7]
-    loader = DataLoader(streams.uneven, lengths)
-    executor = DataExecutor(loader, num_steps=26, appliance=appliance)
-    whole, states = [], {}
-    for batch in executor:
-        whole.append(batch["number"])
-        if executor.step in (6, 8, 10, 17):
-            states[executor.step] = loader.state_dict()
-    one_pass = [1, 1001, 2, 1002, 3, 1003, 1004, 1005, 1006, 1007]
-    assert whole == (one_pass * 3)[:26]
-    for step, state in states.items():
-        again = DataLoader(streams.uneven, lengths)
-        again.load_state_dict(state)
-        rest = [batch["number"] for batch in DataExecutor(again, num_steps=26 - step, appliance=appliance)]
-        assert rest == whole[step:], f"saved at step {step}"
-
-
-def test_four_methods_resume_on_other_workers(appliance: Appliance) -> None:
-    loader = DataLoader(streams.shared, 30)
-    seen = [batch["number"] for batch in DataExecutor(loader, num_steps=7, appliance=appliance)]
-    state = loader.state_dict()
-    assert state["done"] == [4, 3]
-    with beside(appliance, num_workers_per_box=3) as three:
-        again = DataLoader(streams.shared, 30)
-        again.load_state_dict(state)
-        executor = DataExecutor(again, appliance=three)
-        seen += [batch["number"] for batch in executor]
-        assert executor.step == 30
-    assert sorted(seen) == list(range(30))
 
 
 def test_empty_slot_on_new_topology_can_be_saved(appliance: Appliance) -> None:

@@ -146,11 +146,6 @@ def test_unreproducible_loader_is_an_error(appliance: Appliance) -> None:
     assert got >= 20
 
 
-def test_always_dying_runner_is_given_up_by_name(appliance: Appliance) -> None:
-    with pytest.warns(UserWarning, match="recovered"), pytest.raises(errors.WorkerLostError, match="SIGKILL"):
-        list(DataExecutor(DataLoader(streams.dies_at, 5, "/nonexistent/marker"), appliance=appliance))
-
-
 def test_state_is_answered_while_the_runner_waits(appliance: Appliance) -> None:
     """The loop is in state_dict(), so it does not reconnect; the recovered runner waits for just that."""
     before = runners()
