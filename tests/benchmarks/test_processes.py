@@ -16,6 +16,7 @@ from benchmarks.processes import (
     CONSUMER,
     Process,
     Role,
+    busy_cores,
     cpu_by_role,
     cpu_s,
     kill_tree,
@@ -145,3 +146,8 @@ def test_a_ring_that_is_mapped_twice_counts_once() -> None:
                 os.waitpid(child, 0)
     finally:
         os.close(fd)
+
+
+def test_busy_cores_are_no_more_than_there_are() -> None:
+    found = busy_cores(0.05)
+    assert 0 <= found <= (os.cpu_count() or 1) * 1.5  # ticks of 10 ms in a span of 50
