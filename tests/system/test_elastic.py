@@ -54,10 +54,8 @@ class Watched:
     ) -> None:
         """Take steps until the slots are as wished, each compared with what it must be. `always_ready`: no slot is ever
         without a worker that has it ready."""
-        with (
-            CoordinatorClient(self.cluster.address, TOKEN) as client,
-            self.cluster.box(self.job, num_workers_per_box=self.workers) as appliance,
-        ):
+        box = self.cluster.box(self.job, num_workers_per_box=self.workers)
+        with CoordinatorClient(self.cluster.address, TOKEN) as client, box as appliance:
             executor = DataExecutor(DataLoader(paced.paced, COUNT), num_steps=COUNT, appliance=appliance)
             for batch in executor:
                 self.step = executor.step
@@ -103,25 +101,18 @@ def no_warning() -> Iterator[None]:
         yield
 
 
-def test_slots_follow_joins_and_drains(cluster: Cluster) -> None:
-    """Half of them go to a worker that joins, and all when the other one drains, though the coordinator is killed."""
+def test_drained_worker_migrates_during_training(cluster: Cluster) -> None:
+    told: list[pb.DrainWorkerReply] = []
     with ExitStack() as closing:
 
         def act(step: int) -> None:
-            if step == 40:
-                closing.enter_context(paced_worker(cluster, 4, name="second"))
-
-        def moved(slots: dict[int, pb.SlotView]) -> bool:
-            if on(slots) == ["kept", "kept", "second", "second"] and not told:
+            if step == 50:
                 told.append(drain(cluster, "kept"))
                 closing.callback(back, cluster)
-                cluster.coordinator.kill()
-                cluster.restart_coordinator()
-            return on(slots) == ["second"] * 4
+                closing.enter_context(paced_worker(cluster, 2, name="new"))
 
-        told: list[pb.DrainWorkerReply] = []
-        Watched(cluster, 4).run(moved, act)
-        assert (told[0].slots, told[0].stuck) == (2, 0)
+        Watched(cluster, 2).run(lambda slots: on(slots) == ["new", "new"], act)
+        assert (told[0].slots, told[0].stuck) == (2, 2)  # there was no other worker then
         left = drain(cluster, "kept")
         assert (left.slots, left.stuck) == (0, 0)
 
@@ -155,6 +146,16 @@ def test_unrelieved_ending_worker_ends_at_once(cluster: Cluster) -> None:
             watched.run(lambda slots: on(slots) == ["kept", "kept"] and watched.step > 400, act)
 
 
+def test_slots_go_to_workers_that_join(cluster: Cluster) -> None:
+    with ExitStack() as closing:
+
+        def act(step: int) -> None:
+            if step == 40:
+                closing.enter_context(paced_worker(cluster, 4, name="second"))
+
+        Watched(cluster, 4).run(lambda slots: on(slots) == ["kept", "kept", "second", "second"], act)
+
+
 def test_slot_leaves_a_worker_the_loop_waits_for(cluster: Cluster) -> None:
     with aside(cluster), ExitStack() as closing:
         closing.enter_context(paced_worker(cluster, 1, name="slow", batch_s=0.02))
@@ -182,3 +183,18 @@ def test_drain_is_withdrawn_and_unknown_one_named(cluster: Cluster) -> None:
     watched.run(taken_back, act)
     with pytest.raises(UnknownWorkerError, match="worker must be one of kept, got 'other'"):
         drain(cluster, "other")
+
+
+def test_a_drain_outlives_the_coordinator(cluster: Cluster) -> None:
+    with ExitStack() as closing:
+
+        def act(step: int) -> None:
+            if step == 20:
+                drain(cluster, "kept")
+                closing.callback(back, cluster)
+            elif step == 60:
+                cluster.coordinator.kill()
+                cluster.restart_coordinator()
+                closing.enter_context(paced_worker(cluster, 2, name="new"))
+
+        Watched(cluster, 2).run(lambda slots: on(slots) == ["new", "new"], act)

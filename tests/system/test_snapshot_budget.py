@@ -8,13 +8,12 @@ import contextlib
 import os
 import signal
 import sqlite3
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import streams
 from census import until
-from cluster import Cluster, running
+from cluster import TOKEN, running
 from family import runners
 
 from penstock.client import Appliance, DataExecutor, DataLoader
@@ -25,42 +24,40 @@ STATE = 300_000
 """Bytes of the loader's state, and a little more on disk."""
 
 
-@pytest.fixture(scope="module")
-def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the worker says."""
-    return tmp_path_factory.mktemp("log") / "log"
+def test_refused_snapshot_costs_only_replay(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with (
+        open(log, "wb") as said,
+        running(tmp_path / "state", "limited_coordinator", LIMITS=f"budget={3 * STATE}") as cluster,
+    ):
+        worker = cluster.add_worker(1, stderr=said.fileno())
+        with Appliance(cluster.address, token=TOKEN, job="job", seed=3, timeout_s=60) as appliance:
+            executor = iter(DataExecutor(DataLoader(streams.heavy, 10**6, STATE), appliance=appliance))
+            got: list[int] = []
+
+            def refused() -> bool:
+                """After one more batch, for a runner that waits for the loop takes no snapshot."""
+                got.append(next(executor)["number"])
+                return b"does not keep its snapshot, so a recovery replays" in log.read_bytes()
+
+            until(refused, 30, "no snapshot was refused")
+            os.kill(runners(worker.pid)[0], signal.SIGKILL)
+            with pytest.warns(UserWarning, match="was recovered"):
+                got += [next(executor)["number"] for _ in range(300)]
+            assert got == list(range(1, len(got) + 1))
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory, log: Path) -> Iterator[Cluster]:
-    """With room for three states."""
-    state, budget = tmp_path_factory.mktemp("state"), f"budget={3 * STATE}"
-    with open(log, "wb") as said, running(state, "limited_coordinator", LIMITS=budget) as cluster:
-        cluster.add_worker(1, stderr=said.fileno())
-        yield cluster
-
-
-def test_refused_snapshot_costs_only_replay(cluster: Cluster, log: Path) -> None:
-    with cluster.box("job", num_workers_per_box=1) as appliance:
-        executor = iter(DataExecutor(DataLoader(streams.heavy, 10**6, STATE), appliance=appliance))
-        got: list[int] = []
-
-        def refused() -> bool:
-            """After one more batch, for a runner that waits for the loop takes no snapshot."""
-            got.append(next(executor)["number"])
-            return b"does not keep its snapshot, so a recovery replays" in log.read_bytes()
-
-        until(refused, 30, "no snapshot was refused")
-        os.kill(runners(cluster.workers[0].pid)[0], signal.SIGKILL)
-        with pytest.warns(UserWarning, match="was recovered"):
-            got += [next(executor)["number"] for _ in range(300)]
-        assert got == list(range(1, len(got) + 1))
-
-
-def test_unkept_first_snapshot_prevents_start(cluster: Cluster) -> None:
-    says = r"cannot keep its first snapshot.* bytes of the coordinator's snapshot budget"
-    with cluster.box("large", num_workers_per_box=1) as appliance, pytest.raises(errors.JournalError, match=says):
-        next(iter(DataExecutor(DataLoader(streams.heavy, 200, 4 * STATE), appliance=appliance)))
+def test_unkept_first_snapshot_prevents_start(tmp_path: Path) -> None:
+    with running(tmp_path / "state", "limited_coordinator", LIMITS=f"budget={STATE // 2}") as cluster:
+        cluster.add_worker(1)
+        with (
+            Appliance(cluster.address, token=TOKEN, job="job", seed=3, timeout_s=60) as appliance,
+            pytest.raises(
+                errors.JournalError,
+                match=r"cannot keep its first snapshot.* bytes of the coordinator's snapshot budget",
+            ),
+        ):
+            next(iter(DataExecutor(DataLoader(streams.heavy, 200, STATE), appliance=appliance)))
 
 
 def test_large_resumed_state_is_kept_once(tmp_path: Path, appliance: Appliance) -> None:
@@ -73,7 +70,7 @@ def test_large_resumed_state_is_kept_once(tmp_path: Path, appliance: Appliance) 
     limits = f"budget={int(2.5 * size)},cadence_share=0"
     with running(tmp_path / "state", "limited_coordinator", LIMITS=limits) as cluster:
         worker = cluster.add_worker(4)
-        with cluster.box("job", seed=None) as remote:
+        with Appliance(cluster.address, token=TOKEN, job="job", num_workers_per_box=2, timeout_s=60) as remote:
             executors = []
             for _ in range(2):
                 again = DataLoader(streams.heavy, 10**6, size)

@@ -10,7 +10,7 @@ import pytest
 import streams
 from cluster import TOKEN, Cluster, running
 
-from penstock.client import DataExecutor, DataLoader
+from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.proto.rpc.version import PROTOCOL, VERSION
 
 OTHER = """
@@ -21,11 +21,13 @@ from penstock.{package}.__main__ import main
 sys.argv[0] = "penstock.{package}"
 sys.exit(main())
 """
-CALLER = """
+TRAINER = """
 import penstock.proto.rpc.version as version
-version.VERSION, version.PROTOCOL = "0.99.0", version.PROTOCOL + 1
-from penstock.proto.rpc.calls import CoordinatorClient
-CoordinatorClient("{address}", "{token}").status()
+version.VERSION, version.PROTOCOL = "0.99.0", 99
+import streams
+from penstock.client import Appliance, DataLoader
+with Appliance("{address}", job="newer", token="{token}", timeout_s=20) as appliance:
+    next(iter(DataLoader(streams.counter, 3)))
 """
 
 
@@ -41,26 +43,42 @@ def test_a_worker_one_minor_apart_serves(cluster: Cluster) -> None:
     arguments = ["--coordinator", cluster.address, "--slots", "2", "--allow", "streams", "--name", "newer"]
     worker = subprocess.Popen([sys.executable, "-c", program, *arguments], env=cluster.environment)
     cluster.workers.append(worker)
-    with cluster.box("apart") as appliance:
+    with Appliance(
+        cluster.address, num_workers_per_box=2, job="apart", token=TOKEN, timeout_s=30, box=0, num_boxes=1
+    ) as appliance:
         batches = list(DataExecutor(DataLoader(streams.counter, 3), appliance=appliance))
     assert len(batches) == 6
 
 
-@pytest.mark.parametrize(
-    ("program", "says"),
-    [
-        (OTHER.format(version="0.99.0", protocol=PROTOCOL + 1, package="worker"), "install the same release"),
-        (CALLER, "VersionSkewError"),
-    ],
-    ids=["worker", "job"],
-)
-def test_another_protocol_is_refused(cluster: Cluster, program: str, says: str) -> None:
-    program = program.replace("{address}", cluster.address).replace("{token}", TOKEN)
+def test_worker_of_another_protocol_is_refused(cluster: Cluster) -> None:
+    program = OTHER.format(version="0.99.0", protocol=PROTOCOL + 1, package="worker")
     arguments = ["--coordinator", cluster.address, "--slots", "2", "--allow", "streams"]
     ended = subprocess.run(
-        [sys.executable, "-c", program, *arguments], env=cluster.environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program, *arguments],
+        env=cluster.environment,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert ended.returncode != 0
+    (line,) = ended.stderr.strip().splitlines()
+    for said in ("0.99.0", VERSION, str(PROTOCOL), str(PROTOCOL + 1), "install the same release"):
+        assert said in line
+
+
+def test_job_of_another_protocol_is_refused(cluster: Cluster) -> None:
+    program = TRAINER.format(address=cluster.address, token=TOKEN)
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        env=cluster.environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert ended.returncode != 0
     last = ended.stderr.strip().splitlines()[-1]
-    for said in ("0.99.0", VERSION, str(PROTOCOL), str(PROTOCOL + 1), says):
+    assert "VersionSkewError" in last
+    for said in ("0.99.0", VERSION, "99"):
         assert said in last
