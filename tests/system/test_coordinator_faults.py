@@ -59,7 +59,7 @@ class Supervisor(threading.Thread):
         while True:
             coordinator = self.cluster.coordinator
             assert isinstance(coordinator, Forked)
-            ready, _, _ = select.select([coordinator, self.stopping], [], [])
+            ready, _, _ = select.select([coordinator.fileno(), self.stopping], [], [])
             if self.stopping in ready:
                 return
             self.cluster.coordinator.wait()
