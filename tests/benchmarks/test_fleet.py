@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.fleet import main
 from benchmarks.fleet_load import Fleet, percentile, spread
 from benchmarks.fleet_report import BEGIN, END, FULL, TARGETS, judge, markdown
 from benchmarks.report import between
@@ -112,9 +111,3 @@ def test_a_picture_is_drawn(results: dict[str, Any], tmp_path: Path) -> None:
 
 def test_our_document_has_the_marks() -> None:
     assert "marked" in between(DOCUMENT.read_text(), "marked", BEGIN, END)
-
-
-def test_a_size_must_be_a_number(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--workers", "many"])
-    assert "invalid int value" in capsys.readouterr().err

@@ -63,10 +63,6 @@ def test_percentiles_are_of_the_nearest_rank(share: float, value: int) -> None:
     assert percentile(range(100, 0, -1), share) == value
 
 
-def test_a_percentile_of_one_value_is_that_value() -> None:
-    assert percentile([3.0], 0.5) == percentile([3.0], 0.99) == 3.0
-
-
 class Tensorlike:
     """TensorFlow's tensors have no nbytes of their own."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,8 @@ import pytest
 from benchmarks.cases import PATH, SLOW, SNAPSHOTS
 from benchmarks.figures import RECEIVING, Figures, cpu_us, loss, median, rate, ratio
 from benchmarks.full_path import QUICK, _shown, arguments, plan_of
-from benchmarks.modes import ALONE, DATALOADER, MEMCPY, MODES, PENSTOCK, RAW_TCP, TCP, TF
-from benchmarks.report import BEGIN, END, between, markdown, table
+from benchmarks.modes import DATALOADER, MODES, PENSTOCK, RAW_TCP, TCP, TF
+from benchmarks.report import BEGIN, END, between, markdown
 from benchmarks.suites import Plan, turns
 from benchmarks.targets import TARGETS, judge
 
@@ -105,10 +104,6 @@ def test_only_suites_that_were_run_are_judged(results: dict[str, Any]) -> None:
 # ---- tables
 
 
-def test_a_table_is_markdown() -> None:
-    assert table(("", "n"), [["a", "1"], ["b", "2"]]) == "|  | n |\n| --- | ---: |\n| a | 1 |\n| b | 2 |"
-
-
 def test_the_report_has_all_modes_cases_targets(results: dict[str, Any]) -> None:
     text = markdown(results)
     for case in (*PATH, *SLOW, *SNAPSHOTS):
@@ -198,11 +193,3 @@ def test_a_quick_run_is_one_short_round() -> None:
 def test_the_command_is_shown_without_folders() -> None:
     given = ["--quick", "--suite", "slow", "--rounds", "2", "--peers", "/secret", "--out", "/secret"]
     assert " ".join(_shown(arguments(given))) == "--quick --suite slow --rounds 2"
-
-
-def test_results_can_be_written(results: dict[str, Any]) -> None:
-    assert json.loads(json.dumps(results)) == results
-
-
-def test_floors_are_modes() -> None:
-    assert {MEMCPY, RAW_TCP, ALONE} <= MODES.keys()

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cluster import TOKEN
 from mapped import mapped
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.client.checkpoint import AsyncCheckpointer
@@ -20,23 +19,23 @@ __all__ = ["first", "rest"]
 OPTIONS: dict[str, Any] = {"global_batch_size": 12, "tail": "carry"}
 
 
-def appliance(address: str, job: str) -> Appliance:
-    return Appliance(address, num_workers_per_box=2, job=job, token=TOKEN, seed=11, timeout_s=60)
+def appliance(address: str, token: str, job: str) -> Appliance:
+    joined = Appliance(address, num_workers_per_box=2, job=job, token=token, seed=7, timeout_s=60)
+    joined.embedded = True  # so runners are told where our modules are
+    return joined
 
 
 def rows(batch: Any) -> list[list[Any]]:
     return [list(row) for row in zip(batch["number"].tolist(), batch["key"], strict=True)]
 
 
-def first(address: str, job: str, how: str, folder: str, steps: int) -> list[Any]:
+def first(address: str, token: str, job: str, how: str, folder: str, steps: int) -> list[Any]:
     """Train so many steps, save, and go on for three more, which a later life is to repeat."""
     loader = DataLoader(mapped, **OPTIONS)
     state = {"weights": torch.full((5,), 2.0), "loader": loader}
-    with appliance(address, job) as box:
+    with appliance(address, token, job) as box:
         seen = [rows(batch) for batch in DataExecutor(loader, num_steps=steps, appliance=box)]
-        if how == "dcp.save":
-            save(state, checkpoint_id=folder)
-        elif how == "dcp.async_save":
+        if how == "dcp":
             async_save(state, checkpoint_id=folder).result()  # type: ignore[union-attr]
         else:
             with AsyncCheckpointer(folder) as checkpointer:
@@ -45,12 +44,12 @@ def first(address: str, job: str, how: str, folder: str, steps: int) -> list[Any
     return seen
 
 
-def rest(address: str, job: str, how: str, folder: str, steps: int) -> list[Any]:
+def rest(address: str, token: str, job: str, how: str, folder: str, steps: int) -> list[Any]:
     """Restore on as many ranks as there are now, and train so many steps."""
     loader = DataLoader(mapped, **OPTIONS)
     state: dict[str, Any] = {"weights": torch.zeros(5), "loader": loader}
-    with appliance(address, job) as box:
-        if how.startswith("dcp"):
+    with appliance(address, token, job) as box:
+        if how == "dcp":
             load(state, checkpoint_id=folder)
         else:
             with AsyncCheckpointer(folder) as checkpointer:

@@ -1,5 +1,4 @@
-"""A training job as a process of its own, for tests that kill it: `python -m trainer forks FD` forks one for each
-request that comes by this socket (tests/support/trainers.py).
+"""A training job as a process of its own, for tests that kill it (tests/support/job.py); its options are JSON.
 
 Says a line of JSON for each batch: its step, and a fingerprint. With "save" it saves its state every so many steps, in
 files of their own, and says so; with "resume" it starts from such a file. With "lane_proxy" its lanes over TCP go
@@ -12,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import sys
 import time
 import warnings
@@ -22,7 +20,6 @@ import streams
 import torch
 import traps
 from proxy import Proxy
-from trainers import forked
 from xxhash import xxh3_64_intdigest
 
 from penstock.client import Appliance, DataExecutor, DataLoader
@@ -30,7 +27,8 @@ from penstock.client.stream.open_run import OpenRun
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 
-def main(options: dict[str, Any]) -> None:
+def main() -> None:
+    options = json.loads(sys.argv[1])
     warnings.simplefilter("ignore", UserWarning)
     made = getattr(traps, options["input"], None) or getattr(streams, options["input"])
     if options.get("lane_proxy"):
@@ -111,7 +109,3 @@ def _plain(value: Any) -> Any:
 
 def say(line: dict[str, Any]) -> None:
     print(json.dumps(line), flush=True)
-
-
-if __name__ == "__main__":
-    main(forked(socket.socket(fileno=int(sys.argv[2]))))

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 from cluster import TOKEN, Cluster, running
+from interpreters import EXAMPLES
 from kill_and_resume import Lines, Training
-from warm import EXAMPLES
 
 pytestmark = pytest.mark.timeout(300)  # up to five starts, of up to four ranks each
 
@@ -67,23 +67,22 @@ def test_a_plain_loop_with_everything_embedded(cluster: Cluster, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("module", "ranks", "by_torchrun"),
+    ("module", "ranks"),
     [
-        pytest.param("train_lm.train", 2, True, id="DDP"),
-        pytest.param("integrations.fsdp2", 2, False, id="FSDP2"),
-        pytest.param("integrations.titan_style", 2, False, id="torchtitan-style"),
-        pytest.param("integrations.pipeline_parallel", 2, False, id="pipeline parallel"),
-        pytest.param("integrations.accelerate_loop", 2, False, id="Accelerate"),
-        pytest.param("integrations.lightning_loop", 1, False, id="Lightning"),
-        pytest.param("integrations.hf_trainer", 1, False, id="Hugging Face Trainer"),
+        pytest.param("train_lm.train", 2, id="DDP"),
+        pytest.param("integrations.fsdp2", 2, id="FSDP2"),
+        pytest.param("integrations.titan_style", 2, id="torchtitan-style"),
+        pytest.param("integrations.pipeline_parallel", 2, id="pipeline parallel"),
+        pytest.param("integrations.accelerate_loop", 2, id="Accelerate"),
+        pytest.param("integrations.lightning_loop", 1, id="Lightning"),
+        pytest.param("integrations.hf_trainer", 1, id="Hugging Face Trainer"),
     ],
 )
-def test_a_script(cluster: Cluster, tmp_path: Path, module: str, ranks: int, by_torchrun: bool) -> None:
-    """`by_torchrun`: it goes on under the real one, which takes seconds to start; the rest has its variables only."""
+def test_a_script(cluster: Cluster, tmp_path: Path, module: str, ranks: int) -> None:
+    """With torchrun's variables; the real one, which takes seconds to start, is in tests/system/test_embedded.py."""
     training = Training(module, tmp_path / "killed", through(cluster, f"{module}-killed"))
     killed = training.killed(ranks, *OPTIONS, steps=STEPS, at=KILLED_AT)
-    go_on = training.by_torchrun if by_torchrun else training.to_the_end
-    resumed = go_on(ranks, *OPTIONS, steps=STEPS)
+    resumed = training.to_the_end(ranks, *OPTIONS, steps=STEPS)
     whole = Training(module, tmp_path / "whole", through(cluster, f"{module}-whole"))
     check(killed, resumed, whole.to_the_end(ranks, *OPTIONS, steps=STEPS))
 

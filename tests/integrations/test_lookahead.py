@@ -80,18 +80,6 @@ def test_exact_at_every_step_with_a_loader_ahead(appliance: Appliance, plain: di
     loader.close()
 
 
-def test_the_naive_state_loses_a_batch(appliance: Appliance) -> None:
-    loader = DataLoader(streams.counter, PASS // 2)
-    ahead = Lookahead(loader, appliance=appliance)
-    for _ in ahead.handed_out(by_accelerate(ahead)):
-        if ahead.step == 3:
-            naive, ours = loader.state_dict(), ahead.state_dict()
-            break
-    assert following(naive, 2, appliance) == WHOLE[4:6], "batch 4 was taken, and no loop has got it"
-    assert following(ours, 2, appliance) == WHOLE[3:5]
-    loader.close()
-
-
 def test_before_the_first_batch_and_after_a_load(appliance: Appliance) -> None:
     loader = DataLoader(streams.counter, PASS // 2)
     ahead = Lookahead(loader, appliance=appliance)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from family import has_ring
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.proto.state.codec import decode_state, encode_state
@@ -103,11 +104,4 @@ def runners() -> set[int]:
             if stat[2] == entry.name:
                 leaders.add(pid)
     below = {pid for pid in leaders if parents.get(parents.get(parents.get(pid, 0), 0), 0) == os.getpid()}
-    return {pid for pid in below if _has_ring(pid)}
-
-
-def _has_ring(pid: int) -> bool:
-    try:
-        return "penstock-ring" in Path(f"/proc/{pid}/maps").read_text()
-    except OSError:
-        return False
+    return {pid for pid in below if has_ring(pid)}

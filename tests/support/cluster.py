@@ -1,4 +1,4 @@
-"""Coordinator and worker daemons as processes of their own, as an operator starts them."""
+"""Coordinator and worker daemons as processes of their own, forked from an interpreter that has imported them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,21 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from held_port import HeldPort
+from interpreters import Forked, start
+
+if TYPE_CHECKING:  # it imports torch, which not all who start a cluster need
+    from penstock.client import Appliance
 
 SUPPORT = str(Path(__file__).parent)
 INPUTS = str(Path(__file__).parent.parent / "inputs")
 TOKEN = "a-token-for-tests-only-0123456789"
+DAEMONS = ("penstock.appliance.__main__", "penstock.worker.__main__")
+READ_AT_START = ("PYTHONPATH", "LD_PRELOAD")
+"""Variables by which a process needs an interpreter of its own."""
+Daemon = Forked | subprocess.Popen[bytes]
 
 
 class Cluster:
@@ -29,20 +38,30 @@ class Cluster:
         self._module = module
         self._options = options
         path = os.pathsep.join([INPUTS, SUPPORT, *filter(None, [os.environ.get("PYTHONPATH")])])
-        self.environment = {**os.environ, "PYTHONPATH": path, "PENSTOCK_TOKEN": TOKEN, **environment}
-        self.workers: list[subprocess.Popen[bytes]] = []
+        self._usual = {**os.environ, "PYTHONPATH": path, "PENSTOCK_TOKEN": TOKEN}
+        self.environment = {**self._usual, **environment}
+        self.workers: list[Daemon] = []
         self._port = HeldPort()
         self.address = f"127.0.0.1:{self._port.number}"
         self.coordinator = self._start_coordinator()
 
-    def _start_coordinator(self) -> subprocess.Popen[bytes]:
+    def _start_coordinator(self) -> Daemon:
         arguments = ["--listen", self.address, "--state-dir", str(self.state_dir)]
         return self._start(self._module, *arguments, *self._options)[0]
 
-    def restart_coordinator(self) -> None:
-        """Start it again, on the same address and state."""
+    def restart_coordinator(self, *options: str) -> None:
+        """Start it again, on the same address and state, with these further options from now on."""
+        self._options = [*self._options, *options]
         self.coordinator.wait(10)
         self.coordinator = self._start_coordinator()
+
+    def box(self, job: str, **settings: Any) -> Appliance:
+        """The one box of a job, with two workers. All jobs have one seed, so their runners are forked from one
+        interpreter."""
+        from penstock.client import Appliance
+
+        usual = {"num_workers_per_box": 2, "seed": 5, "token": TOKEN, "timeout_s": 60, "box": 0, "num_boxes": 1}
+        return Appliance(self.address, job=job, **{**usual, **settings})
 
     def add_worker(
         self,
@@ -53,7 +72,7 @@ class Cluster:
         through: str = "",
         before: Sequence[str] = (),
         stderr: int | None = None,
-    ) -> subprocess.Popen[bytes]:
+    ) -> Daemon:
         """Start a worker; returns when it is registered. `more`: further arguments; `through`: the coordinator's
         address, if it is another one; `before`: a command that starts it, and becomes it."""
         arguments = ["--coordinator", through or self.address, "--slots", str(slots), "--allow", allow, *more]
@@ -63,9 +82,7 @@ class Cluster:
         return worker
 
     @contextmanager
-    def joined(
-        self, slots: int, *more: str, allow: str = "streams", name: str = ""
-    ) -> Iterator[subprocess.Popen[bytes]]:
+    def joined(self, slots: int, *more: str, allow: str = "streams", name: str = "") -> Iterator[Daemon]:
         """A worker that leaves with the end of the block."""
         worker = self.add_worker(slots, *more, allow=allow, name=name)
         try:
@@ -77,16 +94,23 @@ class Cluster:
 
     def _start(
         self, module: str, *arguments: str, before: Sequence[str] = (), stderr: int | None = None
-    ) -> tuple[subprocess.Popen[bytes], str]:
+    ) -> tuple[Daemon, str]:
         read, write = os.pipe()
+        process: Daemon
         try:
-            process = subprocess.Popen(
-                [*before, sys.executable, "-m", module, *arguments, "--ready-fd", str(write)],
-                env=self.environment,
-                pass_fds=[write],
-                stderr=stderr,
-                process_group=0,  # as a service manager starts them; and a test may kill one with its group
-            )
+            if before or any(self.environment.get(name) != self._usual.get(name) for name in READ_AT_START):
+                process = subprocess.Popen(
+                    [*before, sys.executable, "-m", module, *arguments, "--ready-fd", str(write)],
+                    env=self.environment,
+                    pass_fds=[write],
+                    stderr=stderr,
+                    process_group=0,  # as a service manager starts them; and a test may kill one with its group
+                )
+            else:
+                main = f"{module}.__main__" if module.startswith("penstock.") else module
+                process = start(
+                    main, arguments, self.environment, imports=DAEMONS, torch=False, ready=write, stderr=stderr
+                )
         finally:
             os.close(write)
         with os.fdopen(read) as pipe:

@@ -1,4 +1,4 @@
-"""A coordinator that is killed once at each of some exact points: python -m dying_coordinator, arguments as ever.
+"""A coordinator that is killed once at each of some exact points.
 
 TRAPS names the points, "method before" or "method after", of the service's calls and the registry's methods: before,
 nothing has happened; after, nobody has been told, and of a call all is on disk. TRAPS_IN is the folder where each point
@@ -10,10 +10,9 @@ from __future__ import annotations
 import functools
 import os
 import signal
-import sys
 from typing import Any
 
-from penstock.appliance.__main__ import main
+from penstock.appliance import __main__ as coordinator
 from penstock.appliance.core.state_machine import Registry
 from penstock.appliance.edge.service import Service
 
@@ -55,10 +54,10 @@ def _die(marker: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-if __name__ == "__main__":
+def main() -> int:
     for point in os.environ["TRAPS"].split(","):
         marker = os.path.join(os.environ["TRAPS_IN"], point)
         if not os.path.exists(marker):
             _set(point, marker)
             break  # one in each life, in this order
-    sys.exit(main())
+    return coordinator.main()

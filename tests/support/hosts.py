@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from cluster import Cluster
+from cluster import Cluster, Daemon
 
 __all__ = ["HostCluster", "Network", "why_not"]
 
@@ -95,12 +95,12 @@ class HostCluster(Cluster):
         self.network = network
         super().__init__(state_dir)
 
-    def _start_coordinator(self) -> subprocess.Popen[bytes]:
+    def _start_coordinator(self) -> Daemon:
         self.address = f"{self.network.addresses['coordinator']}:{self.address.rpartition(':')[2]}"
         arguments = ["--listen", self.address, "--state-dir", str(self.state_dir), "--insecure"]
         return self._start("penstock.appliance", *arguments, before=self.network.inside("coordinator"))[0]
 
-    def add_host(self, host: str, slots: int, allow: str) -> subprocess.Popen[bytes]:
+    def add_host(self, host: str, slots: int, allow: str) -> Daemon:
         """A worker on a host; its name is the host's."""
         arguments = ["--coordinator", self.address, "--slots", str(slots), "--allow", allow, "--name", host]
         listen = ["--listen", f"{self.network.addresses[host]}:0", "--insecure"]

@@ -6,13 +6,14 @@ import json
 import os
 import select
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
-import trainers
 from cluster import Cluster
+from interpreters import start
 
 __all__ = ["Job"]
 
@@ -38,8 +39,17 @@ class Job:
         self.options |= options
         self.step, self._rest = 0, b""
         self._open = True
-        self.process = trainers.start(self._python, self.options, self.environment)
-        os.set_blocking(self.process.stdout.fileno(), False)
+        self.process = start(
+            "trainer",
+            [json.dumps(self.options)],
+            self.environment,
+            imports=[],
+            python=self._python,
+            stdout=subprocess.PIPE,
+        )
+        assert self.process.stdout is not None
+        self._said = self.process.stdout
+        os.set_blocking(self._said.fileno(), False)
 
     @property
     def pid(self) -> int:
@@ -59,10 +69,9 @@ class Job:
 
     def hear(self, timeout_s: float) -> bool:
         """Take note of what it says within so long; False if that is nothing, or the end."""
-        pipe = self.process.stdout
-        if not select.select([pipe], [], [], timeout_s)[0]:
+        if not select.select([self._said], [], [], timeout_s)[0]:
             return False
-        data = pipe.read() or b""
+        data = self._said.read() or b""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             self._note(json.loads(line))
@@ -114,7 +123,7 @@ class Job:
 
     def _close(self) -> None:
         self._open = False
-        self.process.stdout.close()
+        self._said.close()
 
     def drop(self) -> None:
         """End it in any case."""

@@ -12,14 +12,13 @@ import json
 import os
 import select
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from warm import EXAMPLES, Forked, Outcome, fork
+from warm import Forked, Outcome, fork
 
 __all__ = ["Line", "Lines", "Training"]
 
@@ -74,25 +73,6 @@ class Training:
         assert [one.outcome(deadline).raised for one in launched] == ["killed"] * ranks
         return heard.all()
 
-    def by_torchrun(self, ranks: int, *options: str, steps: int) -> Lines:
-        """As `to_the_end`, but started as a user would."""
-        heard = _Heard(self.out, self._names(ranks))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        command += ["-m", self.module, *options, "--steps", str(steps), "--out", str(self.out)]
-        paths = os.pathsep.join([str(EXAMPLES), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {**os.environ, **self.environment, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-        deadline = time.monotonic() + DEADLINE_S
-        with subprocess.Popen(command, env=environment, process_group=0) as launched:
-            end = os.pidfd_open(launched.pid)
-            try:
-                while launched.poll() is None and time.monotonic() < deadline:
-                    heard.listen([end])
-            finally:
-                os.close(end)
-                launched.terminate()  # torchrun ends its ranks
-        assert launched.returncode == 0, launched.returncode
-        return heard.all()
-
     def _names(self, ranks: int) -> list[str]:
         log = "box" if self.module.startswith("train_lm") else "rank"
         return [f"{log}{rank}.jsonl" for rank in range(ranks)]
@@ -135,9 +115,10 @@ class _Heard:
         self._rest = dict.fromkeys(names, b"")
         self._pipes = {_pipe(out / name): name for name in names}
 
-    def listen(self, ends: Sequence[Forked | int], timeout_s: float = 1.0) -> bool:
+    def listen(self, ends: Sequence[Forked], timeout_s: float = 1.0) -> bool:
         """Wait for something to be said, or somebody's end. False if nothing was said."""
-        ready = select.select([*self._pipes, *ends], [], [], timeout_s)[0]
+        watched: list[int | Forked] = [*self._pipes, *ends]
+        ready = select.select(watched, [], [], timeout_s)[0]
         said = False
         for pipe in [pipe for pipe in ready if pipe in self._pipes]:
             name, data = self._pipes[pipe], os.read(pipe, 256)

@@ -1,4 +1,4 @@
-"""A coordinator with other limits, LIMITS=budget=1000,losses=9 in its environment: python -m limited_coordinator."""
+"""A coordinator with other limits, LIMITS=budget=1000,losses=9."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from penstock.appliance.edge.server import announcer, serve
 from penstock.appliance.model.limits import Limits
 from penstock.proto.rpc.channel import read_tokens
 
-if __name__ == "__main__":
+
+def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--listen")
     parser.add_argument("--state-dir")

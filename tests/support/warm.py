@@ -1,37 +1,22 @@
-"""Processes that are forked from one interpreter, which has imported torch: that takes two seconds of a core, and
-frameworks on top of it as much again.
-
-The interpreter is started when the first process is asked for, and imports then what that one needs. It has one thread
-and uses nothing of gRPC or of a checkpointer, so what is forked from it may use both.
-"""
+"""Functions in processes of their own, which are forked from an interpreter that has imported torch."""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import gc
-import importlib
 import json
 import os
 import select
 import signal
-import socket
-import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-__all__ = ["EXAMPLES", "Forked", "Outcome", "fork"]
+import interpreters
 
-HERE = Path(__file__).resolve().parent
-EXAMPLES = HERE.parents[1] / "examples"
-DEADLINE_S = 120.0
-
-_server: tuple[subprocess.Popen[bytes], socket.socket] | None = None
+__all__ = ["Forked", "Outcome", "fork"]
 
 
 @dataclass(frozen=True)
@@ -48,10 +33,10 @@ class Outcome:
 class Forked:
     """A process, which leads a group of its own."""
 
-    def __init__(self, pid: int, end: int) -> None:
+    def __init__(self, process: interpreters.Forked, end: int) -> None:
         """`end`: what it reads its outcome from."""
-        self.pid = pid
-        self._end = end
+        self.pid = process.pid
+        self._process, self._end = process, end
         self._outcome: Outcome | None = None
 
     def fileno(self) -> int:
@@ -72,6 +57,7 @@ class Forked:
             data += piece
             if not piece:
                 os.close(self._end)
+                self._process.wait(interpreters.DEADLINE_S)
                 self._outcome = Outcome(**json.loads(data)) if data else Outcome(raised="killed")
         return self._outcome
 
@@ -89,81 +75,26 @@ def fork(
     function: "module:name", called with `arguments`, which are JSON. imports: modules that the interpreter imports
     before it forks, besides the function's. environment: that the process gets besides ours.
     """
-    control = _started()
     read, write = os.pipe()
-    request = {"function": function, "arguments": arguments, "imports": imports, "environment": environment or {}}
-    socket.send_fds(control, [json.dumps(request).encode()], [write])
-    os.close(write)
-    assert select.select([control], [], [], DEADLINE_S)[0], "the interpreter that is to be forked does not answer"
-    pid = control.recv(32)
-    assert pid, "the interpreter that is to be forked has ended"
-    return Forked(int(pid), read)
-
-
-def _started() -> socket.socket:
-    global _server
-    if _server is None:
-        paths = [str(EXAMPLES), str(HERE), str(HERE.parent / "inputs"), *filter(None, [os.environ.get("PYTHONPATH")])]
-        one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "warm", str(theirs.fileno())],
-                env={**os.environ, **one_thread, "PYTHONPATH": os.pathsep.join(paths)},
-                pass_fds=[theirs.fileno()],
-                process_group=0,
-            )
-        _server = process, ours
-    return _server[1]
-
-
-@atexit.register
-def _stop() -> None:
-    if _server is not None:
-        _server[1].close()
-        _server[0].wait(10)
-
-
-def _serve(control: socket.socket) -> NoReturn:
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them: they say themselves how it went
-    gc.disable()  # but in what is forked: to walk what is imported would take longer than to import it
-    while True:
-        data, handles, _, _ = socket.recv_fds(control, 1 << 20, 1)
-        if not data:
-            os._exit(0)  # to take down what was imported would take a second of a core
-        request = json.loads(data)
-        for name in (*request["imports"], request["function"].partition(":")[0]):
-            importlib.import_module(name)
-        gc.collect()
-        gc.freeze()  # no process that is forked walks it, or copies its pages
-        assert len(os.listdir("/proc/self/task")) == 1, "a process with threads is not to be forked"
-        pid = os.fork()
-        if pid == 0:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            gc.enable()
-            control.close()
-            _work(request, handles[0])
-        os.close(handles[0])
-        with contextlib.suppress(ProcessLookupError):  # it is over
-            os.setpgid(pid, pid)  # before anybody hears of it who may kill it
-        control.send(str(pid).encode())
-
-
-def _work(request: dict[str, Any], end: int) -> NoReturn:
-    status = 1
-    os.environ.update(request["environment"])
-    module, _, name = request["function"].partition(":")
+    given = [json.dumps([function, arguments])]
+    variables = {**os.environ, **(environment or {})}
+    modules = [*imports, function.partition(":")[0]]
     try:
-        found = {"value": getattr(sys.modules[module], name)(*request["arguments"])}
-        status = 0
+        return Forked(interpreters.start("warm", given, variables, imports=modules, ready=write), read)
+    finally:
+        os.close(write)
+
+
+def main() -> int:
+    """In the process: call the function, and write what became of it."""
+    (function, arguments), end = json.loads(sys.argv[1]), int(sys.argv[3])
+    module, _, name = function.partition(":")
+    status = 0
+    try:
+        found = {"value": getattr(sys.modules[module], name)(*arguments)}
     except BaseException as error:
         traceback.print_exc()
-        found = {"raised": type(error).__name__, "message": str(error)}
+        found, status = {"raised": type(error).__name__, "message": str(error)}, 1
     with os.fdopen(end, "wb") as pipe:
         pipe.write(json.dumps(found).encode())
-    sys.stdout.flush()
-    os._exit(status)  # the interpreter that was forked has nothing to put in order
-
-
-if __name__ == "__main__":
-    _serve(socket.socket(fileno=int(sys.argv[1])))
+    return status

@@ -16,9 +16,10 @@ import pytest
 import streams
 import third_party
 import torch
+from chains import plain
 from neighbours import beside
 
-from penstock.client import Appliance, DataExecutor, DataLoader, Lookahead, checkpoint_closure
+from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.client.testing import FakeAppliance
 from penstock.proto.errors import (
     InputFnError,
@@ -56,15 +57,6 @@ def makes(appliance: Appliance) -> Iterator[dict[str, Make]]:
 @pytest.fixture(params=KINDS)
 def make(request: pytest.FixtureRequest, makes: dict[str, Make]) -> Make:
     return makes[request.param]
-
-
-def plain(batch: Any) -> Any:
-    """A batch as values that compare."""
-    if isinstance(batch, dict):
-        return {key: plain(value) for key, value in batch.items()}
-    if isinstance(batch, list | tuple):
-        return [plain(value) for value in batch]
-    return batch.tolist() if isinstance(batch, torch.Tensor | np.ndarray) else batch
 
 
 LOADERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
@@ -106,14 +98,14 @@ def test_batches_and_digests_are_the_same(makes: dict[str, Make], name: str) -> 
 
 
 @pytest.mark.parametrize("name", LOADERS)
-@pytest.mark.parametrize(("saver", "resumer"), [("real", "fake"), ("fake", "real"), ("fake", "fake")])
+@pytest.mark.parametrize(("saver", "resumer"), [("real", "fake"), ("fake", "real")])
 def test_a_state_resumes_on_the_other(makes: dict[str, Make], saver: str, resumer: str, name: str) -> None:
     whole, digest = take(loader_of(name), 25, makes["fake"]())
     loader, states = loader_of(name), {}
     for _ in DataExecutor(loader, num_steps=20, appliance=makes[saver]()):
         if loader.step in (1, 7, 10, 18, 19):  # 18 and 19 are ends of epochs
             states[loader.step] = loader.state_dict()
-    for step, state in states.items() if saver == resumer else list(states.items())[1::2]:
+    for step, state in list(states.items())[1::2]:
         again = loader_of(name)
         again.load_state_dict(state)
         assert again.step == step
@@ -121,7 +113,7 @@ def test_a_state_resumes_on_the_other(makes: dict[str, Make], saver: str, resume
 
 
 @pytest.mark.parametrize("name", RESHAPED)
-@pytest.mark.parametrize(("saver", "resumer"), [("real", "fake"), ("fake", "real"), ("fake", "fake")])
+@pytest.mark.parametrize(("saver", "resumer"), [("real", "fake"), ("fake", "real")])
 def test_a_state_resumes_on_other_workers(makes: dict[str, Make], saver: str, resumer: str, name: str) -> None:
     loader = loader_of(name)
     first, _ = take(loader, 3, makes[saver]())
@@ -230,18 +222,6 @@ def test_the_last_step_counts(make: Make) -> None:
     assert executor.stats.steps == 5
 
 
-def test_a_closure_acts_on_checkpoint_steps(make: Make) -> None:
-    loader, saved = loader_of("four methods, all of one range"), {}
-
-    @checkpoint_closure
-    def save() -> None:
-        saved[loader.step] = loader.state_dict()
-
-    for _ in DataExecutor(loader, num_steps=7, checkpoint_steps=3, appliance=make()):
-        save()
-    assert sorted(saved) == [3, 6, 7]
-
-
 @pytest.mark.parametrize("name", ["two methods", "four methods and noise", "shards of ours"])
 def test_earlier_steps_can_be_saved(make: Make, name: str) -> None:
     """As Lookahead does, for loops that get their batches from something that reads ahead."""
@@ -254,21 +234,6 @@ def test_earlier_steps_can_be_saved(make: Make, name: str) -> None:
         again = loader_of(name)
         again.load_state_dict(state)
         assert take(again, 5, appliance) == (batches[4:], digest)
-
-
-def test_lookahead_saves_what_the_loop_got(make: Make) -> None:
-    with make():
-        loader = loader_of("shards of ours")
-        ahead = Lookahead(loader)
-        batches = iter(ahead)
-        got = [plain(next(batches)) for _ in range(3)]
-        ahead.took()
-        ahead.took()
-        again = loader_of("shards of ours")
-        again.load_state_dict(ahead.state_dict())
-        assert again.step == 2
-        assert plain(next(iter(again))) == got[2]
-        batches.close()  # type: ignore[attr-defined]
 
 
 def test_a_failing_input_is_named_with_its_step(make: Make) -> None:
@@ -295,15 +260,6 @@ def test_a_loader_without_methods_is_not_saved(make: Make) -> None:
         assert not loader.is_restartable
         with pytest.raises(NotRestartableError):
             loader.state_dict()
-
-
-def test_by_replay_it_is(make: Make) -> None:
-    with make(num_workers_per_box=1, replay=True) as appliance:
-        loader, again = (DataLoader(list, [torch.full((2,), n) for n in range(6)]) for _ in range(2))
-        whole, _ = take(loader, 4, appliance)
-        again.load_state_dict(loader.state_dict())
-        assert take(again, 2, appliance)[0] == [[4, 4], [5, 5]]
-        assert whole[-1] == [3, 3]
 
 
 def test_another_topology_is_refused_by_name(make: Make) -> None:

@@ -30,18 +30,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def box(cluster: Cluster, number: int, boxes: int, workers: int, job: str, **options: Any) -> Appliance:
-    """All with one seed, so that the interpreters from which runners are forked serve every test."""
-    return Appliance(
-        cluster.address,
-        box=number,
-        num_boxes=boxes,
-        num_workers_per_box=workers,
-        job=job,
-        seed=5,
-        token=TOKEN,
-        timeout_s=60,
-        **options,
-    )
+    return cluster.box(job, box=number, num_boxes=boxes, num_workers_per_box=workers, **options)
 
 
 def together(boxes: int, train: Callable[[int], Any]) -> list[Any]:
@@ -90,29 +79,6 @@ def test_two_boxes_save_at_one_step_and_resume(cluster: Cluster, lane: str) -> N
 
     rest = [number for part in together(3, third) for number in part]
     assert sorted(one + two + rest) == list(range(40))
-
-
-def test_only_rank_0_asks_for_an_uneven_box(cluster: Cluster) -> None:
-    for lead in (-3, 3):
-        reached, asked = threading.Event(), threading.Event()
-
-        def train(number: int, lead: int = lead, reached: Any = reached, asked: Any = asked) -> Any:
-            loader = DataLoader(streams.shared, 80)
-            with box(cluster, number, 2, 2, f"lead{lead}") as appliance:
-                executor = DataExecutor(loader, num_steps=15, appliance=appliance)
-                state = None
-                for _ in executor:
-                    if number == 0 and executor.step == 8:
-                        assert reached.wait(30)
-                        state = loader.state_dict()
-                        asked.set()
-                    if number == 1 and executor.step == 8 + lead:
-                        reached.set()
-                        assert asked.wait(30)
-                return state
-
-        state, _ = together(2, train)
-        assert state["done"] == [4, 4, 4, 4]
 
 
 def test_box_with_an_early_epoch_end_is_announced(cluster: Cluster) -> None:
@@ -185,7 +151,7 @@ def test_reopening_on_another_topology_stateless(cluster: Cluster) -> None:
 
 def test_missing_slots_are_counted_in_the_error(cluster: Cluster) -> None:
     with (
-        Appliance(cluster.address, num_workers_per_box=11, job="many", seed=5, token=TOKEN, timeout_s=8) as greedy,
+        cluster.box("many", num_workers_per_box=11, timeout_s=8) as greedy,
         pytest.raises(errors.NoWorkersError, match=r"3.*11"),
     ):
         list(DataExecutor(DataLoader(streams.counter), num_steps=30, appliance=greedy))
@@ -215,7 +181,7 @@ def test_input_fn_that_the_worker_cannot_import(
 
 def test_a_wrong_token(cluster: Cluster) -> None:
     with (
-        Appliance(cluster.address, job="token", token="wrong-token-wrong-token-wrong") as appliance,
+        cluster.box("token", token="wrong-token-wrong-token-wrong") as appliance,
         pytest.raises(errors.AuthenticationError),
     ):
         next(iter(DataExecutor(DataLoader(streams.counter), appliance=appliance)))

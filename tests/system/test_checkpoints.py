@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import mapped
 import pytest
 import streams
 import torch
-from cluster import Cluster, running
+from chains import plain
 from ranked import run
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
@@ -30,16 +29,10 @@ LOADERS: dict[str, Any] = {
 STEPS = 5
 
 
-def plain(batch: Any) -> Any:
-    if isinstance(batch, dict):
-        return {key: plain(value) for key, value in batch.items()}
-    return batch.tolist() if isinstance(batch, torch.Tensor) else batch
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("name", LOADERS)
 def test_a_loader_goes_on_from_a_checkpoint(appliance: Appliance, tmp_path: Path, name: str) -> None:
-    """One run saved in all ways, at two steps; each resumed in a loader that has read nothing."""
+    """One run saved in all ways; each resumed in a loader that has read nothing."""
     input_fn, options = LOADERS[name]
     loader = DataLoader(input_fn, **options)
     weights = torch.zeros(4)
@@ -52,38 +45,21 @@ def test_a_loader_goes_on_from_a_checkpoint(appliance: Appliance, tmp_path: Path
             weights += 1
             if executor.step in (STEPS, 2 * STEPS):
                 checkpointer.save(executor.step, state)
-                save(state, checkpoint_id=tmp_path / f"dcp-{executor.step}")
-                async_save(state, checkpoint_id=tmp_path / f"async-{executor.step}").result()  # type: ignore[union-attr]
-    for step in (STEPS, 2 * STEPS):
-        for how in ("ours", "dcp", "async"):
-            again = DataLoader(input_fn, **options)
-            found: dict[str, Any] = {"weights": torch.zeros(4), "loader": again}
-            if how == "ours":
-                with AsyncCheckpointer(tmp_path / "ours") as checkpointer:
-                    assert checkpointer.restore(found, step=step) == step
-            else:
-                load(found, checkpoint_id=tmp_path / f"{how}-{step}")
-            assert found["weights"].tolist() == [float(step)] * 4
-            rest = DataExecutor(again, num_steps=3 * STEPS - step, appliance=appliance)
-            assert [plain(batch) for batch in rest] == whole[step:], (how, step)
-
-
-def test_what_the_user_changes_in_a_state_counts(appliance: Appliance) -> None:
-    loader = DataLoader(streams.shared, 24)
-    for _ in DataExecutor(loader, num_steps=4, appliance=appliance):
-        pass
-    state = loader.state_dict()
-    state["start"], state["done"] = 10, [0]  # one worker's, so that the start alone decides
-    again = DataLoader(streams.shared, 24)
-    again.load_state_dict(state)
-    assert next(iter(DataExecutor(again, num_steps=1, appliance=appliance)))["number"] == 10
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with running(tmp_path_factory.mktemp("state")) as cluster:
-        cluster.add_worker(12, name="w1", allow="mapped")
-        yield cluster
+            if executor.step == STEPS:
+                save(state, checkpoint_id=tmp_path / "dcp")
+            if executor.step == 2 * STEPS:
+                async_save(state, checkpoint_id=tmp_path / "async").result()  # type: ignore[union-attr]
+    for step, how in ((STEPS, "ours"), (2 * STEPS, "ours"), (STEPS, "dcp"), (2 * STEPS, "async")):
+        again = DataLoader(input_fn, **options)
+        found: dict[str, Any] = {"weights": torch.zeros(4), "loader": again}
+        if how == "ours":
+            with AsyncCheckpointer(tmp_path / "ours") as checkpointer:
+                assert checkpointer.restore(found, step=step) == step
+        else:
+            load(found, checkpoint_id=tmp_path / how)
+        assert found["weights"].tolist() == [float(step)] * 4
+        rest = DataExecutor(again, num_steps=3 * STEPS - step, appliance=appliance)
+        assert [plain(batch) for batch in rest] == whole[step:], (how, step)
 
 
 def in_order(outcomes: list[Any]) -> list[Any]:
@@ -97,11 +73,13 @@ def in_order(outcomes: list[Any]) -> list[Any]:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("how", ["ours", "dcp.save", "dcp.async_save"])
-def test_any_number_of_ranks_goes_on(cluster: Cluster, tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize("how", ["ours", "dcp"])
+def test_any_number_of_ranks_goes_on(appliance: Appliance, tmp_path: Path, how: str) -> None:
     """Saved by two ranks, gone on with by three and by one: the global batches are those of the first life."""
-    where, folder = cluster.address, str(tmp_path / "saved")
-    whole = in_order(run(2, "ranked_loaders:first", where, f"{how}-2", how, folder, STEPS))
+    place, folder = appliance._place, str(tmp_path / "saved")
+    assert place is not None
+    where = place.address, place.token
+    whole = in_order(run(2, "ranked_loaders:first", *where, f"{how}-2", how, folder, STEPS))
     for ranks in (3, 1):
-        rest = in_order(run(ranks, "ranked_loaders:rest", where, f"{how}-then-{ranks}", how, folder, 3))
+        rest = in_order(run(ranks, "ranked_loaders:rest", *where, f"{how}-then-{ranks}", how, folder, 3))
         assert rest == whole[STEPS:]

@@ -8,9 +8,9 @@ import warnings
 from pathlib import Path
 
 import streams
-from cluster import TOKEN, running
+from cluster import running
 
-from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.client import DataExecutor, DataLoader
 
 JUMPS = r"""
 #define _GNU_SOURCE
@@ -74,9 +74,7 @@ def test_a_clock_that_jumps_is_not_noticed(tmp_path: Path) -> None:
     with (
         running(tmp_path / "state", **surroundings) as cluster,
         warnings.catch_warnings(),
-        Appliance(
-            cluster.address, num_workers_per_box=2, job="job", token=TOKEN, timeout_s=30, box=0, num_boxes=1
-        ) as appliance,
+        cluster.box("job", timeout_s=30) as appliance,
     ):
         warnings.simplefilter("error")
         cluster.add_worker(2, name="w")

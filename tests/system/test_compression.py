@@ -65,16 +65,9 @@ def test_worker_without_package_sends_it_plain(tmp_path: Path, capfd: pytest.Cap
         path = cluster.environment["PYTHONPATH"]
         cluster.environment["PYTHONPATH"] = os.pathsep.join([str(hidden), path, os.environ.get("PYTHONPATH", "")])
         cluster.add_worker(2, allow="compressible")
-        options: dict[str, Any] = {
-            "num_workers_per_box": 2,
-            "seed": 3,
-            "lane": "tcp",
-            "timeout_s": 60,
-            "token": clusters.TOKEN,
-        }
         found = []
         for codec in (None, "lz4"):
-            with Appliance(cluster.address, job=f"job-{codec}", compression=codec, **options) as appliance:
+            with cluster.box(f"job-{codec}", compression=codec, lane="tcp") as appliance:
                 loader = DataLoader(compressible.various, BATCHES)
                 found.append(list(digests(DataExecutor(loader, appliance=appliance))))
     assert found[0] == found[1]

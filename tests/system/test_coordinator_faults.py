@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import streams
 import traps
-from census import descendants
+from census import alive, descendants
 from cluster import TOKEN, Cluster, running
-from family import parents
+from interpreters import Forked
 from waiting import wait_until
 
 from penstock.client import Appliance, DataExecutor, DataLoader
@@ -45,12 +45,6 @@ CALLS = [
 ROUNDS = 3
 
 
-def box(address: str, job: str, workers: int = 2, timeout_s: float = 60) -> Appliance:
-    return Appliance(
-        address, num_workers_per_box=workers, job=job, seed=3, token=TOKEN, timeout_s=timeout_s, box=0, num_boxes=1
-    )
-
-
 class Supervisor(threading.Thread):
     """Starts a coordinator again whenever it dies, as systemd would, and looks at its cluster state in between."""
 
@@ -63,9 +57,9 @@ class Supervisor(threading.Thread):
 
     def run(self) -> None:
         while True:
-            ended = os.pidfd_open(self.cluster.coordinator.pid)
-            ready, _, _ = select.select([ended, self.stopping], [], [])
-            os.close(ended)
+            coordinator = self.cluster.coordinator
+            assert isinstance(coordinator, Forked)
+            ready, _, _ = select.select([coordinator.fileno(), self.stopping], [], [])
             if self.stopping in ready:
                 return
             self.cluster.coordinator.wait()
@@ -103,9 +97,9 @@ def supervised(cluster: Cluster) -> Iterator[Supervisor]:
         supervisor.stop()
 
 
-def train(address: str, job: str) -> tuple[list[int | None], Any]:
+def train(cluster: Cluster, job: str) -> tuple[list[int | None], Any]:
     """Two loaders, the second from the first one's state."""
-    with box(address, job) as appliance:
+    with cluster.box(job) as appliance:
         loader = DataLoader(streams.counter, 400)
         executor = DataExecutor(loader, num_steps=60, checkpoint_steps=30, appliance=appliance)
         digests = [executor.digest for _ in executor]
@@ -131,10 +125,10 @@ def test_killed_around_each_kind_of_call(tmp_path: Path) -> None:
         cluster.add_worker(4)
         killed = []
         for round in range(ROUNDS):  # which call is next depends on how quick the others are
-            killed.append(train(cluster.address, f"job {round}"))
+            killed.append(train(cluster, f"job {round}"))
         reached = sorted(path.name for path in folder.iterdir())
         assert reached == sorted(CALLS)
-        whole = train(cluster.address, "job")  # every trap has snapped, so nothing happens any more
+        whole = train(cluster, "job")  # every trap has snapped, so nothing happens any more
     assert supervisor.deaths == len(CALLS)
     for got in killed:
         assert got[0] == whole[0]
@@ -146,7 +140,7 @@ def test_killed_around_each_kind_of_call(tmp_path: Path) -> None:
 def test_killed_and_restarted_in_mid_run(cluster: Cluster) -> None:
 
     def train(job: str, *, kill: bool) -> tuple[list[object], dict[str, object]]:
-        with box(cluster.address, job) as appliance:
+        with cluster.box(job) as appliance:
             loader = DataLoader(streams.stateful, 400)
             executor = DataExecutor(loader, num_steps=120, checkpoint_steps=50, appliance=appliance)
             got: list[object] = []
@@ -166,22 +160,10 @@ def test_killed_and_restarted_in_mid_run(cluster: Cluster) -> None:
     again = DataLoader(streams.stateful, 400)
     again.load_state_dict(state)
     reference = DataLoader(streams.stateful, 400)
-    with box(cluster.address, "after") as appliance:
+    with cluster.box("after") as appliance:
         rest = [batch.tolist() for batch in DataExecutor(again, num_steps=30, appliance=appliance)]
         steps = DataExecutor(reference, num_steps=150, appliance=appliance)
         assert [batch.tolist() for batch in steps][120:] == rest
-
-
-def test_two_loaders_are_two_runs(cluster: Cluster) -> None:
-    with box(cluster.address, "two loaders") as appliance:
-        train, evaluate = DataLoader(streams.counter, 20), DataLoader(streams.shared, 6)
-        executor = DataExecutor(train, num_steps=12, appliance=appliance)
-        seen = []
-        for _ in executor:
-            if executor.step % 4 == 0:
-                seen.append([batch["number"] for batch in DataExecutor(evaluate, appliance=appliance)])
-        assert seen == [list(range(6))] * 3
-        assert executor.step == 12
 
 
 def patiently(loader: DataLoader, appliance: Appliance, digests: list[int | None], steps: int) -> None:
@@ -202,7 +184,7 @@ def test_worker_dies_while_coordinator_is_away(cluster: Cluster, tmp_path: Path)
 
     def stream(job: str, kill: bool) -> list[int | None]:
         digests: list[int | None] = []
-        with box(cluster.address, job, timeout_s=5) as appliance:
+        with cluster.box(job, timeout_s=5) as appliance:
             loader = DataLoader(traps.trapped, "shared", [], str(tmp_path))
             patiently(loader, appliance, digests, 20)
             if kill:
@@ -210,7 +192,7 @@ def test_worker_dies_while_coordinator_is_away(cluster: Cluster, tmp_path: Path)
                 below = descendants(doomed.pid)
                 cluster.coordinator.kill()
                 doomed.kill()
-                wait_until(lambda: not set(below) & set(parents()))  # or runners go on for as long as that takes
+                wait_until(lambda: not alive(below))  # or runners go on for as long as that takes
                 executor = DataExecutor(loader, num_steps=200, appliance=appliance)
                 with pytest.raises(errors.DeadlineError) as caught:
                     digests.extend(executor.digest for _ in executor)
@@ -231,7 +213,7 @@ def test_worker_dies_while_coordinator_is_away(cluster: Cluster, tmp_path: Path)
 def left(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The state directory of a coordinator that was killed."""
     state = tmp_path_factory.mktemp("left") / "state"
-    with box(cluster.address, "left") as appliance:
+    with cluster.box("left") as appliance:
         assert next(iter(DataExecutor(DataLoader(streams.counter), num_steps=2, appliance=appliance)))
         cluster.coordinator.kill()
         cluster.coordinator.wait()

@@ -15,28 +15,14 @@ from typing import Any
 import pytest
 import traps
 from census import alive, children, descendants, runners, until
-from cluster import TOKEN, Cluster, running
+from cluster import Cluster, running
 
-from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.client import DataExecutor, DataLoader
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*was recovered:UserWarning")
 _numbers = itertools.count()
 _names: dict[int, str] = {}
 """Of daemons, by process."""
-
-
-def appliance(cluster: Cluster, job: str, workers: int = 2, **options: Any) -> Appliance:
-    return Appliance(
-        cluster.address,
-        num_workers_per_box=workers,
-        job=job,
-        seed=5,
-        token=TOKEN,
-        timeout_s=60,
-        box=0,
-        num_boxes=1,
-        **options,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +65,7 @@ class Moments:
 
     def before_it_is_ready(self, job: str) -> list[int | None]:
         loader = DataLoader(traps.waits_in_input_fn, str(self.folder))
-        with appliance(self.cluster, job) as here:
+        with self.cluster.box(job) as here:
             executor = DataExecutor(loader, num_steps=30, appliance=here)
             return [executor.digest for _ in executor]
 
@@ -92,7 +78,7 @@ class Moments:
         digests = self._stopping(job, loader, lambda: states.append(loader.state_dict()))
         again = DataLoader(traps.waits_to_load, str(self.folder))
         again.load_state_dict(states[0])
-        with appliance(self.cluster, f"{job} again") as here:
+        with self.cluster.box(f"{job} again") as here:
             executor = DataExecutor(again, num_steps=12, appliance=here)
             return [*digests, *(executor.digest for _ in executor)]
 
@@ -101,7 +87,7 @@ class Moments:
 
     def _stopping(self, job: str, loader: DataLoader, at_the_moment: Callable[[], None]) -> list[int | None]:
         digests = []
-        with appliance(self.cluster, job) as here:
+        with self.cluster.box(job) as here:
             executor = DataExecutor(loader, num_steps=60, appliance=here)
             for _ in executor:
                 digests.append(executor.digest)
@@ -165,7 +151,7 @@ def test_killed_without_free_worker_and_restarted(cluster: Cluster) -> None:
 
     def train(job: str, kill: Callable[[int, int], None] | None = None) -> list[int | None]:
         digests = []
-        with appliance(cluster, job) as here:
+        with cluster.box(job) as here:
             executor = DataExecutor(DataLoader(traps.parent, 400), num_steps=80, appliance=here)
             for _ in executor:
                 digests.append(executor.digest)
@@ -191,7 +177,7 @@ def test_two_of_three_killed_at_once(cluster: Cluster, tmp_path: Path) -> None:
 
         def train(job: str, lane: str, meet: Callable[[], object]) -> tuple[list[int | None], int]:
             digests = []
-            with appliance(cluster, job, 6, lane=lane) as here:
+            with cluster.box(job, num_workers_per_box=6, lane=lane) as here:
                 loader = DataLoader(traps.trapped, "shared", [], str(tmp_path))
                 executor = DataExecutor(loader, num_steps=400, appliance=here)
                 for _ in executor:
@@ -211,7 +197,7 @@ def test_a_fork_server_killed_under_a_state_query(cluster: Cluster, tmp_path: Pa
     """The helper process dies with it, and so does the runner: who takes the slot over is asked, and can be saved."""
     reached, released = (tmp_path / f"load_state_dict {name}" for name in ("reached", "released"))
     (daemon,) = cluster.workers
-    with appliance(cluster, "fork server", 1) as here:
+    with cluster.box("fork server", num_workers_per_box=1) as here:
         released.touch()
         loader = DataLoader(traps.waits_to_load, str(tmp_path))
         executor = DataExecutor(loader, num_steps=200, appliance=here)

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import traps
-from cluster import TOKEN, Cluster, running
+from cluster import Cluster, running
 from family import runners
 from small_disk import small_disk_at
 
-from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.client import DataExecutor, DataLoader
 from penstock.proto import errors
 
 
@@ -43,12 +43,6 @@ def whole(cluster: Cluster) -> list[int | None]:
     return train(cluster, "whole", {})
 
 
-def box(cluster: Cluster, job: str, timeout_s: float = 60) -> Appliance:
-    return Appliance(
-        cluster.address, num_workers_per_box=2, job=job, seed=3, token=TOKEN, timeout_s=timeout_s, box=0, num_boxes=1
-    )
-
-
 def fill(disk: Path) -> Path:
     """Until nothing more goes."""
     ballast = disk / "ballast"
@@ -60,14 +54,10 @@ def fill(disk: Path) -> Path:
             return ballast
 
 
-def pause(seconds: float) -> None:
-    select.select([], [], [], seconds)
-
-
 def train(cluster: Cluster, job: str, at: dict[int, Any]) -> list[int | None]:
     """Do something at some steps."""
     digests = []
-    with box(cluster, job) as appliance:
+    with cluster.box(job) as appliance:
         loader = DataLoader(traps.trapped, "stateful 0", [], "")
         executor = DataExecutor(loader, num_steps=600, appliance=appliance)
         for _ in executor:
@@ -85,10 +75,10 @@ def test_training_and_coordinator_continue(small_disk: Path, cluster: Cluster, w
     def break_it() -> None:
         if fault == "full":
             fill(small_disk)
-            pause(1.5)  # heartbeats, snapshots and reports meet it
+            time.sleep(1.5)  # heartbeats, snapshots and reports meet it
             with (
                 pytest.raises(errors.JournalError, match=f"{state}.* bytes wait"),
-                box(cluster, "another", 5) as another,
+                cluster.box("another", timeout_s=5) as another,
             ):
                 next(iter(DataExecutor(DataLoader(traps.parent, 4), appliance=another)))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import signal
-import subprocess
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -12,9 +11,9 @@ from typing import Any
 
 import paced
 import pytest
-from cluster import TOKEN, Cluster, running
+from cluster import TOKEN, Cluster, Daemon, running
 
-from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.client import DataExecutor, DataLoader
 from penstock.proto.errors import UnknownWorkerError
 from penstock.proto.rpc.calls import CoordinatorClient
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -34,7 +33,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 def paced_worker(
     cluster: Cluster, slots: int, *more: str, name: str, batch_s: float = 0
-) -> AbstractContextManager[subprocess.Popen[bytes]]:
+) -> AbstractContextManager[Daemon]:
     """One that joins, and leaves with the end of the block."""
     cluster.environment["PACED_S"] = str(batch_s)
     return cluster.joined(slots, *more, allow="paced", name=name)
@@ -55,7 +54,8 @@ class Watched:
     ) -> None:
         """Take steps until the slots are as wished, each compared with what it must be. `always_ready`: no slot is ever
         without a worker that has it ready."""
-        with CoordinatorClient(self.cluster.address, TOKEN) as client, self.appliance() as appliance:
+        box = self.cluster.box(self.job, num_workers_per_box=self.workers)
+        with CoordinatorClient(self.cluster.address, TOKEN) as client, box as appliance:
             executor = DataExecutor(DataLoader(paced.paced, COUNT), num_steps=COUNT, appliance=appliance)
             for batch in executor:
                 self.step = executor.step
@@ -68,18 +68,6 @@ class Watched:
                     assert not self.always_ready or all(slot.phase == pb.READY for slot in slots.values())
                     if until(slots):
                         return
-
-    def appliance(self) -> Appliance:
-        return Appliance(
-            self.cluster.address,
-            num_workers_per_box=self.workers,
-            job=self.job,
-            seed=3,
-            token=TOKEN,
-            timeout_s=60,
-            box=0,
-            num_boxes=1,
-        )
 
 
 def on(slots: dict[int, pb.SlotView]) -> list[str]:

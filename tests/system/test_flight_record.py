@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import mapped
@@ -23,9 +21,9 @@ def box(appliance: Appliance, number: int, boxes: int, workers: int, job: str) -
     return beside(appliance, box=number, num_boxes=boxes, num_workers_per_box=workers, job=job)
 
 
-@pytest.mark.parametrize("lead", [-3, 0, 3])
+@pytest.mark.parametrize("lead", [-3, 3])
 def test_a_state_knows_the_record_of_every_box(appliance: Appliance, lead: int) -> None:
-    """Box 1 is behind the step, at it, or beyond, when box 0 asks."""
+    """Box 1 is behind the step, or beyond it, when box 0 asks."""
     reached, asked = threading.Event(), threading.Event()
 
     def train(number: int) -> tuple[dict[int, int | None], Any]:
@@ -48,6 +46,7 @@ def test_a_state_knows_the_record_of_every_box(appliance: Appliance, lead: int) 
         (one, state), (two, _) = pool.map(train, range(2))
     assert [position.chain for position in read(state).positions] == [one[8], two[8]]
     assert one[8] != two[8]
+    assert state["done"] == [4, 4, 4, 4]
 
 
 def test_continues_over_workers_ends_with_boxes(appliance: Appliance) -> None:
@@ -103,22 +102,6 @@ def test_by_rows_it_is_equal_on_any_boxes(appliance: Appliance) -> None:
     assert sum(position.chain or 0 for position in read(state).positions) % 2**64 == whole
     other, _ = train(1, 2, 12, None, "rows-alone")
     assert other == whole
-
-
-def test_it_is_the_same_after_a_runner_died(appliance: Appliance, tmp_path: Path) -> None:
-    marker = tmp_path / "died"
-    marker.touch()
-    whole = DataExecutor(DataLoader(streams.dies_at, 9, str(marker)), num_steps=30, appliance=appliance)
-    assert len(list(whole)) == 30
-    marker.unlink()
-    loader = DataLoader(streams.dies_at, 9, str(marker))
-    executor = DataExecutor(loader, num_steps=30, appliance=appliance)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the recovery, if the loop hears of it before its end
-        assert len(list(executor)) == 30
-    assert marker.exists()
-    assert executor.digest == whole.digest
-    assert read(loader.state_dict()).positions[0].chain == whole.digest
 
 
 def test_in_full_it_sees_every_byte(appliance: Appliance) -> None:

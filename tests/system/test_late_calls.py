@@ -5,35 +5,25 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import streams
-from cluster import TOKEN, Cluster, running
+from chains import runners
 from described import described
-from family import runners
+from neighbours import beside
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.proto import errors
-from penstock.proto.rpc.calls import AsyncCoordinatorClient
+from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
 STEPS = 200
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with running(tmp_path_factory.mktemp("state")) as cluster:
-        cluster.add_worker(4, name="w1")
-        yield cluster
-
-
-def train(cluster: Cluster, job: str, at: dict[int, Any]) -> tuple[list[int | None], Any]:
-    with Appliance(
-        cluster.address, num_workers_per_box=2, job=job, seed=5, token=TOKEN, timeout_s=60, box=0, num_boxes=1
-    ) as appliance:
+def train(shared: Appliance, job: str, at: dict[int, Any]) -> tuple[list[int | None], Any]:
+    with beside(shared, num_workers_per_box=2, job=job) as appliance:
         loader = DataLoader(streams.stateful, 400)
         executor = DataExecutor(loader, num_steps=STEPS, appliance=appliance)
         digests = []
@@ -43,7 +33,7 @@ def train(cluster: Cluster, job: str, at: dict[int, Any]) -> tuple[list[int | No
         return digests, loader.state_dict()
 
 
-async def say_late_things(address: str) -> list[str]:
+async def say_late_things(address: str, token: str, worker: str) -> list[str]:
     """Everything that a dead worker, an older attempt, or another client could still have under way; what each met."""
     met: list[str] = []
 
@@ -60,10 +50,10 @@ async def say_late_things(address: str) -> list[str]:
     header = pb.SnapshotHeader(run="late/0", attempt=1, box=0, slot=0, generation=1, total=1, size=4)
     progress = pb.WatchRunRequest(run="late/0", attempt=1, box=0, client_id="another")
     older = pb.WatchRunRequest(run="late/0", attempt=7, box=0, client_id="another")
-    async with AsyncCoordinatorClient(address, TOKEN) as client:
+    async with AsyncCoordinatorClient(address, token) as client:
         for _ in range(2):  # and each of them twice
-            await call(client.heartbeat(pb.HeartbeatRequest(worker="w1", session="of old", slots=[lost, failed])))
-            await call(client.deregister(pb.DeregisterWorkerRequest(worker="w1", session="of old")))
+            await call(client.heartbeat(pb.HeartbeatRequest(worker=worker, session="of old", slots=[lost, failed])))
+            await call(client.deregister(pb.DeregisterWorkerRequest(worker=worker, session="of old")))
             await call(client.put_snapshot(header, b"late"))
             await call(client.watch_run(progress))
             await call(client.watch_run(older))
@@ -72,19 +62,23 @@ async def say_late_things(address: str) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore:.*was recovered")
-def test_late_calls_change_nothing(cluster: Cluster) -> None:
-    whole, state = train(cluster, "whole", {})
+def test_late_calls_change_nothing(appliance: Appliance) -> None:
+    whole, state = train(appliance, "whole", {})
     met: list[str] = []
+    place, before = appliance._place, runners()
+    assert place is not None
 
     def kill() -> None:
-        for runner in runners(cluster.workers[0].pid):
+        for runner in runners() - before:
             os.kill(runner, signal.SIGKILL)
 
     def late() -> None:
-        met.extend(asyncio.run(say_late_things(cluster.address)))
+        with CoordinatorClient(place.address, place.token) as client:
+            (worker,) = client.status().workers
+        met.extend(asyncio.run(say_late_things(place.address, place.token, worker.worker)))
 
     # At step 150 the loop has long had to wait for the new runners: a ring holds 32 batches.
-    digests, saved = train(cluster, "late", {10: kill, 150: late})
+    digests, saved = train(appliance, "late", {10: kill, 150: late})
     assert digests == whole
     assert described(saved) == described(state)
     once = ["register again", "taken", "SupersededError", "BoxTakenError", "UnknownRunError", "BoxTakenError"]

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import grpc
 import pytest
 from bearer import metadata
+from census import peak_memory
 from cluster import TOKEN, Cluster, running
 
 from penstock.proto.rpc.calls import CoordinatorClient
@@ -26,12 +26,6 @@ UNCAPPED = [
     ("grpc.max_metadata_size", 64 * MIB),
     ("grpc.absolute_max_metadata_size", 64 * MIB),
 ]
-
-
-def most_memory(pid: int) -> int:
-    """Bytes that the process has had at once."""
-    (line,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM:"))
-    return 1024 * int(line.split()[1])
 
 
 @pytest.fixture(scope="module")
@@ -81,11 +75,11 @@ def test_only_headers_above_the_cap_are_refused(call: Call) -> None:
 
 
 def test_a_compressed_message_is_not_unpacked(cluster: Cluster, call: Call) -> None:
-    before = most_memory(cluster.coordinator.pid)
+    before = peak_memory(cluster.coordinator.pid)
     for compression in (grpc.Compression.Gzip, grpc.Compression.Deflate):
         code, _ = call("Status", bytes(256 * MIB), compression=compression)
         assert code is grpc.StatusCode.INVALID_ARGUMENT
-    assert most_memory(cluster.coordinator.pid) < before + 64 * MIB
+    assert peak_memory(cluster.coordinator.pid) < before + 64 * MIB
 
 
 def test_non_request_is_refused_with_the_method(call: Call) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from cluster import TOKEN, Cluster, running
 from mapped import SAMPLES, mapped
+from neighbours import beside
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.proto.errors import InputFnError, NotRestartableError
@@ -17,20 +16,13 @@ OPTIONS: dict[str, Any] = {"global_batch_size": 12, "tail": "carry"}
 Row = tuple[int, tuple[float, ...], str]
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with running(tmp_path_factory.mktemp("state")) as cluster:
-        cluster.add_worker(8, name="w1", allow="mapped")
-        yield cluster
-
-
 def rows_of(batch: Any) -> list[Row]:
     noise = [tuple(row) for row in batch["noise"].tolist()]
     return list(zip(batch["number"].tolist(), noise, batch["key"], strict=True))
 
 
 def train(
-    cluster: Cluster, job: str, shape: tuple[int, int], steps: int, state: Any = None, **options: Any
+    appliance: Appliance, job: str, shape: tuple[int, int], steps: int, state: Any = None, **options: Any
 ) -> tuple[list[list[Row]], Any]:
     """Global batches in the order of the epoch, and the state behind them."""
     boxes, workers = shape
@@ -39,17 +31,8 @@ def train(
         loader = DataLoader(mapped, **OPTIONS, **options)
         if state is not None:
             loader.load_state_dict(state)
-        with Appliance(
-            cluster.address,
-            box=box,
-            num_boxes=boxes,
-            num_workers_per_box=workers,
-            job=job,
-            token=TOKEN,
-            seed=11,  # one for all jobs: their runners are forked from one interpreter
-            timeout_s=60,
-        ) as appliance:
-            rows = [rows_of(batch) for batch in DataExecutor(loader, num_steps=steps, appliance=appliance)]
+        with beside(appliance, box=box, num_boxes=boxes, num_workers_per_box=workers, job=job) as here:
+            rows = [rows_of(batch) for batch in DataExecutor(loader, num_steps=steps, appliance=here)]
             return rows, loader.state_dict()
 
     with ThreadPoolExecutor(boxes) as pool:
@@ -60,7 +43,7 @@ def train(
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more processes than processors
-def test_workers_boxes_and_processes_come_and_go(cluster: Cluster) -> None:
+def test_workers_boxes_and_processes_come_and_go(appliance: Appliance) -> None:
     """In a plain process first; then over the ends of two epochs, each leg on another shape and read in another way."""
     plain = mapped(**OPTIONS)
     whole = [rows_of(batch) for _ in range(3) for batch in plain]
@@ -69,7 +52,7 @@ def test_workers_boxes_and_processes_come_and_go(cluster: Cluster) -> None:
     got: list[list[Row]] = []
     state = None
     for number, (shape, steps, options) in enumerate(legs):
-        rows, state = train(cluster, f"map{number}", shape, steps, state, **options)
+        rows, state = train(appliance, f"map{number}", shape, steps, state, **options)
         got += rows
     assert got == whole[: len(got)]
     # What a batch's key says, anybody can read again.
@@ -77,60 +60,43 @@ def test_workers_boxes_and_processes_come_and_go(cluster: Cluster) -> None:
     assert [(sample["number"], tuple(sample["noise"].tolist())) for sample in samples] == [row[:2] for row in got[10]]
     # A loss spike behind the next step: the run goes around its samples.
     first = len(got) * 12
-    rows, _ = train(cluster, "around", (2, 2), 2, state, skip=[range(first + 12, first + 36)], fetch_processes=1)
+    rows, _ = train(appliance, "around", (2, 2), 2, state, skip=[range(first + 12, first + 36)], fetch_processes=1)
     assert rows == [whole[len(got)], whole[len(got) + 3]]
 
 
-def test_error_names_the_sample_in_the_job(cluster: Cluster) -> None:
+def test_error_names_the_sample_in_the_job(appliance: Appliance) -> None:
     with pytest.raises(InputFnError, match=r"raised by Augmented for sample 5 \(epoch 0, position 5\)"):
-        train(cluster, "broken", (1, 1), 20, shuffle=False, broken=5, fetch_processes=1)
+        train(appliance, "broken", (1, 1), 20, shuffle=False, broken=5, fetch_processes=1)
 
 
-@pytest.mark.parametrize("seed", [None, 11])
 @pytest.mark.parametrize("when", ["before the run", "at the first step's eve"])
-def test_state_of_step_0_keeps_the_seeds_order(cluster: Cluster, seed: int | None, when: str) -> None:
+def test_state_of_step_0_keeps_the_seeds_order(appliance: Appliance, when: str) -> None:
     """Of a loader that takes its order from there, and not from a seed of its own."""
-
-    def appliance(job: str) -> Appliance:
-        name = f"{job} {seed} {when}"
-        return Appliance(cluster.address, box=0, num_boxes=1, job=name, token=TOKEN, seed=seed, timeout_s=60)
-
     first = DataLoader(mapped, seed=None, **OPTIONS)
-    with appliance("first") as one:
+    with beside(appliance, seed=None) as one:
         state = first.state_dict() if when == "before the run" else None
         rows = [rows_of(batch) for batch in DataExecutor(first, num_steps=3, appliance=one)]
         state = state or first.state_at(0)
     again = DataLoader(mapped, seed=None, **OPTIONS)
     again.load_state_dict(state)
-    with appliance("again") as other:
+    with beside(appliance, seed=None) as other:
         resumed = [rows_of(batch) for batch in DataExecutor(again, num_steps=3, appliance=other)]
     assert resumed == rows
     assert len(resumed) == 3
 
 
-def test_synthetic_input_repeats_and_has_no_state(cluster: Cluster) -> None:
-    def open_(synthetic: bool) -> Appliance:
-        return Appliance(
-            cluster.address,
-            num_workers_per_box=2,
-            job=f"synthetic-{synthetic}",
-            token=TOKEN,
-            seed=11,
-            timeout_s=60,
-            synthetic=synthetic,
-        )
-
+def test_synthetic_input_repeats_and_has_no_state(appliance: Appliance) -> None:
     loader = DataLoader(mapped, **OPTIONS)
-    with open_(False) as appliance:
-        real = [rows_of(batch) for batch in DataExecutor(loader, num_steps=3, appliance=appliance)]
+    with beside(appliance, num_workers_per_box=2) as plain:
+        real = [rows_of(batch) for batch in DataExecutor(loader, num_steps=3, appliance=plain)]
         state = loader.state_dict()
     loader = DataLoader(mapped, **OPTIONS)
-    with open_(True) as appliance:
-        repeated = [rows_of(batch) for batch in DataExecutor(loader, num_steps=7, appliance=appliance)]
+    with beside(appliance, num_workers_per_box=2, synthetic=True) as repeating:
+        repeated = [rows_of(batch) for batch in DataExecutor(loader, num_steps=7, appliance=repeating)]
         with pytest.raises(NotRestartableError, match=r"synthetic=True.* repeats the first batch of each worker"):
             loader.state_dict()
         resumed = DataLoader(mapped, **OPTIONS)
         resumed.load_state_dict(state)
         with pytest.raises(NotRestartableError, match="load no state, or leave out synthetic= and PENSTOCK_SYNTHETIC"):
-            next(iter(DataExecutor(resumed, appliance=appliance)))
+            next(iter(DataExecutor(resumed, appliance=repeating)))
     assert repeated == [*real[:2] * 3, real[0]]

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import hazards
 import pytest
 import torch
-from cluster import TOKEN, Cluster, running
+from cluster import Cluster, running
 from family import memory_of
 
 from penstock.client import Appliance, DataExecutor, DataLoader
@@ -35,7 +35,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def at(cluster: Cluster, job: str) -> Appliance:
-    return Appliance(cluster.address, token=TOKEN, job=job, seed=7, timeout_s=60)
+    return cluster.box(job, num_workers_per_box=1)
 
 
 @room_to_leak

@@ -6,8 +6,8 @@ and leases find out.
 
 from __future__ import annotations
 
-import select
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -86,17 +86,8 @@ def train(
 ) -> list[int | None]:
     """The digest after each step; `at` some of them something is done."""
     digests: list[int | None] = []
-    with Appliance(
-        address,
-        num_workers_per_box=2,
-        job=job,
-        seed=5,
-        token=TOKEN,
-        timeout_s=timeout_s,
-        lane=lane,
-        box=0,
-        num_boxes=1,
-    ) as appliance:
+    settings: dict[str, Any] = {"num_workers_per_box": 2, "job": job, "seed": 5, "box": 0, "num_boxes": 1}
+    with Appliance(address, token=TOKEN, timeout_s=timeout_s, lane=lane, **settings) as appliance:
         loader = DataLoader(traps.trapped, "stateful 0", [], "")
         while len(digests) < STEPS:
             executor = DataExecutor(loader, num_steps=STEPS - len(digests), appliance=appliance)
@@ -107,10 +98,6 @@ def train(
             except errors.DeadlineError as error:
                 at[-1](error)  # type: ignore[call-arg]
     return digests
-
-
-def pause(seconds: float) -> None:
-    select.select([], [], [], seconds)
 
 
 # ---- the lane
@@ -196,7 +183,7 @@ def test_worker_cut_off_is_replaced(cluster: Cluster, between: Proxy, whole: lis
             def act() -> None:
                 held = runners(daemons[number].pid)
                 proxies[number].silence(direction)
-                pause(4.5)
+                time.sleep(4.5)
                 assert alive(held), "it has not heard of it"
 
             return act

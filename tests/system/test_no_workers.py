@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
@@ -21,18 +22,14 @@ from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.proto.errors import InputFnError, InvalidArgumentError, PenstockError
 
 STOPS = """
+from typing import Any
 import torch
-from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.client import DataExecutor, DataLoader
 
-class Stops:
-    def __iter__(self):
-        for number in range(4):
-            if number == 2:
-                breakpoint()
-            yield torch.tensor(number)
+{}
 
 if __name__ == "__main__":
-    for batch in DataExecutor(DataLoader(Stops)):
+    for batch in DataExecutor(DataLoader(stops)):
         print("batch", int(batch))
 """
 
@@ -49,12 +46,11 @@ def interrupted(error: type[BaseException]) -> Any:
     return stream()
 
 
-def script(tmp_path: Path, words: str, workers: int) -> subprocess.CompletedProcess[str]:
-    (tmp_path / "train.py").write_text(STOPS)
-    env = os.environ | {"PENSTOCK_NUM_WORKERS_PER_BOX": str(workers)}
-    return subprocess.run(
-        [sys.executable, "train.py"], cwd=tmp_path, env=env, input=words, capture_output=True, text=True, timeout=60
-    )
+def stops() -> Any:
+    for number in range(4):
+        if number == 2:
+            breakpoint()
+        yield torch.tensor(number)
 
 
 def test_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,16 +68,22 @@ def test_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_breakpoint_stops_in_the_users_frame(tmp_path: Path) -> None:
-    run = script(tmp_path, "p number + 40\nc\n", workers=0)
+    script = tmp_path / "train.py"
+    script.write_text(STOPS.format(inspect.getsource(stops)))
+    environment = os.environ | {"PENSTOCK_NUM_WORKERS_PER_BOX": "0"}
+    options: dict[str, Any] = {"env": environment, "capture_output": True, "text": True, "timeout": 60}
+    run = subprocess.run([sys.executable, script], input="p number + 40\nc\n", **options)
     assert "(Pdb) 42" in run.stdout
     assert run.stdout.count("batch") == 4
     assert run.returncode == 0
 
 
-def test_a_worker_says_where_a_breakpoint_works(tmp_path: Path) -> None:
-    run = script(tmp_path, "", workers=1)
-    assert "batch 3 raised BdbQuit: breakpoint() needs a terminal, and workers have none: set num_" in run.stderr
-    assert "PENSTOCK_NUM_WORKERS_PER_BOX=0" in run.stderr
+@pytest.mark.filterwarnings("ignore:.*no worker read its assignment")
+def test_a_worker_says_where_a_breakpoint_works(appliance: Appliance) -> None:
+    says = r"batch 3 raised BdbQuit: breakpoint\(\) needs a terminal, and workers have none: set num_"
+    with pytest.raises(InputFnError, match=says) as caught:
+        list(DataExecutor(DataLoader(lambda: stops()), appliance=appliance))
+    assert "PENSTOCK_NUM_WORKERS_PER_BOX=0" in str(caught.value)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, BdbQuit])

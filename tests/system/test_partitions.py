@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import select
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from census import census, runners, until
 from hosts import HostCluster, Network, why_not
+from interpreters import let_go
 from job import Job
-from trainers import let_go
 
 
 @pytest.fixture
@@ -23,10 +23,6 @@ def network() -> Iterator[Network]:
         yield network
     finally:
         network.close()
-
-
-def pause(seconds: float) -> None:
-    select.select([], [], [], seconds)
 
 
 @pytest.mark.timeout(180)
@@ -67,7 +63,7 @@ def test_partitions_between_three_hosts(network: Network, tmp_path: Path) -> Non
 
         # The trainer's cable, for less than a lease.
         network.link("trainer", up=False)
-        pause(2)
+        time.sleep(2)
         network.link("trainer", up=True)
         got = job.finish(120)
         assert sorted(got) == list(range(1, 1501))

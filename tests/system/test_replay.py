@@ -69,8 +69,7 @@ class Stage:
 
 
 def box_of(cluster: Cluster, job: str, number: int = 0, boxes: int = 1, **more: Any) -> Appliance:
-    place: dict[str, Any] = {"box": number, "num_boxes": boxes, "num_workers_per_box": 2, "job": job}
-    return Appliance(cluster.address, seed=SEED, token=TOKEN, timeout_s=60, **place, **more)
+    return cluster.box(job, box=number, num_boxes=boxes, seed=SEED, **more)
 
 
 def train(
@@ -192,8 +191,7 @@ def test_an_attempt_that_went_on_from_a_state(stage: Stage, job: str, boxes: int
     first, got = stage.seen.batches[job, 0], {}
     loader = DataLoader(streams.stateful, 24) if job == "two" else DataLoader(streams.shared_noisy, 40)
     loader.load_state_dict(state)
-    settings: dict[str, Any] = {"num_boxes": boxes, "num_workers_per_box": workers, "job": job}
-    with Appliance(stage.cluster.address, token=TOKEN, timeout_s=60, **settings) as appliance:
+    with stage.cluster.box(job, num_boxes=boxes, num_workers_per_box=workers, seed=None) as appliance:
         executor = DataExecutor(loader, num_steps=6, appliance=appliance)
         for batch in executor:
             got[executor.step] = encode_state(batch)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import streams
 import torch
+from chains import plain
 from neighbours import beside
 
 from penstock.client import Appliance, DataExecutor, DataLoader
@@ -29,8 +30,8 @@ MID, LAST, NEXT, LATER = ALL = (5, PASS, PASS + 1, PASS + 7)
 """Steps after which a run is saved."""
 
 LOADERS: dict[str, tuple[Any, tuple[Any, ...], tuple[int, ...]]] = {
-    "counter": (streams.counter, (6,), ALL),
-    "four methods": (streams.shared, (12,), ALL),
+    "counter": (streams.counter, (6,), (MID, NEXT)),
+    "four methods": (streams.shared, (12,), (LAST, LATER)),
     "asks for its step": (streams.asks_where, (12,), (MID, NEXT)),
     "generator": (streams.generator, (6,), ALL),
     "torch, shuffled, noisy": (streams.shuffled, (24, 0, True), ALL),
@@ -42,13 +43,6 @@ LOADERS: dict[str, tuple[Any, tuple[Any, ...], tuple[int, ...]]] = {
     "stateful, noisy": (streams.stateful, (24, 0, True), ALL),
     "stateful, 2 processes, noisy": (streams.stateful, (24, 2, True), (MID, LAST)),
 }
-
-
-def plain(batch: Any) -> Any:
-    """A batch as something that == compares to the bit."""
-    if isinstance(batch, dict):
-        return {key: plain(value) for key, value in batch.items()}
-    return batch.tolist() if isinstance(batch, torch.Tensor) else batch
 
 
 @pytest.mark.parametrize("name", LOADERS)
@@ -72,44 +66,6 @@ def test_resumed_equals_uninterrupted(appliance: Appliance, name: str) -> None:
         assert rest.digest == executor.digest
 
 
-def test_state_between_epochs_starts_the_next(appliance: Appliance) -> None:
-    loader = DataLoader(streams.shuffled, 24)
-    first = [plain(batch) for batch in DataExecutor(loader, appliance=appliance)]
-    state = loader.state_dict()
-    second = [plain(batch) for batch in DataExecutor(loader, appliance=appliance)]
-    assert len(first) == len(second) == PASS
-    assert first != second
-    again = DataLoader(streams.shuffled, 24)
-    again.load_state_dict(state)
-    assert [plain(batch) for batch in DataExecutor(again, appliance=appliance)] == second
-
-
-def test_saved_resumed_and_saved_again(appliance: Appliance) -> None:
-    """A chain: each state is taken from a run that was itself resumed."""
-    whole = [plain(batch) for batch in DataExecutor(DataLoader(streams.generator), num_steps=20, appliance=appliance)]
-    got: list[Any] = []
-    state: dict[str, Any] | None = None
-    for _ in range(4):
-        loader = DataLoader(streams.generator)
-        if state is not None:
-            loader.load_state_dict(state)
-        got += [plain(batch) for batch in DataExecutor(loader, num_steps=5, appliance=appliance)]
-        state = loader.state_dict()
-    assert got == whole
-
-
-def test_break_does_not_depend_on_read_ahead(
-    appliance: Appliance,
-) -> None:
-    def walk(loader: DataLoader) -> list[Any]:
-        first = list(map(plain, islice(DataExecutor(loader, appliance=appliance), 5)))
-        return first + [plain(batch) for batch in DataExecutor(loader, appliance=appliance)]
-
-    one, two = (walk(DataLoader(streams.shuffled, 240)) for _ in range(2))
-    assert one == two
-    assert len(one) == 5 + 120
-
-
 def test_epochs_abandoned_before_they_are_opened(appliance: Appliance) -> None:
     """A worker that is still on its way back from one epoch hears that the next was left, too. It must not matter."""
     seen = set()
@@ -129,38 +85,6 @@ def test_epoch_abandoned_by_workers_far_ahead(appliance: Appliance) -> None:
     got += [plain(batch) for batch in islice(DataExecutor(again, appliance=appliance), 1)]
     rest = [plain(batch) for batch in DataExecutor(again, num_steps=38, appliance=appliance)]
     assert got + rest == order[:161] + order[162:]
-
-
-def test_uneven_workers_end_and_resume_exactly(appliance: Appliance) -> None:
-    lengths = [3, 7]
-    loader = DataLoader(streams.uneven, lengths)
-    executor = DataExecutor(loader, num_steps=26, appliance=appliance)
-    whole, states = [], {}
-    for batch in executor:
-        whole.append(batch["number"])
-        if executor.step in (6, 8, 10, 17):
-            states[executor.step] = loader.state_dict()
-    one_pass = [1, 1001, 2, 1002, 3, 1003, 1004, 1005, 1006, 1007]
-    assert whole == (one_pass * 3)[:26]
-    for step, state in states.items():
-        again = DataLoader(streams.uneven, lengths)
-        again.load_state_dict(state)
-        rest = [batch["number"] for batch in DataExecutor(again, num_steps=26 - step, appliance=appliance)]
-        assert rest == whole[step:], f"saved at step {step}"
-
-
-def test_four_methods_resume_on_other_workers(appliance: Appliance) -> None:
-    loader = DataLoader(streams.shared, 30)
-    seen = [batch["number"] for batch in DataExecutor(loader, num_steps=7, appliance=appliance)]
-    state = loader.state_dict()
-    assert state["done"] == [4, 3]
-    with beside(appliance, num_workers_per_box=3) as three:
-        again = DataLoader(streams.shared, 30)
-        again.load_state_dict(state)
-        executor = DataExecutor(again, appliance=three)
-        seen += [batch["number"] for batch in executor]
-        assert executor.step == 30
-    assert sorted(seen) == list(range(30))
 
 
 def test_empty_slot_on_new_topology_can_be_saved(appliance: Appliance) -> None:

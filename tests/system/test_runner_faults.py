@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import traps
-from cluster import TOKEN, Cluster, running
+from cluster import Cluster, running
 
-from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.client import DataExecutor, DataLoader
 
 STEPS = 2 * 2 * traps.PASS  # two workers, two epochs
 STATELESS = ["generator", "shuffled 0", "shuffled 2"]
@@ -43,9 +43,7 @@ def run(
 ) -> tuple[list[int | None], Any, list[int | None]]:
     """The digest after each step; then a state in the middle of the second epoch, and the digests of a resume."""
     folder.mkdir()
-    with Appliance(
-        cluster.address, num_workers_per_box=2, job=job, seed=11, token=TOKEN, timeout_s=60, lane=lane, replay=True
-    ) as appliance:
+    with cluster.box(job, lane=lane, replay=True) as appliance:
         loader = DataLoader(traps.trapped, kind, points, str(folder))
         executor = DataExecutor(
             loader, num_steps=STEPS - 9, checkpoint_steps=2 * traps.CHECKPOINT - 1, appliance=appliance

@@ -21,7 +21,7 @@ from cluster import TOKEN, Cluster, running
 from family import eventually, runners
 from other_users import CONTAINER, opened, why_not, with_capabilities
 
-from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.client import DataExecutor, DataLoader
 from penstock.proto.errors import InvalidArgumentError, PenstockError
 from penstock.worker.processes.runner_user import RunnerUser, find_user
 
@@ -48,7 +48,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, container: Sequence[str]) 
 
 
 def told(cluster: Cluster, job: str, loader: DataLoader, steps: int) -> list[Any]:
-    with Appliance(cluster.address, token=TOKEN, job=job, timeout_s=60.0) as appliance:
+    with cluster.box(job, num_workers_per_box=1) as appliance:
         return [batch.tolist() for batch in DataExecutor(loader, num_steps=steps, appliance=appliance)]
 
 
@@ -79,12 +79,17 @@ def test_user_code_has_another_users_rights(cluster: Cluster, tmp_path: Path) ->
         assert rows == [[number, nobody.pw_uid, nobody.pw_gid, False, False, False, True] for number in (1, 2, 3, 4)]
 
 
+@pytest.mark.filterwarnings("ignore:.*was recovered:UserWarning")
 def test_no_capability_is_kept(tmp_path: Path, container: Sequence[str]) -> None:
-    """Not even where the kernel was told to let them be when a process changes its user."""
+    """Not even where the kernel was told to let them be when a process changes its user. And its memory is bounded."""
     kept = [*container, "setpriv", "--securebits", "+no_setuid_fixup"]
+    batches = 20
+    options = ["--runner-user", NOBODY, "--no-cage", "--runner-memory", str(batches * users.HELD // 4)]
     with running(tmp_path / "state") as cluster:
-        daemon = cluster.add_worker(1, "--runner-user", NOBODY, "--no-cage", allow="users", before=kept).pid
+        daemon = cluster.add_worker(1, *options, allow="users", before=kept).pid
         ((_, *rights),) = told(cluster, "kept", DataLoader(users.tells, 2, secret(tmp_path), daemon), 1)
+        with pytest.raises(PenstockError, match="--runner-memory"):  # for it replays, and so leaks as much again
+            told(cluster, "grows", DataLoader(users.grows, batches), batches)
     nobody = pwd.getpwnam(NOBODY)
     assert rights == [nobody.pw_uid, nobody.pw_gid, False, False, False, True]
 
@@ -95,8 +100,7 @@ def test_no_capability_is_kept(tmp_path: Path, container: Sequence[str]) -> None
 @pytest.mark.filterwarnings("ignore:.*was recovered:UserWarning")
 def test_a_lost_runner_and_a_state_in_between(cluster: Cluster) -> None:
     """At a step that was not announced: the state comes of a helper process, which is that user's too."""
-    options: dict[str, Any] = {"token": TOKEN, "timeout_s": 60.0, "seed": 1}
-    with Appliance(cluster.address, job="lost", **options) as appliance:
+    with cluster.box("lost", num_workers_per_box=1) as appliance:
         loader = DataLoader(users.tells, BATCHES, "/nowhere", 1)
         seen = []
         for batch in DataExecutor(loader, num_steps=BATCHES, appliance=appliance):
@@ -107,7 +111,7 @@ def test_a_lost_runner_and_a_state_in_between(cluster: Cluster) -> None:
                 os.kill(runner, signal.SIGKILL)
         assert seen == list(range(1, BATCHES + 1))
     eventually(lambda: not runners(cluster.workers[0].pid), "the run is over")
-    with Appliance(cluster.address, job="resumed", **options) as appliance:
+    with cluster.box("resumed", num_workers_per_box=1) as appliance:
         loader = DataLoader(users.tells, BATCHES, "/nowhere", 1)
         loader.load_state_dict(state)
         rows = [batch.tolist() for batch in DataExecutor(loader, num_steps=100, appliance=appliance)]
@@ -120,42 +124,18 @@ def test_torchs_own_processes_work(cluster: Cluster) -> None:
     assert rows == [[[index, nobody], [index + 1, nobody]] for index in (0, 2, 4, 6)]
 
 
-def test_a_temporary_folder_of_roots(tmp_path: Path, container: Sequence[str]) -> None:
-    """Which the user cannot enter, and so its temporary files and sockets are elsewhere."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as private:  # of a name that is short enough for sockets below it
-        with running(tmp_path / "state", TMPDIR=private) as cluster:
-            cluster.add_worker(1, "--runner-user", NOBODY, allow="users", before=container)
-            assert len(told(cluster, "elsewhere", DataLoader(users.in_processes), 4)) == 4
-        assert os.listdir(private) == []
-
-
 def test_a_number_is_user_enough(tmp_path: Path, container: Sequence[str]) -> None:
-    with running(tmp_path / "state") as cluster:
-        daemon = cluster.add_worker(1, "--runner-user", UNNAMED, allow="users", before=container).pid
-        ((_, *rights),) = told(cluster, "number", DataLoader(users.tells, 2, secret(tmp_path), daemon), 1)
-    assert rights == [int(UNNAMED), int(UNNAMED), False, False, False, True]
-
-
-# ---- what bounds it
-
-
-@pytest.mark.filterwarnings("ignore:.*was recovered:UserWarning")
-def test_its_memory_is_bounded(tmp_path: Path, container: Sequence[str]) -> None:
-    """Without the capability to look into other users' processes, too."""
-    batches = 20
-    with running(tmp_path / "state") as cluster:
-        limit = str(batches * users.HELD // 4)
-        cluster.add_worker(1, "--runner-user", NOBODY, "--runner-memory", limit, allow="users", before=container)
-        with pytest.raises(PenstockError, match="--runner-memory"):  # for it replays, and so leaks as much again
-            told(cluster, "grows", DataLoader(users.grows, batches), batches)
-
-
-def test_its_processes_are_counted(tmp_path: Path, container: Sequence[str]) -> None:
+    """Whose processes are counted, and who cannot enter root's temporary folder: its files are elsewhere."""
     most = 20
     limits = ["--runner-user", UNNAMED, "--runner-processes", str(most)]
-    with running(tmp_path / "state") as cluster:
-        cluster.add_worker(1, *limits, allow="users", before=container)
-        (((started,),)) = told(cluster, "many", DataLoader(users.many, 3 * most), 1)
+    with tempfile.TemporaryDirectory(dir="/tmp") as private:  # of a name that is short enough for sockets below it
+        with running(tmp_path / "state", TMPDIR=private) as cluster:
+            daemon = cluster.add_worker(1, *limits, allow="users", before=container).pid
+            ((_, *rights),) = told(cluster, "number", DataLoader(users.tells, 2, secret(tmp_path), daemon), 1)
+            assert len(told(cluster, "elsewhere", DataLoader(users.in_processes), 4)) == 4
+            (((started,),)) = told(cluster, "many", DataLoader(users.many, 3 * most), 1)
+        assert os.listdir(private) == []
+    assert rights == [int(UNNAMED), int(UNNAMED), False, False, False, True]
     assert 0 < started < most  # the runner itself is one
 
 
@@ -164,10 +144,14 @@ def test_its_processes_are_counted(tmp_path: Path, container: Sequence[str]) -> 
 
 def test_root_without_a_runner_user_is_told(tmp_path: Path, container: Sequence[str]) -> None:
     said = {}
-    for user in ("", NOBODY):
-        with running(tmp_path / f"state{user}") as cluster, (tmp_path / "log").open("wb") as log:
-            cluster.add_worker(1, *(["--runner-user", user] if user else []), before=container, stderr=log.fileno())
-        said[user] = (tmp_path / "log").read_text().count("user code runs as root")
+    with running(tmp_path / "state") as cluster:
+        for user in ("", NOBODY):
+            with (tmp_path / "log").open("wb") as log:
+                user_of = ["--runner-user", user] if user else []
+                worker = cluster.add_worker(1, *user_of, before=container, stderr=log.fileno())
+            worker.terminate()
+            worker.wait(30)
+            said[user] = (tmp_path / "log").read_text().count("user code runs as root")
     assert said == {"": 1, NOBODY: 0}
 
 

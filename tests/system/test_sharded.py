@@ -5,28 +5,21 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 import signal
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import dealt
 import pytest
 import splitting
-from cluster import TOKEN, Cluster, running
-from family import runners
+from chains import runners
+from neighbours import beside
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 
 LENGTHS, BATCH = [30, 0, 55, 7, 41, 12, 30], 12
 SHARDS, PARTITIONS = 12, 2
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with running(tmp_path_factory.mktemp("state")) as cluster:
-        cluster.add_worker(8, "--allow", "splitting", allow="dealt")
-        yield cluster
 
 
 def loader_of(kind: str) -> DataLoader:
@@ -46,7 +39,7 @@ def rows_of(batch: Any) -> list[Any]:
 
 
 def train(
-    cluster: Cluster, job: str, kind: str, boxes: int, workers: int, steps: int, state: Any, kill_at: int = 0
+    shared: Appliance, kind: str, boxes: int, workers: int, steps: int, state: Any, kill_at: int = 0
 ) -> tuple[list[list[Any]], Any, int]:
     """Global batches in the order of the stream, from one box for each thread; a state; and how many workers were
     recovered. `kill_at`: after this step all runners are killed."""
@@ -55,18 +48,18 @@ def train(
         loader, rows = loader_of(kind), []
         if state is not None:
             loader.load_state_dict(state)
-        where: dict[str, Any] = {"box": box, "num_boxes": boxes, "num_workers_per_box": workers, "job": job}
-        with Appliance(cluster.address, token=TOKEN, seed=11, timeout_s=60, **where) as appliance:
+        with beside(shared, box=box, num_boxes=boxes, num_workers_per_box=workers, job=job) as appliance:
             executor = DataExecutor(loader, num_steps=steps, appliance=appliance)
             for batch in executor:
                 rows.append(rows_of(batch))
                 if executor.step == kill_at:
-                    for victim in runners(cluster.workers[0].pid):
+                    for victim in runners() - before:
                         os.kill(victim, signal.SIGKILL)
             sample, key = rows[-1][0]
             assert loader.restore_sample(key) == sample
             return rows, loader.state_dict(), executor.stats.recoveries
 
+    job, before = f"sharded-{random.getrandbits(40)}", runners()
     with ThreadPoolExecutor(boxes) as pool:
         rows, states, recoveries = zip(*pool.map(one, range(boxes)), strict=True)
     batches = [[step[at % boxes][at // boxes] for at in range(sum(map(len, step)))] for step in zip(*rows, strict=True)]
@@ -76,30 +69,28 @@ def train(
 def alone(kind: str, steps: int) -> list[list[Any]]:
     """The same from one loader in this process."""
     if kind == "finite":
-        loader = dealt.listed(LENGTHS, global_batch_size=BATCH, seed=11)
+        loader = dealt.listed(LENGTHS, global_batch_size=BATCH, seed=7)
     else:
-        loader = dealt.counting(SHARDS, global_batch_size=BATCH, partitions=PARTITIONS, seed=11)
+        loader = dealt.counting(SHARDS, global_batch_size=BATCH, partitions=PARTITIONS, seed=7)
     passes = itertools.chain.from_iterable(iter(loader) for _ in itertools.count())
     return [rows_of(batch) for batch in itertools.islice(passes, steps)]
 
 
 @pytest.mark.filterwarnings("ignore:.*was recovered")
 @pytest.mark.parametrize("kind", ["finite", "endless"])
-def test_killed_saved_and_resumed_elsewhere(cluster: Cluster, kind: str) -> None:
+def test_killed_saved_and_resumed_elsewhere(appliance: Appliance, kind: str) -> None:
     """With the same rows and keys; the finite one in its sixth epoch, and at its very end: 175 rows are 15 batches."""
-    got, state, recoveries = train(cluster, f"{kind}0", kind, 1, 2, 85, None, kill_at=12)
+    got, state, recoveries = train(appliance, kind, 1, 2, 85, None, kill_at=12)
     assert recoveries
-    for leg, (boxes, workers, steps) in enumerate([(2, 1, 5), (1, 3, 4)], start=1):
-        batches, state, _ = train(cluster, f"{kind}{leg}", kind, boxes, workers, steps, state)
+    for boxes, workers, steps in ((2, 1, 5), (1, 3, 4)):
+        batches, state, _ = train(appliance, kind, boxes, workers, steps, state)
         got += batches
     assert got == alone(kind, 94)
 
 
-def test_self_splitting_streams_stay_whole(cluster: Cluster) -> None:
+def test_self_splitting_streams_stay_whole(appliance: Appliance) -> None:
     """torch's get_worker_info(), which answers with the worker's place in a runner, is asked by many of them."""
-    where: dict[str, Any] = {"num_workers_per_box": 2, "job": "split"}
-    with Appliance(cluster.address, token=TOKEN, seed=11, timeout_s=60, **where) as appliance:
-        batches = [batch.tolist() for batch in DataExecutor(DataLoader(splitting.split, 3), 6, appliance=appliance)]
+    batches = [batch.tolist() for batch in DataExecutor(DataLoader(splitting.split, 3), 6, appliance=appliance)]
     assert list(itertools.chain.from_iterable(batches)) == [
         100 * shard + number for number in range(9) for shard in range(2)
     ]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -14,17 +14,13 @@ from typing import Any
 import pytest
 import traps
 from census import alive, census, children, descendants, runners, until
-from cluster import TOKEN, Cluster, running
+from cluster import Cluster, running
 from job import Job
 
-from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.client import DataExecutor, DataLoader
 from penstock.proto import errors
 
 WORKER_LEASE_S, CLIENT_LEASE_S = 6.0, 10.0
-
-
-def pause(seconds: float) -> None:
-    select.select([], [], [], seconds)
 
 
 def stop(pids: Sequence[int]) -> None:
@@ -73,10 +69,10 @@ def test_replaced_while_they_were_stopped(cluster: Cluster) -> None:
         stop([one.pid, two.pid])
         stop(machine)
         second = closing.enter_context(cluster.joined(8, name="second"))
-        pause(WORKER_LEASE_S + 2)
+        time.sleep(WORKER_LEASE_S + 2)
         with jobs_of(cluster, {**superseded, "steps": 20}) as (target,):
             target.finish()
-        pause(CLIENT_LEASE_S - WORKER_LEASE_S)
+        time.sleep(CLIENT_LEASE_S - WORKER_LEASE_S)
         go_on(machine)
         until(lambda: not alive(old_runners), 10, "runners of slots that had moved went on")
         go_on([one.pid, two.pid])
@@ -104,12 +100,12 @@ def test_nothing_but_time(cluster: Cluster) -> None:
         assert receivers
         for brief in ([daemon.pid], fork_servers, receivers, runners(daemon.pid)[:1], [job.pid]):
             stop(brief)
-            pause(1.0)
+            time.sleep(1.0)
             go_on(brief)
             job.reach(job.step + 20)
         long = [cluster.coordinator.pid, *fork_servers, *receivers, *runners(daemon.pid)[:1]]
         stop(long)
-        pause(CLIENT_LEASE_S + 1)
+        time.sleep(CLIENT_LEASE_S + 1)
         go_on(long)
         stopped = job.finish()
         assert job.recoveries == 0
@@ -120,9 +116,7 @@ def test_nothing_but_time(cluster: Cluster) -> None:
 @pytest.mark.filterwarnings("ignore:.*was recovered:UserWarning")
 def test_stopped_helper_fails_only_the_save(cluster: Cluster, tmp_path: Path) -> None:
     (daemon,) = cluster.workers
-    with Appliance(
-        cluster.address, num_workers_per_box=1, job="scratch", seed=5, token=TOKEN, timeout_s=10, box=0, num_boxes=1
-    ) as appliance:
+    with cluster.box("scratch", num_workers_per_box=1, timeout_s=10) as appliance:
         (tmp_path / "load_state_dict released").touch()
         loader = DataLoader(traps.waits_to_load, str(tmp_path))
         executor = DataExecutor(loader, num_steps=200, appliance=appliance)

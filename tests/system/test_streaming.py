@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sharded
-from cluster import TOKEN, Cluster, running
-from family import runners
+from chains import runners
+from neighbours import beside
 from shard_server import Fault, ShardServer
 
 from penstock.client import Appliance, DataExecutor, DataLoader
@@ -20,14 +19,6 @@ from penstock.data import MDSWriter
 from penstock.proto import errors
 
 SAMPLES, BATCH = 1000, 24
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with running(tmp_path_factory.mktemp("state")) as cluster:
-        for name in ("w1", "w2"):
-            cluster.add_worker(8, name=name, allow="sharded")
-        yield cluster
 
 
 @pytest.fixture(scope="module")
@@ -47,21 +38,12 @@ def loader_of(where: object, cache: Path, input_fn: Any = sharded.streamed, *arg
 
 
 def train(
-    cluster: Cluster, job: str, loaders: list[DataLoader], workers: int, steps: int
+    shared: Appliance, job: str, loaders: list[DataLoader], workers: int, steps: int
 ) -> tuple[list[list[int]], list[Any]]:
     """Global batches of numbers in the order of the epoch, from one box for each loader; and their states."""
 
     def one(box: int) -> tuple[list[list[int]], Any]:
-        with Appliance(
-            cluster.address,
-            box=box,
-            num_boxes=len(loaders),
-            num_workers_per_box=workers,
-            job=job,
-            token=TOKEN,
-            seed=11,
-            timeout_s=60,
-        ) as appliance:
+        with beside(shared, box=box, num_boxes=len(loaders), num_workers_per_box=workers, job=job) as appliance:
             executor = DataExecutor(loaders[box], num_steps=steps, appliance=appliance)
             rows = [batch["number"].tolist() for batch in executor]
             return rows, loaders[box].state_dict()
@@ -77,9 +59,9 @@ def _in_order(rows: list[list[int]]) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def whole(cluster: Cluster, numbers: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+def whole(appliance: Appliance, numbers: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
     """One and a half epochs from one worker."""
-    got, _ = train(cluster, "whole", [loader_of(numbers, tmp_path_factory.mktemp("whole"))], 1, 65)
+    got, _ = train(appliance, "whole", [loader_of(numbers, tmp_path_factory.mktemp("whole"))], 1, 65)
     assert sorted(row for batch in got[:42] for row in batch) == list(range(SAMPLES))
     return got
 
@@ -87,17 +69,17 @@ def whole(cluster: Cluster, numbers: Path, tmp_path_factory: pytest.TempPathFact
 # Two boxes of two workers read from a server, below.
 @pytest.mark.parametrize(("boxes", "workers"), [(1, 3), (3, 1)])
 def test_the_order_is_the_same_for_any_shape(
-    cluster: Cluster, numbers: Path, whole: list[list[int]], tmp_path: Path, boxes: int, workers: int
+    appliance: Appliance, numbers: Path, whole: list[list[int]], tmp_path: Path, boxes: int, workers: int
 ) -> None:
     loaders = [loader_of(numbers, tmp_path) for _ in range(boxes)]
-    got, _ = train(cluster, f"shape{boxes}{workers}", loaders, workers, 65)
+    got, _ = train(appliance, f"shape{boxes}{workers}", loaders, workers, 65)
     assert got == whole
 
 
 # Saved in the middle of an epoch of 42 steps, at its end, one step before that and one behind it.
 @pytest.mark.parametrize("steps", [[7, 35], [41, 2]])
 def test_resumes_on_any_topology_across_epochs(
-    cluster: Cluster, numbers: Path, whole: list[list[int]], tmp_path: Path, steps: list[int]
+    appliance: Appliance, numbers: Path, whole: list[list[int]], tmp_path: Path, steps: list[int]
 ) -> None:
     got: list[list[int]] = []
     state = None
@@ -107,7 +89,7 @@ def test_resumes_on_any_topology_across_epochs(
         for loader in loaders:
             if state is not None:
                 loader.load_state_dict(state)
-        rows, states = train(cluster, f"resume{steps[0]}.{leg}", loaders, workers, count)
+        rows, states = train(appliance, f"resume{steps[0]}.{leg}", loaders, workers, count)
         got += rows
         state = states[0]
     assert got == whole
@@ -115,33 +97,29 @@ def test_resumes_on_any_topology_across_epochs(
 
 @pytest.mark.filterwarnings("ignore:.*was recovered")
 def test_a_killed_runner_changes_nothing(
-    cluster: Cluster, numbers: Path, whole: list[list[int]], tmp_path: Path
+    appliance: Appliance, numbers: Path, whole: list[list[int]], tmp_path: Path
 ) -> None:
-    rows = []
-    with Appliance(
-        cluster.address, num_workers_per_box=2, job="killed", token=TOKEN, seed=11, timeout_s=60
-    ) as appliance:
-        executor = DataExecutor(loader_of(numbers, tmp_path), num_steps=65, appliance=appliance)
-        for batch in executor:
-            rows.append(batch["number"].tolist())
-            if executor.step in (10, 41, 50):
-                for worker in cluster.workers:
-                    for victim in runners(worker.pid):
-                        os.kill(victim, signal.SIGKILL)
+    rows, before = [], runners()
+    executor = DataExecutor(loader_of(numbers, tmp_path), num_steps=65, appliance=appliance)
+    for batch in executor:
+        rows.append(batch["number"].tolist())
+        if executor.step in (10, 41, 50):
+            for victim in runners() - before:
+                os.kill(victim, signal.SIGKILL)
     assert rows == whole
     assert executor.stats.recoveries
 
 
 def test_through_worker_processes_of_a_dataloader(
-    cluster: Cluster, numbers: Path, whole: list[list[int]], tmp_path: Path
+    appliance: Appliance, numbers: Path, whole: list[list[int]], tmp_path: Path
 ) -> None:
     loader = loader_of(numbers, tmp_path, sharded.forked, 2)
-    got, _ = train(cluster, "forked", [loader], 1, 42)
+    got, _ = train(appliance, "forked", [loader], 1, 42)
     assert got == whole[:42]
 
 
 def test_each_file_is_downloaded_once_for_all(
-    cluster: Cluster, numbers: Path, whole: list[list[int]], tmp_path: Path
+    appliance: Appliance, numbers: Path, whole: list[list[int]], tmp_path: Path
 ) -> None:
     """Two boxes of two workers on this host; the server fails now and then."""
     with ShardServer(numbers) as server:
@@ -149,7 +127,7 @@ def test_each_file_is_downloaded_once_for_all(
         for name in failing:
             server.faults[name] = [Fault(status=503), Fault(cut_after=20)]
         loaders = [loader_of(server.url, tmp_path) for _ in range(2)]
-        got, _ = train(cluster, "server", loaders, 2, 65)
+        got, _ = train(appliance, "server", loaders, 2, 65)
         files = {file.name for file in numbers.iterdir()}
         tries = {name: server.requests[name] for name in files}
     assert got == whole
@@ -157,14 +135,14 @@ def test_each_file_is_downloaded_once_for_all(
 
 
 def test_file_missing_on_a_server_is_named(
-    cluster: Cluster, numbers: Path, whole: list[list[int]], tmp_path: Path
+    appliance: Appliance, numbers: Path, whole: list[list[int]], tmp_path: Path
 ) -> None:
     with ShardServer(numbers) as server:
         server.faults["shard.00003.mds.zstd"] = [Fault(status=404, stays=True)]
         with pytest.raises(errors.ShardUnavailableError, match=r"http://127\.0\.0\.1:\d+/shard\.00003\.mds\.zstd.*404"):
-            train(cluster, "gone", [loader_of(server.url, tmp_path)], 2, 65)
+            train(appliance, "gone", [loader_of(server.url, tmp_path)], 2, 65)
 
 
-def test_what_cannot_be_read_is_an_error_by_name(cluster: Cluster, numbers: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_read_is_an_error_by_name(appliance: Appliance, numbers: Path, tmp_path: Path) -> None:
     with pytest.raises(errors.ShardUnavailableError, match=f"{tmp_path}/nothing"):
-        train(cluster, "missing", [loader_of(tmp_path / "nothing", tmp_path / "cache")], 1, 1)
+        train(appliance, "missing", [loader_of(tmp_path / "nothing", tmp_path / "cache")], 1, 1)

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from chains import plain
+from neighbours import beside
 from torch.utils import data
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import TensorDataset, get_worker_info
@@ -47,20 +49,12 @@ def squared(samples: list[Any]) -> torch.Tensor:
     return torch.stack([number**2 for number, _ in samples])
 
 
-def plain(batch: Any) -> Any:
-    if isinstance(batch, dict):
-        return {key: plain(value) for key, value in batch.items()}
-    if isinstance(batch, list | tuple):
-        return [plain(value) for value in batch]
-    return batch.tolist() if isinstance(batch, torch.Tensor) else batch
-
-
 def samples(batches: Iterable[Any]) -> list[int]:
     return [number for batch in batches for number in batch[0]]
 
 
 def here(**settings: Any) -> Appliance:
-    return Appliance(**{"num_workers_per_box": 0, "seed": 3, **settings})
+    return Appliance(**{"num_workers_per_box": 0, "seed": 7, **settings})
 
 
 def epoch(loader: DataLoader, **settings: Any) -> list[Any]:
@@ -68,17 +62,16 @@ def epoch(loader: DataLoader, **settings: Any) -> list[Any]:
         return [plain(batch) for batch in loader]
 
 
-@pytest.mark.parametrize("dataset", [NUMBERS, Texts(), list(range(5))], ids=["tensors", "texts", "list"])
 @pytest.mark.parametrize(
-    "arguments",
+    ("dataset", "arguments"),
     [
-        {},
-        {"batch_size": 4},
-        {"batch_size": 4, "drop_last": True},
-        {"batch_size": None},
-        {"batch_size": 3, "num_workers": 2},
+        (NUMBERS, {}),
+        (Texts(), {"batch_size": 4}),
+        (NUMBERS, {"batch_size": 4, "drop_last": True}),
+        (Texts(), {"batch_size": None}),
+        (list(range(5)), {"batch_size": 3, "num_workers": 2}),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, dict) else type(value).__name__,
 )
 def test_unshuffled_batches_are_those_of_torch(dataset: Any, arguments: dict[str, Any]) -> None:
     expected = [plain(batch) for batch in TorchLoader(dataset, **arguments)]
@@ -165,22 +158,21 @@ def test_a_state_resumes_on_other_workers(appliance: Appliance, workers: int) ->
     with here() as first:
         begun = [plain(batch) for batch in DataExecutor(loader, num_steps=2, appliance=first)]
         again.load_state_dict(loader.state_dict())
-    with Appliance(num_workers_per_box=workers) as second:
+    with beside(appliance, num_workers_per_box=workers, seed=None) as second:
         rest = [plain(batch) for batch in DataExecutor(again, appliance=second)]
     assert begun + rest == whole
 
 
-def test_an_iterable_dataset_resumes_by_replay() -> None:
+def test_an_iterable_dataset_resumes_by_replay(appliance: Appliance) -> None:
     def loader() -> DataLoader:
         return wrap(TorchLoader(Rows(20), batch_size=3))
 
-    with Appliance(num_workers_per_box=2, seed=3) as appliance:
-        whole = [plain(batch) for batch in DataExecutor(loader(), appliance=appliance)]
-        saved, again = loader(), loader()
-        begun = [plain(batch) for batch in DataExecutor(saved, num_steps=3, appliance=appliance)]
-        assert saved.is_restartable
-        again.load_state_dict(saved.state_dict())
-        assert begun + [plain(batch) for batch in DataExecutor(again, appliance=appliance)] == whole
+    whole = [plain(batch) for batch in DataExecutor(loader(), appliance=appliance)]
+    saved, again = loader(), loader()
+    begun = [plain(batch) for batch in DataExecutor(saved, num_steps=3, appliance=appliance)]
+    assert saved.is_restartable
+    again.load_state_dict(saved.state_dict())
+    assert begun + [plain(batch) for batch in DataExecutor(again, appliance=appliance)] == whole
     assert sorted(chain.from_iterable(whole)) == list(range(20))
 
 

@@ -20,9 +20,9 @@ from typing import Any
 import hazards
 import pytest
 import streams
-from census import abandoned
-from cluster import TOKEN, Cluster, running
-from family import alive, children_of, eventually, fork_servers, memory_of, parents, runners
+from census import abandoned, children
+from cluster import Cluster, running
+from family import alive, eventually, fork_servers, memory_of, runners
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.proto import errors
@@ -45,9 +45,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         assert worker.stderr is not None
         with worker.stderr, Listener(worker.stderr.fileno()):
             with at(cluster) as appliance:
-                numbers(
-                    appliance, DataLoader(streams.counter, 3)
-                )  # its fork server is up, for all that have the same seed
+                numbers(appliance, DataLoader(streams.counter, 3))  # its fork server is up
             yield cluster
             cluster.stop()
 
@@ -80,8 +78,7 @@ class Listener(threading.Thread):
 
 
 def at(cluster: Cluster, timeout_s: float = 60.0, **options: Any) -> Appliance:
-    job = f"job-{next(_jobs)}"
-    return Appliance(cluster.address, token=TOKEN, job=job, seed=7, timeout_s=timeout_s, **options)
+    return cluster.box(f"job-{next(_jobs)}", num_workers_per_box=1, timeout_s=timeout_s, **options)
 
 
 def daemon(cluster: Cluster) -> int:
@@ -94,12 +91,12 @@ def the_runner(cluster: Cluster) -> int:
     return runners(daemon(cluster))[0]
 
 
-def numbers(appliance: Appliance, loader: DataLoader, steps: int | None = None) -> list[Any]:
-    return [plain(batch) for batch in DataExecutor(loader, num_steps=steps, appliance=appliance)]
-
-
 def plain(batch: Any) -> Any:
     return batch["number"] if isinstance(batch, dict) else batch.tolist()
+
+
+def numbers(appliance: Appliance, loader: DataLoader, steps: int | None = None) -> list[Any]:
+    return [plain(batch) for batch in DataExecutor(loader, num_steps=steps, appliance=appliance)]
 
 
 def still_works(cluster: Cluster) -> None:
@@ -234,7 +231,7 @@ def test_descendants_end_with_their_runner(cluster: Cluster, tmp_path: Path, end
         left = _pids(marker)
         runner = the_runner(cluster)
         # However far they went, they are below their runner, so that the end of another child does not end them.
-        eventually(lambda: {parents()[pid][0] for pid in left} == {runner}, "all are the runner's own")
+        eventually(lambda: set(left) <= set(children(runner)), "all are the runner's own")
         if end == "killed":
             os.kill(runner, signal.SIGKILL)
             eventually(lambda: not any(map(alive, left)), "those of the dead runner are gone")
@@ -272,7 +269,7 @@ def test_killed_runner_leaves_no_worker_processes(cluster: Cluster, sharing: str
             runner = the_runner(cluster)
             os.kill(runner, signal.SIGKILL)
             eventually(partial(_is_dead, runner), "it is dead")
-    eventually(lambda: not any(map(children_of, fork_servers(daemon(cluster)))), "all of its processes are gone")
+    eventually(lambda: not any(map(children, fork_servers(daemon(cluster)))), "all of its processes are gone")
     eventually(lambda: not _litter() - before, f"nothing is left: {_litter() - before}")
     eventually(lambda: not _kept_for_children(daemon(cluster)), "their directories are gone")
 
@@ -325,11 +322,8 @@ def test_what_it_inherits_and_may_do(cluster: Cluster, tmp_path: Path) -> None:
     assert not [name for name in environment if name.startswith("PENSTOCK_TOKEN")]
     kinds = {link.partition(":[")[0].removesuffix(" (deleted)") for link in told["descriptors"]}
     assert kinds == {"/dev/null", "/memfd:penstock-progress", "/memfd:penstock-stack", "pipe", "socket"}
-    # Its output, and what it speaks with the daemon by.
-    assert [len({link for link in told["descriptors"] if link.startswith(kind)}) for kind in ("pipe", "socket")] == [
-        1,
-        1,
-    ]
+    for kind in ("pipe", "socket"):  # its output, and what it speaks with the daemon by
+        assert len({link for link in told["descriptors"] if link.startswith(kind)}) == 1
     assert told["privileges"] == "1"
     assert why_not_whole() or told["signal"] == "PermissionError"
 

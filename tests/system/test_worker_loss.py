@@ -16,21 +16,14 @@ import doubtful
 import gappy
 import pytest
 import streams
-import torch
 import traps
-from chains import runners
-from cluster import TOKEN, running
+from chains import plain, runners
+from neighbours import beside
 from waiting import wait_until
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.proto import errors
 from penstock.proto.rpc.calls import CoordinatorClient
-
-
-def plain(batch: Any) -> Any:
-    if isinstance(batch, dict):
-        return {key: plain(value) for key, value in batch.items()}
-    return batch.tolist() if isinstance(batch, torch.Tensor) else batch
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +34,7 @@ def undisturbed(appliance: Appliance) -> list[Any]:
     return whole
 
 
-@pytest.mark.parametrize("batch", [1, 2, 9, 40])
+@pytest.mark.parametrize("batch", [1, 40])
 def test_self_killing_runner_loses_nothing(
     appliance: Appliance, undisturbed: list[Any], tmp_path: Path, batch: int
 ) -> None:
@@ -57,7 +50,6 @@ def test_self_killing_runner_loses_nothing(
     ("input_fn", "arguments"),
     [
         (streams.shuffled, (400, 0, True)),
-        (streams.stateful, (400, 0, True)),
         (streams.stateful, (400, 2, True)),
         (streams.shared, (200,)),
     ],
@@ -84,24 +76,12 @@ def test_runners_killed_at_several_points(appliance: Appliance, input_fn: Any, a
     assert executor.stats.recoveries >= 1
 
 
-def test_state_after_a_recovery_is_as_good(appliance: Appliance, undisturbed: list[Any], tmp_path: Path) -> None:
-    marker = tmp_path / "died"
-    loader = DataLoader(streams.dies_at, 6, str(marker))
-    with pytest.warns(UserWarning, match="SIGKILL"):
-        got = [plain(b) for b in DataExecutor(loader, num_steps=21, appliance=appliance)]
-    again = DataLoader(streams.dies_at, 6, str(marker))
-    again.load_state_dict(loader.state_dict())
-    got += [plain(b) for b in DataExecutor(again, appliance=appliance)]
-    assert got == undisturbed
-
-
 @pytest.mark.parametrize(
     ("lengths", "input_fn", "arguments"),
     [
         ((5, 4, 6), streams.shared, (40,)),
         ((2, 2, 6), streams.fresh, (40,)),
         ((2, 2, 6), streams.shuffled, (80, 0, True)),
-        ((5, 4, 6), streams.stateful, (80, 0, True)),
         ((2, 2, 6), streams.stateful, (80, 0, True)),
         ((5, 4, 6), streams.stateful, (80, 2, True)),
     ],
@@ -164,11 +144,6 @@ def test_unreproducible_loader_is_an_error(appliance: Appliance) -> None:
     with pytest.raises(errors.ReplayMismatchError, match="is not deterministic"):
         train()
     assert got >= 20
-
-
-def test_always_dying_runner_is_given_up_by_name(appliance: Appliance) -> None:
-    with pytest.warns(UserWarning, match="recovered"), pytest.raises(errors.WorkerLostError, match="SIGKILL"):
-        list(DataExecutor(DataLoader(streams.dies_at, 5, "/nonexistent/marker"), appliance=appliance))
 
 
 def test_state_is_answered_while_the_runner_waits(appliance: Appliance) -> None:
@@ -289,22 +264,25 @@ def test_runner_killed_after_its_empty_epochs(appliance: Appliance, empty: int) 
     assert stream(kill=True) == stream(kill=False)
 
 
-def test_only_settled_epochs_become_durable(tmp_path: Path) -> None:
+def test_only_settled_epochs_become_durable(appliance: Appliance) -> None:
     """Its workers are many epochs ahead. A snapshot of these would outlive a break, and be gone on from later."""
-    with running(tmp_path) as cluster, CoordinatorClient(cluster.address, TOKEN) as coordinator:
-        cluster.add_worker(1)
-        with Appliance(cluster.address, job="ahead", num_workers_per_box=1, seed=7, token=TOKEN) as alone:
+    place = appliance._place
+    assert place is not None
+    with (
+        CoordinatorClient(place.address, place.token) as coordinator,
+        beside(appliance, job="ahead", num_workers_per_box=1) as alone,
+    ):
 
-            def farthest() -> int:
-                (history,) = coordinator.fetch_histories("ahead/0", 0)
-                return max(snapshot.total for snapshot in history.slots[0].snapshots)
+        def farthest() -> int:
+            (history,) = coordinator.fetch_histories("ahead/0", 0)
+            return max(snapshot.total for snapshot in history.slots[0].snapshots)
 
-            steps = iter(DataExecutor(DataLoader(streams.stateful), num_steps=1000, appliance=alone))
-            for _ in range(3):
-                next(steps)
-            time.sleep(3)  # as in an evaluation: snapshots are made durable once a second
-            assert farthest() < 3
-            for _ in range(20):
-                next(steps)
-            wait_until(lambda: farthest() > 3)
-            assert farthest() < 23
+        steps = iter(DataExecutor(DataLoader(streams.stateful), num_steps=1000, appliance=alone))
+        for _ in range(3):
+            next(steps)
+        time.sleep(3)  # as in an evaluation: snapshots are made durable once a second
+        assert farthest() < 3
+        for _ in range(20):
+            next(steps)
+        wait_until(lambda: farthest() > 3)
+        assert farthest() < 23
