@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 from ranked import Outcome, run
+from saved_states import save_of
 from small_disk import small_disk_at
 from waiting import wait_until
 
-from penstock.client.checkpoint.saving.writer import SaveJob, WriteFailed
+from penstock.client.checkpoint.saving.writer import WriteFailed
 from penstock.proto.state.checkpoint_files import FAILED, damage, leftovers, newest, report_name
 
 pytestmark = pytest.mark.timeout(240)
@@ -132,19 +133,7 @@ def test_a_report_into_a_folder_being_cleared(tmp_path: Path, monkeypatch: pytes
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", at_the_worst_moment)
-    shared = {
-        "save": "0abc",
-        "step": 2,
-        "ranks": 2,
-        "folder": str(tmp_path),
-        "files": [],
-        "timeout_s": 30,
-        "flying": [],
-    }
-    saves = [
-        SaveJob({**shared, "rank": rank, "error": error}, memoryview(b""), lambda reply: None)
-        for rank, error in enumerate(["no memory", None])
-    ]
+    saves = [save_of(tmp_path, rank, error=error) for rank, error in enumerate(["no memory", None])]
     with ThreadPoolExecutor(2) as pool:
         for ended in [pool.submit(save.run) for save in saves]:
             with pytest.raises(WriteFailed) as said:
