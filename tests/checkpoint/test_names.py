@@ -145,14 +145,15 @@ def test_modules_in_another_order_are_restored(tmp_path: Path, kind: str, tied: 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("compiled", ["saved", "restored"])
 def test_compiled_modules_inside_and_plain_ones(tmp_path: Path, compiled: str) -> None:
+    """Nothing is compiled unless it is called; compiled modules are in others, and in one that is compiled itself."""
+
     def made(inside: bool) -> tuple[Any, Any]:
         net: Any = Net()
+        net.c = nn.Sequential(net.c)
         if inside:
             net.b = torch.compile(net.b)
-            net.c = nn.Sequential(net.c)
             net.c = torch.compile(net.c)
-        else:
-            net.c = nn.Sequential(net.c)
+            net = torch.compile(net)
         return net, torch.optim.AdamW(net.parameters(), lr=0.1)
 
     def trained(optimizer: Any) -> None:

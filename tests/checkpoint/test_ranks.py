@@ -95,11 +95,6 @@ def test_outside_of_the_group_or_made_too_early(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("step-*"))
 
 
-def test_two_checkpointers_in_a_folder_take_turns(tmp_path: Path) -> None:
-    expected = [".lock", "latest", *sorted(f"step-{step}" for step in range(12))]
-    assert values(run(2, "ranked_saves:two_at_a_time", str(tmp_path))) == [expected] * 2
-
-
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_failing_rank_is_named_on_all(tmp_path: Path, which: int) -> None:
     found = values(run(2, "ranked_saves:one_cannot_collect", str(tmp_path), which))
@@ -139,16 +134,6 @@ def test_a_report_into_a_folder_being_cleared(tmp_path: Path, monkeypatch: pytes
             with pytest.raises(WriteFailed) as said:
                 ended.result()
             assert said.value.causes == {0: "no memory"}
-
-
-@pytest.mark.parametrize("which", [0, 1])
-def test_a_killed_writer_is_named_and_replaced(tmp_path: Path, which: int) -> None:
-    for said in values(run(2, "ranked_saves:killed_writer", str(tmp_path), which)):
-        assert isinstance(said, list)
-        assert "step 2 was not saved" in said[0]
-        assert f"rank {which}: its writer process ended before the save did (killed by SIGKILL" in said[0]
-        assert said[1:] == ["1", "3", ".lock,latest,step-1,step-3"]
-    assert good(tmp_path) == 3
 
 
 def test_a_read_only_folder_fails_at_once(tmp_path: Path) -> None:
