@@ -105,7 +105,7 @@ def test_all_ranks_learn_whose_writer_was_killed(tmp_path: Path, victim: int, ev
     outcomes = run(2, "stopped_saves:killed", str(folder), str(room), victim, every)
     assert not [one for one in outcomes if one.raised], outcomes
     times = list(zip(*(one.value for one in outcomes), strict=True))
-    assert len(times) > 10
+    assert len(times) > 8
     for seen in times:
         print(seen)  # for whoever looks into a failure
         committed = "step-2" in seen[0]["renamed"] if victim == 0 else seen[0]["latest"] == 2

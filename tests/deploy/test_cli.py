@@ -87,6 +87,9 @@ for module in {modules}:
     importlib.import_module(module)
     if "torch" in sys.modules or "numpy" in sys.modules and module.startswith("penstock.deploy."):
         sys.exit(f"{{module}} imports it")
+import penstock.client
+if found := [name for name in sys.modules if name.startswith(("prometheus", "opentelemetry"))]:
+    sys.exit(f"{{found}} are for those who ask for metrics or traces")
 """
     done = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
