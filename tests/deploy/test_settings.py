@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.deploy.console.daemon_settings import CoordinatorSettings, PeerSettings, WorkerSettings, resolve
+from penstock.deploy.console.daemon_settings import CoordinatorSettings, PeerSettings, WorkerSettings, describe, resolve
 from penstock.proto.errors import InvalidArgumentError
 
 
@@ -18,6 +18,18 @@ def test_flag_over_variable_over_default(monkeypatch: pytest.MonkeyPatch) -> Non
     assert resolve(PeerSettings, coordinator="node2:7070").coordinator == "node2:7070"
     monkeypatch.setenv("PENSTOCK_COORDINATOR", "")  # as if it were not set
     assert resolve(PeerSettings).coordinator == "127.0.0.1:7070"
+
+
+def test_description_says_where_each_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_WORKER_SLOTS", "4")
+    flags = {"allow": "mypackage", "slots": None}
+    assert describe(resolve(WorkerSettings, **flags), **flags) == (
+        "slots=4 (PENSTOCK_WORKER_SLOTS), allow=mypackage (--allow), listen=127.0.0.1:0 (default), "
+        "runner_memory=- (default), starts=0 (default), start_timeout=600.0 (default), liveness_file=- (default), "
+        "http=- (default), name=- (default), "
+        "drain=10.0 (default), runner_user=- (default), runner_processes=0 (default), no_cage=False (default), "
+        "no_groups=False (default), insecure=False (default)"
+    )
 
 
 @pytest.mark.parametrize(
