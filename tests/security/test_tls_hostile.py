@@ -7,6 +7,7 @@ import ssl
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import streams
@@ -104,7 +105,12 @@ def test_wrong_tls_at_all_ports_hurts_no_job(start: Starter, pki: Pki, pairs: di
     admin = load_tls(pki.ca, pairs["admin"].cert, pairs["admin"].key, NAME)
     with CoordinatorClient(coordinator.line, SECRETS["admin"], tls=admin) as client:
         (lanes,) = [one.tcp_address for one in client.status().workers]
-    of_job = {"tls_cert": pairs["client"].cert, "tls_key": pairs["client"].key, "tls_ca": pki.ca, "tls_name": NAME}
+    of_job: dict[str, Any] = {
+        "tls_cert": pairs["client"].cert,
+        "tls_key": pairs["client"].key,
+        "tls_ca": pki.ca,
+        "tls_name": NAME,
+    }
     with (
         ThreadPoolExecutor(48) as pool,
         Appliance(
