@@ -27,13 +27,14 @@ PROGRAM = """
     import torch
     from penstock.client.checkpoint import AsyncCheckpointer
 
-    checkpointer = AsyncCheckpointer(sys.argv[1], on_exit=sys.argv[2])
-    checkpointer.save(1, {"x": torch.ones(1000)})
-    checkpointer.wait()
-    pid = checkpointer._writer.pid
-    os.kill(pid, signal.SIGSTOP)  # it surely has not written what comes
-    checkpointer.save(2, {"x": torch.full((1000,), 2.0)})
-    print(pid, flush=True)
+    checkpointers = [AsyncCheckpointer(f"{sys.argv[1]}/{on_exit}", on_exit=on_exit) for on_exit in sys.argv[2:]]
+    for checkpointer in checkpointers:
+        checkpointer.save(1, {"x": torch.ones(1000)})
+        checkpointer.wait()
+        pid = checkpointer._writer.pid
+        os.kill(pid, signal.SIGSTOP)  # it surely has not written what comes
+        checkpointer.save(2, {"x": torch.full((1000,), 2.0)})
+        print(pid, flush=True)
     # And here is the end of the program: nothing is closed. It has no main guard either, for it needs none.
 """
 
@@ -58,19 +59,18 @@ def gone(pid: int) -> bool:
     return not Path(f"/proc/{pid}").exists()
 
 
-@pytest.mark.parametrize("on_exit", ["finish", "abandon"])
-def test_the_end_of_the_program(tmp_path: Path, on_exit: str) -> None:
-    folder, program = tmp_path / "saved", tmp_path / "program.py"
+def test_the_end_of_the_program(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(PROGRAM))
-    command = [sys.executable, str(program), str(folder), on_exit]
+    command = [sys.executable, str(program), str(tmp_path), "finish", "abandon"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as job:
         assert job.stdout is not None
-        pid = int(job.stdout.readline())
-        if on_exit == "finish":
-            os.kill(pid, signal.SIGCONT)
+        finishes, abandons = (int(job.stdout.readline()) for _ in range(2))
+        os.kill(finishes, signal.SIGCONT)
         assert job.wait(60) == 0
-    assert gone(pid)  # at its end, and not some time later
-    check(folder, finished=on_exit == "finish")
+    for pid, on_exit in ((finishes, "finish"), (abandons, "abandon")):
+        assert gone(pid)  # at its end, and not some time later
+        check(tmp_path / on_exit, finished=on_exit == "finish")
 
 
 @pytest.mark.parametrize("on_exit", ["finish", "abandon"])

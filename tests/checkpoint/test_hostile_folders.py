@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -17,17 +18,16 @@ from typing import Any
 import pytest
 import torch
 import xxhash
+from saved_states import save_of
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from penstock.client.checkpoint import AsyncCheckpointer, AsyncFileSystemWriter
 from penstock.client.checkpoint.restoring.restore import load
 from penstock.client.checkpoint.saving import writer
-from penstock.client.checkpoint.saving.index_description import described
-from penstock.client.checkpoint.saving.writer import SaveJob, WriteFailed
+from penstock.client.checkpoint.saving.writer import WriteFailed
 from penstock.client.checkpoint.values.pickles import bounded
 from penstock.proto.errors import CheckpointCorruptError, CheckpointError
 from penstock.proto.state.checkpoint_files import (
@@ -45,17 +45,21 @@ def state(value: float = -1.0) -> dict[str, Any]:
     return {"model": nn.Linear(4, 2), "x": torch.full((1000,), value), "it": {"n": value, (1, 2): [value]}}
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Folder of checkpoints, with one of step 1."""
-    with AsyncCheckpointer(tmp_path / "saved", fsync=False, threads=1) as checkpointer:
+@pytest.fixture(scope="module")
+def checkpointer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncCheckpointer]:
+    """One for all tests, with a checkpoint of step 1, which is kept beside its folder: a writer is a process."""
+    with AsyncCheckpointer(tmp_path_factory.mktemp("hostile") / "saved", fsync=False, threads=1) as checkpointer:
         checkpointer.save(1, state(5.0))
-    return tmp_path / "saved"
+        checkpointer.wait()
+        shutil.copytree(checkpointer.folder, checkpointer.folder.with_name("good"))
+        yield checkpointer
 
 
-def restored(folder: Path, **options: Any) -> int | None:
-    with AsyncCheckpointer(folder) as checkpointer:
-        return checkpointer.restore(state(), **options)
+@pytest.fixture
+def folder(checkpointer: AsyncCheckpointer) -> Path:
+    """Folder of checkpoints, with one of step 1."""
+    shutil.rmtree(checkpointer.folder)
+    return Path(shutil.copytree(checkpointer.folder.with_name("good"), checkpointer.folder))
 
 
 def rewritten(path: Path, change: Callable[[CheckpointFile], CheckpointFile]) -> None:
@@ -72,40 +76,43 @@ def with_index(path: Path, data: bytes) -> None:
 
 @pytest.mark.parametrize("verify", [False, True])
 @pytest.mark.parametrize("name", ["../other", "/etc/hostname", "a/b", "..", ".", "", "x\0"])
-def test_a_file_outside_the_folder_is_not_read(folder: Path, name: str, verify: bool) -> None:
+def test_a_file_outside_the_folder_is_not_read(
+    folder: Path, checkpointer: AsyncCheckpointer, name: str, verify: bool
+) -> None:
     rewritten(folder / "step-1", lambda file: replace(file, name=name) if file.name == DATA else file)
     with pytest.raises(CheckpointCorruptError, match="is not a plain file name in its folder"):
-        restored(folder, step=1, verify=verify)
+        checkpointer.restore(state(), step=1, verify=verify)
 
 
 @pytest.mark.parametrize("name", [METADATA, MANIFEST])
-def test_a_fifo_is_not_waited_for(folder: Path, name: str) -> None:
+def test_a_fifo_is_not_waited_for(folder: Path, checkpointer: AsyncCheckpointer, name: str) -> None:
     path = folder / "step-1"
     (path / name).unlink()
     os.mkfifo(path / name)
     if name == METADATA:  # whoever writes a checkpoint can say that a file is empty, as a FIFO seems to be
         rewritten(path, lambda file: replace(file, nbytes=0) if file.name == name else file)
     with pytest.raises(CheckpointCorruptError, match=f"{name}.* cannot be read: it is not a regular file"):
-        restored(folder, step=1)
+        checkpointer.restore(state(), step=1)
 
 
-def test_a_lock_that_is_a_link_cuts_nothing(folder: Path, tmp_path: Path) -> None:
+def test_a_lock_that_is_a_link_cuts_nothing(folder: Path, checkpointer: AsyncCheckpointer, tmp_path: Path) -> None:
     victim = tmp_path / "thesis"
     victim.write_text("years of work")
     (folder / ".lock").unlink(missing_ok=True)
     (folder / ".lock").symlink_to(victim)
     with pytest.raises(CheckpointError, match=r"\.lock cannot be locked: it is a symbolic link \(to .*/thesis\)"):
-        restored(folder)
-    with AsyncCheckpointer(folder) as checkpointer:
-        checkpointer.save(2, state())
-        with pytest.raises(CheckpointError, match="it is a symbolic link"):
-            checkpointer.wait()
+        checkpointer.restore(state())
+    checkpointer.save(2, state())
+    with pytest.raises(CheckpointError, match="it is a symbolic link"):
+        checkpointer.wait()
     assert victim.read_text() == "years of work"
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "holes"])
 @pytest.mark.parametrize("name", ["latest", "step-1/penstock.json", "step-2.tmp-0abc/rank-1.json"])
-def test_small_files_are_read_within_bounds(folder: Path, name: str, kind: str) -> None:
+def test_small_files_are_read_within_bounds(
+    folder: Path, checkpointer: AsyncCheckpointer, name: str, kind: str
+) -> None:
     """Each was waited for without end, or read until the memory was full."""
     path = folder / name
     path.parent.mkdir(exist_ok=True)
@@ -121,19 +128,19 @@ def test_small_files_are_read_within_bounds(folder: Path, name: str, kind: str) 
     if name.endswith("rank-1.json"):
         assert save_of(folder, 0)._read(path) is None
     elif name == "latest":
-        assert restored(folder) == 1
+        assert checkpointer.restore(state()) == 1
     else:
         with pytest.raises(CheckpointCorruptError, match=r"penstock\.json cannot be read: it (is|must)"):
-            restored(folder)
+            checkpointer.restore(state())
 
 
-def test_second_name_of_a_file_is_not_written(folder: Path, tmp_path: Path) -> None:
+def test_second_name_of_a_file_is_not_written(folder: Path, checkpointer: AsyncCheckpointer, tmp_path: Path) -> None:
     victim = tmp_path / "thesis"
     victim.write_text("years of work")
     (folder / ".lock").unlink(missing_ok=True)
     (folder / ".lock").hardlink_to(victim)
-    with AsyncCheckpointer(folder) as checkpointer:
-        checkpointer.save(2, state())
+    checkpointer.save(2, state())
+    checkpointer.wait()
     assert victim.read_text() == "years of work"
 
 
@@ -150,7 +157,9 @@ def test_second_name_of_a_file_is_not_written(folder: Path, tmp_path: Path) -> N
         {"deep": True},
     ],
 )
-def test_manifest_of_impossible_values_is_refused(folder: Path, change: dict[str, Any]) -> None:
+def test_manifest_of_impossible_values_is_refused(
+    folder: Path, checkpointer: AsyncCheckpointer, change: dict[str, Any]
+) -> None:
     path = folder / "step-1" / MANIFEST
     body = json.loads(path.read_text())["checkpoint"]
     for part in [body, *body["files"]]:
@@ -159,35 +168,13 @@ def test_manifest_of_impossible_values_is_refused(folder: Path, change: dict[str
     text = json.dumps({"checkpoint": body, "xxh3": digest})
     path.write_text("[" * 200_000 if "deep" in change else text)
     with pytest.raises(CheckpointCorruptError, match=r"penstock\.json is damaged: "):
-        restored(folder)
-    with AsyncCheckpointer(folder) as checkpointer:
-        checkpointer.save(2, state(6.0))
-    assert restored(folder) == 2
+        checkpointer.restore(state())
+    checkpointer.save(2, state(6.0))
+    checkpointer.wait()
+    assert checkpointer.restore(state()) == 2
 
 
 # ---- a folder whose names another process changes during a save
-
-
-def save_of(folder: Path, rank: int) -> SaveJob:
-    """Return the part of one of two ranks in a save of nothing."""
-    index = described(Metadata({}, {}, storage_meta=StorageMeta(), version="1.0.0"), [])
-    request: dict[str, Any] = {
-        "save": "0abc",
-        "step": 2,
-        "rank": rank,
-        "ranks": 2,
-        "folder": str(folder),
-        "files": [],
-        "error": None,
-        "timeout_s": 20,
-        "in_flight": [],
-        "fsync": False,
-        "keep_last": None,
-        "keep_every": None,
-        "threads": 1,
-        "commit": {"plan": {"0": [], "1": []}, "index": [0, len(index)]},
-    }
-    return SaveJob(request, memoryview(index), lambda reply: None)
 
 
 @pytest.fixture
@@ -228,7 +215,7 @@ def test_folder_swapped_before_commit_is_an_error(folder: Path, victim: Path, mo
 
     monkeypatch.setattr(writer, "checkpoints", listed)
     with ThreadPoolExecutor(2) as pool:
-        first, _ = [pool.submit(save_of(folder, rank).run) for rank in (0, 1)]
+        first, _ = [pool.submit(save_of(folder, rank, timeout_s=2).run) for rank in (0, 1)]
         with pytest.raises(WriteFailed, match=r"step-2\.tmp-0abc was replaced by another process while it was written"):
             first.result()
 
@@ -334,11 +321,11 @@ def changed(metadata: Any, how: str) -> Any:
         "no dtype",
     ],
 )
-def test_an_index_of_other_files_is_refused(folder: Path, how: str) -> None:
+def test_an_index_of_other_files_is_refused(folder: Path, checkpointer: AsyncCheckpointer, how: str) -> None:
     path = folder / "step-1"
     with_index(path, pickle.dumps(changed(pickle.loads((path / METADATA).read_bytes()), how)))
     with pytest.raises(CheckpointCorruptError, match=r"\.metadata cannot be read: '(x|it.*)' "):
-        restored(folder)
+        checkpointer.restore(state())
 
 
 def test_random_damage_is_read_or_refused(folder: Path) -> None:

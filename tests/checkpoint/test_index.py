@@ -5,14 +5,11 @@ from __future__ import annotations
 import io
 import pickle
 import pickletools
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -87,14 +84,6 @@ def test_names_of_every_length() -> None:
     assert pickle.loads(data) == metadata
 
 
-def test_torchs_reader_reads_it(tmp_path: Path) -> None:
-    metadata = Metadata({"a": BytesStorageMetadata()}, {"a": ("a",)}, {}, StorageMeta(), "1.0.0")
-    file = ("__0_0.distcp", [(("a", None), None, 64, 1 << 40)])
-    (tmp_path / ".metadata").write_bytes(DescribedIndex.decode(described(metadata, [file])).pickle())
-    read = FileSystemReader(tmp_path).read_metadata()
-    assert read.storage_data == {MetadataIndex("a"): StorageInfo("__0_0.distcp", 64, 1 << 40)}
-
-
 TREES = st.recursive(
     st.integers() | st.builds(torch.zeros, st.just(2)) | st.tuples(st.integers()),
     lambda inner: (
@@ -112,8 +101,3 @@ def test_names_are_those_of_torchs_flattening(state: dict[str, Any]) -> None:
     empty = {name for name, value in found.values.items() if value == {} and name not in values}
     assert list(values) == [name for name in found.values if name not in ours | empty]
     assert all(found.paths[name] == path for name, path in paths.items())
-
-
-def test_two_values_under_one_name() -> None:
-    with pytest.raises(Exception, match=r"two values under one name: a\.b"):
-        collect({"a.b": 1, "a": {"b": 2}}, 0, 1)

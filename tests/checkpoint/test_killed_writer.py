@@ -30,10 +30,6 @@ def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return room
 
 
-def names(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()} if folder.exists() else set()
-
-
 def whole(folder: Path) -> None:
     """Whatever has a checkpoint's name is one, to the last byte."""
     found = checkpoints(folder)
@@ -44,30 +40,27 @@ def whole(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "step", "keep_last", "left"),
+    ("step", "keep_last", "left"),
     [
-        pytest.param([], 1, None, {"step-1", "step-9"}, id="the first save"),
-        pytest.param([1], 1, None, {"step-1", "step-9"}, id="the same step again"),
-        pytest.param([1], 2, 1, {"step-9"}, id="the second save, and the first one is deleted"),
+        pytest.param(1, None, {"step-1", "step-9"}, id="the same step again"),
+        pytest.param(2, 1, {"step-9"}, id="the second save, and the first one is deleted"),
     ],
 )
 def test_killed_writers_leave_the_old_or_the_new(
-    tmp_path: Path, room: Path, before: list[int], step: int, keep_last: int | None, left: set[str]
+    tmp_path: Path, room: Path, step: int, keep_last: int | None, left: set[str]
 ) -> None:
+    """Other saves, and each disk that they leave, are in test_power_loss.py."""
     folder, good = tmp_path / "checkpoints", tmp_path / "good"
     with AsyncCheckpointer(folder, keep_last=keep_last, separation_hint="optimizer", timeout_s=30) as checkpointer:
 
         def start_over() -> None:
             shutil.rmtree(folder, ignore_errors=True)
-            if before:
-                shutil.copytree(good, folder)
+            shutil.copytree(good, folder)
             forget(room)
 
-        for earlier in before:
-            checkpointer.save(earlier, state_of(earlier))
-            checkpointer.wait()
-        if before:
-            folder.rename(good)
+        checkpointer.save(1, state_of(1))
+        checkpointer.wait()
+        folder.rename(good)
         start_over()
         mark = step + 100
         checkpointer.save(step, state_of(mark))
@@ -87,27 +80,24 @@ def test_killed_writers_leave_the_old_or_the_new(
             print(place, done[-1:])  # for whoever looks into a failure
 
             committed = any(one.kind == "rename" and one.to == str(folder / f"step-{step}") for one in done)
-            expected = (step, mark) if committed else (before[-1], before[-1]) if before else (None, None)
+            expected = (step, mark) if committed else (1, 1)
             assert checkpointer.latest() == expected[0]
             whole(folder)
             state = state_of(0)
             assert checkpointer.restore(state, verify=True) == expected[0]
-            assert mark_of(state) == (expected[1] or 0)
+            assert mark_of(state) == expected[1]
 
             checkpointer.save(9, state_of(9))
             checkpointer.wait()
             assert checkpointer.latest() == 9
             whole(folder)
-            steps = (
-                left if committed else left - {f"step-{step}"} | {f"step-{one}" for one in before if keep_last is None}
-            )
-            assert names(folder) == {".lock", "latest", *steps}
+            assert {path.name for path in folder.iterdir()} == {".lock", "latest", *left}
             state = state_of(0)
             assert checkpointer.restore(state) == 9
             assert mark_of(state) == 9
 
 
-@pytest.mark.parametrize(("victim", "every"), [(0, 3), (1, 1)])
+@pytest.mark.parametrize(("victim", "every"), [(0, 5), (1, 1)])
 def test_all_ranks_learn_whose_writer_was_killed(tmp_path: Path, victim: int, every: int) -> None:
     """A few of the places in rank 0's writer, and all in that of rank 1."""
     folder, room = tmp_path / "checkpoints", tmp_path / "room"
@@ -115,7 +105,7 @@ def test_all_ranks_learn_whose_writer_was_killed(tmp_path: Path, victim: int, ev
     outcomes = run(2, "stopped_saves:killed", str(folder), str(room), victim, every)
     assert not [one for one in outcomes if one.raised], outcomes
     times = list(zip(*(one.value for one in outcomes), strict=True))
-    assert len(times) > 10
+    assert len(times) > 8
     for seen in times:
         print(seen)  # for whoever looks into a failure
         committed = "step-2" in seen[0]["renamed"] if victim == 0 else seen[0]["latest"] == 2

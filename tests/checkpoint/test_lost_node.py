@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from saved_states import save_of
 
 from penstock.client.checkpoint import AsyncCheckpointer
 from penstock.client.checkpoint.restoring import restore
 from penstock.client.checkpoint.saving import writer
-from penstock.client.checkpoint.saving.index_description import described
-from penstock.client.checkpoint.saving.writer import SaveJob, WriteFailed
+from penstock.client.checkpoint.saving.writer import WriteFailed
 from penstock.proto.errors import DeadlineError
 from penstock.proto.state.checkpoint_files import (
     ASKED,
@@ -30,29 +29,6 @@ from penstock.proto.state.checkpoint_files import (
     sign_name,
     sign_of_life,
 )
-
-INDEX = described(Metadata({}, {}, storage_meta=StorageMeta(), version="1.0.0"), [])
-
-
-def save_of(folder: Path, rank: int, orphaned: bool, step: int = 2) -> SaveJob:
-    """Return the request of one of two ranks, with nothing to write."""
-    request: dict[str, Any] = {
-        "save": "0abc",
-        "step": step,
-        "rank": rank,
-        "ranks": 2,
-        "folder": str(folder),
-        "files": [],
-        "error": None,
-        "timeout_s": 1800,
-        "in_flight": [],
-        "fsync": False,
-        "keep_last": None,
-        "keep_every": None,
-        "threads": 1,
-        "commit": {"plan": {"0": [], "1": []}, "index": [0, len(INDEX)]},
-    }
-    return SaveJob(request, memoryview(INDEX), lambda reply: None, lambda: orphaned)
 
 
 def saved(folder: Path) -> None:
@@ -108,7 +84,7 @@ def test_an_orphaned_writer_leaves_rank_0(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_ranks_that_train_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "SILENCE_S", 0.05)
-    first = save_of(tmp_path, 0, orphaned=False)
+    first = save_of(tmp_path, 0)
     with ThreadPoolExecutor(1) as pool:
         ended = pool.submit(first.run)
         while not first.temporary.exists():

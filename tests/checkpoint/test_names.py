@@ -65,10 +65,15 @@ def by_name(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return found
 
 
-def same(one: Any, other: Any) -> bool:
+def alike(one: Any, other: Any) -> bool:
+    """Compare two states, their types too, at any depth."""
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+        return one.keys() == other.keys() and all(alike(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(alike, one, other))
+    return bool(one == other)
 
 
 def grouped(net: nn.Module, groups: list[list[str]]) -> list[dict[str, Any]]:
@@ -105,14 +110,13 @@ def test_states_go_by_names(kind: str, arranged: Any) -> None:
     names = parameter_names(again, {"model": fresh}, "optimizer")
     lengths = [len(group["params"]) for group in again.param_groups]
     again.load_state_dict(numbered_state(saved, names, group_order(saved, names, lengths), lengths))
-    assert same(by_name(fresh, again), by_name(net, optimizer))
+    assert alike(by_name(fresh, again), by_name(net, optimizer))
     train(net, optimizer)
     train(fresh, again)
-    assert same(dict(fresh.named_parameters()), dict(net.named_parameters()))
+    assert alike(dict(fresh.named_parameters()), dict(net.named_parameters()))
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize(("kind", "tied"), [("sgd", False), ("adamw", True), ("adafactor", True)])
 def test_modules_in_another_order_are_restored(tmp_path: Path, kind: str, tied: bool) -> None:
     """Groups with a schedule each, in another order too."""
 
@@ -135,7 +139,7 @@ def test_modules_in_another_order_are_restored(tmp_path: Path, kind: str, tied: 
         checkpointer.save(1, {"model": net, "optimizer": optimizer, "scheduler": scheduler})
         fresh, again, schedule = made(LAYERS[::-1])
         checkpointer.restore({"scheduler": schedule, "optimizer": again, "model": fresh})
-    assert same(by_name(net, optimizer), by_name(fresh, again))
+    assert alike(by_name(net, optimizer), by_name(fresh, again))
     run(net, optimizer, scheduler)
     run(fresh, again, schedule)
     found = fresh.state_dict()
@@ -145,14 +149,15 @@ def test_modules_in_another_order_are_restored(tmp_path: Path, kind: str, tied: 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("compiled", ["saved", "restored"])
 def test_compiled_modules_inside_and_plain_ones(tmp_path: Path, compiled: str) -> None:
+    """Nothing is compiled unless it is called; compiled modules are in others, and in one that is compiled itself."""
+
     def made(inside: bool) -> tuple[Any, Any]:
         net: Any = Net()
+        net.c = nn.Sequential(net.c)
         if inside:
             net.b = torch.compile(net.b)
-            net.c = nn.Sequential(net.c)
             net.c = torch.compile(net.c)
-        else:
-            net.c = nn.Sequential(net.c)
+            net = torch.compile(net)
         return net, torch.optim.AdamW(net.parameters(), lr=0.1)
 
     def trained(optimizer: Any) -> None:
@@ -170,7 +175,7 @@ def test_compiled_modules_inside_and_plain_ones(tmp_path: Path, compiled: str) -
     assert b"_orig_mod" not in (path / ".metadata").read_bytes()
     values = zip(net.state_dict().values(), fresh.state_dict().values(), strict=True)
     assert all(torch.equal(one, other) for one, other in values)
-    assert same(again.state_dict()["state"], optimizer.state_dict()["state"])
+    assert alike(again.state_dict()["state"], optimizer.state_dict()["state"])
 
 
 def test_names_from_elsewhere(tmp_path: Path) -> None:
@@ -222,7 +227,7 @@ def test_other_parameters_are_named_errors(tmp_path: Path, change: str, words: s
         before = {name: value.clone() for name, value in fresh.state_dict().items()}
         with pytest.raises(CheckpointError, match=words):
             checkpointer.restore({"optimizer": optimizer} if alone else {"model": fresh, "optimizer": optimizer})
-    assert same(fresh.state_dict() | {}, before)
+    assert alike(fresh.state_dict() | {}, before)
     assert not optimizer.state
 
 
@@ -315,17 +320,6 @@ def test_states_keep_types_and_shared_tensors(tmp_path: Path) -> None:
         trained(net, optimizers)
         trained(fresh, again)
     assert alike(dict(net.named_parameters()), dict(fresh.named_parameters()))
-
-
-def alike(one: Any, other: Any) -> bool:
-    """Compare two states, their types too, at any depth."""
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(alike(value, other[key]) for key, value in one.items())
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(alike, one, other))
-    return bool(one == other)
 
 
 @pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad:UserWarning")  # torch 2.8's own L-BFGS

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 from ranked import Outcome, run
+from saved_states import save_of
 from small_disk import small_disk_at
 from waiting import wait_until
 
-from penstock.client.checkpoint.saving.writer import SaveJob, WriteFailed
+from penstock.client.checkpoint.saving.writer import WriteFailed
 from penstock.proto.state.checkpoint_files import FAILED, damage, leftovers, newest, report_name
 
 pytestmark = pytest.mark.timeout(240)
@@ -94,11 +95,6 @@ def test_outside_of_the_group_or_made_too_early(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("step-*"))
 
 
-def test_two_checkpointers_in_a_folder_take_turns(tmp_path: Path) -> None:
-    expected = [".lock", "latest", *sorted(f"step-{step}" for step in range(12))]
-    assert values(run(2, "ranked_saves:two_at_a_time", str(tmp_path))) == [expected] * 2
-
-
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_failing_rank_is_named_on_all(tmp_path: Path, which: int) -> None:
     found = values(run(2, "ranked_saves:one_cannot_collect", str(tmp_path), which))
@@ -132,34 +128,12 @@ def test_a_report_into_a_folder_being_cleared(tmp_path: Path, monkeypatch: pytes
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", at_the_worst_moment)
-    shared = {
-        "save": "0abc",
-        "step": 2,
-        "ranks": 2,
-        "folder": str(tmp_path),
-        "files": [],
-        "timeout_s": 30,
-        "in_flight": [],
-    }
-    saves = [
-        SaveJob({**shared, "rank": rank, "error": error}, memoryview(b""), lambda reply: None)
-        for rank, error in enumerate(["no memory", None])
-    ]
+    saves = [save_of(tmp_path, rank, error=error) for rank, error in enumerate(["no memory", None])]
     with ThreadPoolExecutor(2) as pool:
         for ended in [pool.submit(save.run) for save in saves]:
             with pytest.raises(WriteFailed) as said:
                 ended.result()
             assert said.value.causes == {0: "no memory"}
-
-
-@pytest.mark.parametrize("which", [0, 1])
-def test_a_killed_writer_is_named_and_replaced(tmp_path: Path, which: int) -> None:
-    for said in values(run(2, "ranked_saves:killed_writer", str(tmp_path), which)):
-        assert isinstance(said, list)
-        assert "step 2 was not saved" in said[0]
-        assert f"rank {which}: its writer process ended before the save did (killed by SIGKILL" in said[0]
-        assert said[1:] == ["1", "3", ".lock,latest,step-1,step-3"]
-    assert good(tmp_path) == 3
 
 
 def test_a_read_only_folder_fails_at_once(tmp_path: Path) -> None:

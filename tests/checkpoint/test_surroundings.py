@@ -30,6 +30,7 @@ def test_forked_child_cannot_save_or_close(tmp_path: Path) -> None:
             except ForkedProcessError:
                 status = 0
             checkpointer.close()
+            checkpointer._finalizer()  # what the interpreter does at its end
             os._exit(status)
         assert os.waitpid(child, 0)[1] == 0
         checkpointer.save(3, {"x": torch.full((4,), 3.0)})
@@ -197,6 +198,10 @@ def test_deaths_are_seen_if_the_socket_is_held(tmp_path: Path, monkeypatch: pyte
 
 def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
+    with AsyncCheckpointer(tmp_path / "file" / "folder") as checkpointer:
+        checkpointer.save(1, {"x": torch.ones(4)})
+        with pytest.raises(CheckpointError, match=r"rank 0: .*file/folder: Not a directory"):
+            checkpointer.wait()
     with AsyncCheckpointer(tmp_path / "file") as checkpointer:
         for ask in (checkpointer.latest, lambda: checkpointer.restore({"x": 1})):
             with pytest.raises(CheckpointError, match=r"file cannot be listed: Not a directory"):

@@ -55,13 +55,6 @@ def test_flattening_names_and_paths() -> None:
     assert root == {"a": {"b.c": 1, "l": [{"x": 2}, 3], "m": [4, 5]}}
 
 
-def test_copies_of_many_tensors() -> None:
-    sources = [torch.arange(5.0), torch.arange(6).reshape(2, 3).t()]
-    targets = [torch.zeros(5), torch.zeros(3, 2, dtype=torch.int64)]
-    torch_private.copy_all(targets, sources)
-    assert all(map(torch.equal, targets, sources))
-
-
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.int64, torch.bool]
 
 

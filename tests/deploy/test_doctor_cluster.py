@@ -165,6 +165,10 @@ def test_tls_at_one_end_only(cluster: Any, tmp_path: Any) -> None:
     assert "does not use TLS" in found["TLS"]["found"]
 
 
+def of_worker(reached: str = "", here: bool = False, **status: Any) -> Finding:
+    return check_worker(worker_view(pb.WorkerStatus(worker="w", **status)), reached, here, "0.1.0")
+
+
 @pytest.mark.parametrize(
     ("finding", "level"),
     [
@@ -177,33 +181,13 @@ def test_tls_at_one_end_only(cluster: Any, tmp_path: Any) -> None:
         (check_skew(-5.0, 0.3), "warning"),
         (check_skew(-4000.0, 0.3), "problem"),
         (check_skew(-1.8e9, 0.3), "warning"),  # it does not tell
-        (check_worker(worker_view(pb.WorkerStatus(worker="w")), "", False, "0.1.0"), "warning"),
-        (
-            check_worker(worker_view(pb.WorkerStatus(worker="w", live=True, draining=True)), "", False, "0.1.0"),
-            "warning",
-        ),
-        (
-            check_worker(worker_view(pb.WorkerStatus(worker="w", live=True, version="0.9.0")), "", False, "0.1.0"),
-            "warning",
-        ),
-        (
-            check_worker(worker_view(pb.WorkerStatus(worker="w", live=True, tcp_address="h:1")), "no", False, "0.1.0"),
-            "problem",
-        ),
-        (
-            check_worker(worker_view(pb.WorkerStatus(worker="w", live=True, tcp_address="h:1")), "no", True, "0.1.0"),
-            "ok",
-        ),
-        (
-            check_worker(
-                worker_view(pb.WorkerStatus(worker="w", live=True, tcp_address="h:1")), NO_ANSWER, True, "0.1.0"
-            ),
-            "problem",
-        ),
-        (
-            check_worker(worker_view(pb.WorkerStatus(worker="w", live=True, seen_s_ago=2.5)), "", True, "0.1.0"),
-            "warning",
-        ),
+        (of_worker(), "warning"),
+        (of_worker(live=True, draining=True), "warning"),
+        (of_worker(live=True, version="0.9.0"), "warning"),
+        (of_worker("no", live=True, tcp_address="h:1"), "problem"),
+        (of_worker("no", here=True, live=True, tcp_address="h:1"), "ok"),
+        (of_worker(NO_ANSWER, here=True, live=True, tcp_address="h:1"), "problem"),
+        (of_worker(here=True, live=True, seen_s_ago=2.5), "warning"),
     ],
 )
 def test_what_is_said_of_values(finding: Finding, level: str) -> None:

@@ -49,10 +49,6 @@ def test_pods_name_their_own_secrets_alone(overlay: str) -> None:
         role = "client" if pod.role == "trainer" else pod.role
         kinds = ("tokens",) if overlay == "overlays/insecure" else ("tls", "tokens")
         assert set(secrets_in(pod.spec)) == {f"penstock-{kind}-{role}" for kind in kinds}, pod.name
-
-
-@pytest.mark.parametrize("overlay", OVERLAYS)
-def test_no_manifest_names_a_shared_secret(overlay: str) -> None:
     given = {f"penstock-{kind}-{role}" for kind in ("tls", "tokens") for role in ROLES}
     assert set(secrets_in(list(rendered(overlay)))) <= given | OTHERS
 

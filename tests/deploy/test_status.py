@@ -18,12 +18,9 @@ import streams
 from penstock.appliance.testing import FakeCluster
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.deploy.operations.show_state import as_dict as state_dict
-from penstock.deploy.operations.show_status import tables
 from penstock.proto.rpc.calls import FetchedState
 from penstock.proto.state.codec import encode_state
 from penstock.proto.v1 import coordinator_pb2 as pb
-from penstock.proto.v1 import records_pb2
-from penstock.runtime.telemetry.cluster_view import view
 
 STEPS = 7
 
@@ -220,31 +217,6 @@ def test_waited_share_covers_one_report_interval() -> None:
     assert after(2, 2.0) == 0.0
     assert after(1, 0.5) == 0.0  # another executor, which counts from 0
     assert after(1, 1.5) == 1.0
-
-
-def test_status_names_waits_errors_and_losses() -> None:
-    reply = pb.StatusReply(version="0.1.0", uptime_s=3700)
-    run = reply.runs.add(run="j/0", attempt=2, num_boxes=2, num_workers_per_box=1, open=True, input_fn="a:b")
-    run.boxes.add(box=0, live=True, step=9, steps_per_s=12.34, wait_share=0.256, waiting_for="worker w (slot 0)")
-    run.boxes.add(box=1, live=False, step=8)
-    error = records_pb2.ErrorDetail(name="InputFnError", message="it\n  raised")
-    run.boxes[0].slots.add(slot=0, phase=pb.FAILED, worker="w", generation=3, restarts=1, error=error)
-    run.boxes[1].slots.add(slot=0, phase=pb.WAITING, note="worker w drains")
-    run.bottleneck.kind, run.bottleneck.text = "straggler", "slot 0 holds it up"
-    reply.workers.add(worker="w", slots=2, slots_used=1, live=False, seen_s_ago=130)
-    found = view(reply, "127.0.0.1:7070")
-    runs, findings, boxes, slots, workers = tables(found)
-    assert findings.rows == [("j/0", "Straggler", "slot 0 holds it up")]
-    assert runs.title == "Runs at 127.0.0.1:7070 (Penstock 0.1.0, up 62 min)"
-    assert boxes.rows == [
-        ("j/0", "0", "live", "9", "0", "12.3", "26%", "worker w (slot 0)"),
-        ("j/0", "1", "lost", "8", "0", "0.0", "0%", ""),
-    ]
-    assert slots.rows == [
-        ("j/0", "0", "0", "failed", "w", "3", "1", "0", "InputFnError: it raised"),
-        ("j/0", "1", "0", "waiting", "", "0", "0", "0", "worker w drains"),
-    ]
-    assert workers.rows == [("w", "lost", "1/2", "2 min ago", "0.0", "")]
 
 
 def test_state_of_a_loader_without_methods() -> None:

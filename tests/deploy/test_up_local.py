@@ -275,37 +275,29 @@ def test_reused_pid_is_not_signalled() -> None:
         assert not other.send(signal.SIGKILL)
 
 
-def test_down_ends_a_fleet_that_is_being_started(shell: Any, until: Until) -> None:
+@pytest.mark.parametrize("number", [None, signal.SIGTERM, signal.SIGHUP])
+def test_told_to_end_it_starts_no_fleet(shell: Any, until: Until, number: signal.Signals | None) -> None:
+    """Without a signal it is `down` that tells it."""
     folder = FleetFolder(shell.folder / "fleet")
     for _ in range(5):
         starting = shell.begin(*UP)
         until(partial(_is_held_by_another, folder, Identity.of(starting.process.pid)))  # before there is a record
-        done = shell.call("down", "--dir", "fleet")
-        assert done.returncode == 0
+        if number is not None:
+            starting.process.send_signal(number)
+        else:
+            done = shell.call("down", "--dir", "fleet")
+            assert (done.returncode, done.stdout.split("(")[0]) == (0, "ended: supervisor ")
         if (status := starting.process.wait(20)) != 0:
-            break  # else it had started before `down` came
-    assert (status, done.stdout.split("(")[0]) == (130, "ended: supervisor ")
-    assert "while it was starting" in starting.log.read_text().splitlines()[-1]
+            break
+        shell.call("down", "--dir", "fleet")  # it had started before it was told
+    assert status == 130
+    said = starting.log.read_text().splitlines()[-1]
+    assert (f"was ended by {number.name} while it was starting" if number else "while it was starting") in said
     assert (folder.supervised, folder.fleet()) == (False, None)
 
 
 def _is_held_by_another(folder: FleetFolder, one: Identity) -> bool:
     return folder.holder() not in (None, one)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_terminated_up_leaves_no_fleet(shell: Any, until: Until, number: signal.Signals) -> None:
-    folder = FleetFolder(shell.folder / "fleet")
-    for _ in range(5):
-        starting = shell.begin(*UP)
-        until(partial(_is_held_by_another, folder, Identity.of(starting.process.pid)))
-        starting.process.send_signal(number)
-        if (status := starting.process.wait(20)) != 0:
-            break
-        assert shell.call("down", "--dir", "fleet").returncode == 0  # it had started before it was told
-    assert status == 130
-    assert f"was ended by {number.name} while it was starting" in starting.log.read_text().splitlines()[-1]
-    assert (folder.supervised, folder.fleet()) == (False, None)
 
 
 def test_a_fleet_ends_with_its_last_worker(shell: Any, until: Until) -> None:

@@ -79,17 +79,10 @@ def test_the_manifests_are_valid_and_careful(shell: Any, safety: tuple[str, ...]
     assert set(by_kind) == kinds
     assert {item["metadata"]["namespace"] for item in items} == {"default"}
     assert by_kind["Deployment"]["spec"]["replicas"] == 3
-    for kind in ("StatefulSet", "Deployment"):
-        template = by_kind[kind]["spec"]["template"]
-        assert by_kind[kind]["spec"]["selector"]["matchLabels"] == template["metadata"]["labels"]
-        assert template["spec"]["securityContext"]["runAsNonRoot"]
-        (container,) = template["spec"]["containers"]
-        assert container["securityContext"]["readOnlyRootFilesystem"]
-        mounted = {mount["name"] for mount in container["volumeMounts"]}
-        volumes = {volume["name"] for volume in template["spec"]["volumes"]}
-        claims = {claim["metadata"]["name"] for claim in by_kind[kind]["spec"].get("volumeClaimTemplates", ())}
-        assert mounted == volumes | claims
-        own = {volume["secret"]["secretName"] for volume in template["spec"]["volumes"] if "secret" in volume}
+    for kind in ("StatefulSet", "Deployment"):  # the rest of them is in test_kubernetes.py
+        pod = by_kind[kind]["spec"]["template"]["spec"]
+        (container,) = pod["containers"]
+        own = {volume["secret"]["secretName"] for volume in pod["volumes"] if "secret" in volume}
         certificates = {f"certificates-{container['name']}"} if safety != ("--insecure",) else set()
         assert own == {f"penstock-tokens-{container['name']}", *certificates}
         assert container["command"] == ["penstock"], "the image's entry point may be another"
@@ -109,26 +102,22 @@ def test_pod_variables_are_daemon_settings(shell: Any, monkeypatch: pytest.Monke
     assert (worker.listen, worker.slots, worker.allow, worker.insecure) == ("10.0.0.7:7071", 8, "streams", True)
 
 
-def test_workers_are_given_their_own_tokens(recorded: Recorded) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "of_workers"),
+    [
+        ("worker:w-0123456789\nclient:c-0123456789\nadmin:a-0123456789", "worker:w-0123456789"),
+        ("bare-0123456789\nadmin:a-0123456789", "bare-0123456789"),
+    ],
+)
+def test_workers_are_given_their_own_tokens(recorded: Recorded, tokens: str, of_workers: str) -> None:
     recorded.answer(kubectl_get=("Error from server (NotFound): secrets not found", 1))
-    tokens = "worker:w-0123456789\nclient:c-0123456789\nadmin:a-0123456789"
     done = recorded.shell.call(*KUBERNETES, "--insecure", PENSTOCK_TOKEN=tokens)
     assert done.returncode == 0, done.stderr
     coordinator, worker, _ = (json.loads(call[-1]) for call in recorded.calls() if call[3] == "apply")
-    assert (coordinator["metadata"]["name"], worker["metadata"]["name"]) == (
-        "penstock-tokens-coordinator",
-        "penstock-tokens-worker",
-    )
+    names = [secret["metadata"]["name"] for secret in (coordinator, worker)]
+    assert names == ["penstock-tokens-coordinator", "penstock-tokens-worker"]
     assert coordinator["stringData"]["tokens"].split() == tokens.split()
-    assert worker["stringData"]["tokens"].split() == ["worker:w-0123456789"]
-
-
-def test_workers_get_no_token_of_another_role(recorded: Recorded) -> None:
-    recorded.answer(kubectl_get=("Error from server (NotFound): secrets not found", 1))
-    done = recorded.shell.call(*KUBERNETES, "--insecure", PENSTOCK_TOKEN="bare-0123456789\nadmin:a-0123456789")
-    assert done.returncode == 0, done.stderr
-    _, worker, _ = (json.loads(call[-1]) for call in recorded.calls() if call[3] == "apply")
-    assert worker["stringData"]["tokens"].split() == ["bare-0123456789"]
+    assert worker["stringData"]["tokens"].split() == [of_workers]
 
 
 def test_a_changed_setting_replaces_the_pods(shell: Any) -> None:

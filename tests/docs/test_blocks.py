@@ -9,10 +9,10 @@ from __future__ import annotations
 import configparser
 import importlib.util
 import json
-import os
 import re
 import subprocess
 import sys
+import time
 import tomllib
 import types
 from collections.abc import Callable, Iterator
@@ -21,6 +21,7 @@ from typing import Any
 
 import command_lines
 import pytest
+import warm
 import yaml
 from documented import DATA, PROSE, PYTHON, QUOTED, REPO, Block, blocks, pages
 
@@ -92,11 +93,13 @@ def run_files(group: list[Block], folder: Path) -> None:
 
 
 def run_script(name: str, folder: Path, block: Block) -> None:
-    environment = {**os.environ, "PYTHONWARNINGS": "error"}
-    done = subprocess.run(
-        [sys.executable, name], cwd=folder, env=environment, capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, f"{block} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+    imports = ["torch", "penstock.client", "penstock.client.checkpoint", "penstock.data"]
+    script = warm.fork("scripts:run", str(folder), name, imports=imports, environment={"PYTHONWARNINGS": "error"})
+    try:
+        ended = script.outcome(time.monotonic() + 100)
+    finally:
+        script.kill()
+    assert not ended.raised, f"{block} ended with {ended}:\n{(folder / f'{name}.log').read_text()}"
 
 
 @pytest.mark.parametrize("page", sorted({block.page for block in ALL}))

@@ -33,7 +33,6 @@ __all__ = [
     "fsdp_restore",
     "fsdp_save",
     "in_flight",
-    "killed_writer",
     "lost_verdict",
     "nowhere",
     "one_cannot_collect",
@@ -45,7 +44,6 @@ __all__ = [
     "stock_load",
     "stock_load_sharded",
     "stock_save",
-    "two_at_a_time",
 ]
 
 
@@ -219,38 +217,6 @@ def trying(act: Callable[[], None]) -> list[str]:
     return []
 
 
-def killed_writer(folder: str, which: int) -> list[str]:
-    """One rank's writer is killed while it holds a save; the next one is good."""
-    said = []
-    state = {f"x-{dist.get_rank()}": torch.ones(1 << 20)}
-    with AsyncCheckpointer(folder, timeout_s=30) as checkpointer:
-        checkpointer.save(1, state)
-        checkpointer.wait()
-        dist.barrier()
-        pid = checkpointer._writer.pid
-        assert pid is not None
-        if dist.get_rank() == which:
-            os.kill(pid, signal.SIGSTOP)  # so that it surely has it
-        checkpointer.save(2, state)
-        if dist.get_rank() == which:
-            os.kill(pid, signal.SIGKILL)
-        try:
-            checkpointer.wait()
-        except Exception as error:
-            said.append(f"{type(error).__name__}: {error}")
-        said.append(str(checkpointer.latest()))
-        dist.barrier()
-        try:
-            checkpointer.save(3, state)
-            checkpointer.wait()
-        except Exception as error:
-            said.append(f"{type(error).__name__}: {error}")
-        said.append(str(checkpointer.latest()))
-        dist.barrier()
-        said.append(",".join(sorted(path.name for path in Path(folder).iterdir())))
-    return said
-
-
 def stock_load(folder: str) -> list[float]:
     """By torch's own reader, on any number of ranks."""
     state = {"own-0": {"values": torch.zeros(1000)}}
@@ -304,19 +270,6 @@ def outside(folder: str) -> list[str]:
     said += trying(lambda: early.save(1, {"x": torch.full((3,), rank)}))
     early.close()
     return said
-
-
-def two_at_a_time(folder: str) -> list[str]:
-    """Two checkpointers in one folder, in turns."""
-    state = {f"x-{dist.get_rank()}": torch.ones(1 << 18)}
-    with AsyncCheckpointer(folder, timeout_s=60) as one, AsyncCheckpointer(folder, timeout_s=60) as other:
-        for step in range(6):
-            one.save(2 * step, state)
-            other.save(2 * step + 1, state)
-        one.wait()
-        other.wait()
-    dist.barrier()  # rank 0 writes `latest` when the others know already that the checkpoint is there
-    return sorted(path.name for path in Path(folder).iterdir())
 
 
 def nowhere(folder: str) -> list[str]:

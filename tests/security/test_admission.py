@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
+from served import coordinator
 
 from penstock.appliance.edge.rate_limits import RateLimiter, address_of
-from penstock.appliance.edge.server import IN_MEMORY, serve
 from penstock.appliance.model.limits import Limits, RateLimits
 from penstock.appliance.testing import FakeCluster
 from penstock.proto.errors import OverloadedError
@@ -71,26 +69,12 @@ def test_peers_differ_by_address_not_by_port(peer: str, address: str) -> None:
     assert address_of(peer) == address
 
 
-@asynccontextmanager
-async def coordinator(limits: Limits) -> AsyncIterator[str]:
-    stop = asyncio.Event()
-    address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    running = asyncio.create_task(
-        serve("127.0.0.1:0", IN_MEMORY, "token", ready=address.set_result, stop=stop, limits=limits)
-    )
-    try:
-        yield await address
-    finally:
-        stop.set()
-        await running
-
-
 def test_retry_time_travels_and_is_honoured() -> None:
     limits = replace(Limits(), admissions=replace(FEW, peer_burst=1, peer_per_s=0.4))
     request = pb.RegisterWorkerRequest(worker="w", session="s", slots=1)
 
     async def run() -> None:
-        async with coordinator(limits) as address, AsyncCoordinatorClient(address, "token") as client:
+        async with coordinator(limits=limits) as address, AsyncCoordinatorClient(address, "token") as client:
             await client.register(request)
             with pytest.raises(OverloadedError, match=r"too many RegisterWorker calls from 127\.0\.0\.1") as caught:
                 await client.register(request)

@@ -7,18 +7,16 @@ import contextlib
 import math
 import weakref
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from bearer import metadata
+from served import coordinator
 
 from penstock.appliance.core import balance, views
 from penstock.appliance.core.box_history import past
-from penstock.appliance.edge.server import IN_MEMORY, serve
 from penstock.appliance.model.limits import MIB, Limits
 from penstock.appliance.storage.journal import StateDir
 from penstock.appliance.storage.snapshot_index import SnapshotIndex
@@ -31,20 +29,6 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1.coordinator_pb2_grpc import CoordinatorStub
 
 TOKENS = "client:a-token-of-one\nclient:a-token-of-two\nworker:a-token-of-workers"
-
-
-@asynccontextmanager
-async def coordinator(limits: Limits) -> AsyncIterator[str]:
-    stop = asyncio.Event()
-    address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    running = asyncio.create_task(
-        serve("127.0.0.1:0", IN_MEMORY, TOKENS, ready=address.set_result, stop=stop, limits=limits)
-    )
-    try:
-        yield await address
-    finally:
-        stop.set()
-        await running
 
 
 def opening() -> pb.OpenRunRequest:
@@ -317,7 +301,10 @@ def test_a_box_holds_few_watches() -> None:
     """Answer a hundred long polls of one box, and as many of one worker, at once, except for four of each."""
 
     async def run() -> None:
-        async with coordinator(Limits()) as address, AsyncCoordinatorClient(address, "a-token-of-one") as client:
+        async with (
+            coordinator(limits=Limits(), tokens=TOKENS) as address,
+            AsyncCoordinatorClient(address, "a-token-of-one") as client,
+        ):
             reply = await client.open_run(opening())
             watch = pb.WatchRunRequest(run=reply.run, attempt=1, box=0, client_id="c", hold_s=60)
             watch.seen_version = (await client.watch_run(watch)).version
@@ -340,7 +327,7 @@ async def _first(call: Any) -> None:
 def test_a_token_has_so_many_queries_open() -> None:
     async def run() -> None:
         limits = replace(Limits(), queries_of_token_max=2)
-        async with coordinator(limits) as address, connect_aio(address) as bare:
+        async with coordinator(limits=limits, tokens=TOKENS) as address, connect_aio(address) as bare:
             stub = CoordinatorStub(bare)
             one, two = metadata("a-token-of-one"), metadata("a-token-of-two")
             await stub.OpenRun(opening(), metadata=one)
@@ -404,7 +391,7 @@ def test_a_reader_that_takes_nothing_is_ended() -> None:
     async def run() -> None:
         limits = replace(Limits(), part_s=1.0, least_bytes_per_s=64 * MIB, reads_max=MIB)
         async with (
-            coordinator(limits) as address,
+            coordinator(limits=limits, tokens=TOKENS) as address,
             AsyncCoordinatorClient(address, "a-token-of-workers") as client,
             connect_aio(address) as bare,
         ):

@@ -219,20 +219,3 @@ def test_listening_beyond_needs_tls_or_a_flag(pki: Pki, pair: Pair) -> None:
             opened.close()
 
     asyncio.run(run())
-
-
-def test_peers_cannot_forge_log_lines() -> None:
-    from penstock.runtime.telemetry.logs import OneLine, printable
-
-    record = logging.LogRecord(
-        "n", logging.WARNING, "f", 1, "run %s", ("a\n2026 INFO forged\x1b[2J" + "x" * 99_999,), None
-    )
-    text = OneLine("%(levelname)s %(message)s").format(record)
-    lines = text.split("\n")
-    assert lines[0] == "WARNING run a"
-    assert lines[1].startswith("    2026 INFO forged\\x1b[2Jxxx")
-    assert len(lines) == 2
-    assert len(text) < 40_000
-    assert text.endswith("characters left out")
-    assert printable("naïve – 漢字") == "naïve – 漢字"
-    assert printable("a\r\x07\u202e") == "a\\r\\x07\\u202e"

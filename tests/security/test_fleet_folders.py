@@ -35,27 +35,30 @@ def folder(tmp_path: Path) -> FleetFolder:
     return made
 
 
-def test_a_folder_others_can_write_is_not_read(folder: FleetFolder) -> None:
-    folder.path.chmod(0o777)
+@pytest.mark.parametrize("why", ["can be changed by others", "belongs to another user"])
+def test_a_folder_of_others_is_not_read(folder: FleetFolder, why: str) -> None:
+    if why == "can be changed by others":
+        folder.path.chmod(0o777)
+    elif os.getuid() == 0:
+        os.chown(folder.path, OTHER, OTHER)
+    else:
+        pytest.skip("only root can make another user's folder")
     for read in (folder.fleet, folder.plan, folder.holder):
-        with pytest.raises(CommandError, match="can be changed by others"):
+        with pytest.raises(CommandError, match=why):
             read()
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can make another user's folder")
-def test_another_users_folder_is_not_read(folder: FleetFolder) -> None:
-    os.chown(folder.path, OTHER, OTHER)
-    for read in (folder.fleet, folder.plan, folder.holder):
-        with pytest.raises(CommandError, match="belongs to another user"):
-            read()
-
-
-def test_no_token_is_put_where_others_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Store no token: a user who then closes the folder, as the error asks, would use a token that others may have
-    planted."""
+@pytest.fixture
+def _no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PENSTOCK_TOKEN", "PENSTOCK_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PENSTOCK_CONFIG", os.devnull)
+
+
+@pytest.mark.usefixtures("_no_token")
+def test_no_token_is_put_where_others_write(tmp_path: Path) -> None:
+    """Store no token: a user who then closes the folder, as the error asks, would use a token that others may have
+    planted."""
     tmp_path.chmod(0o777)
     with pytest.raises(JournalError, match="must be closed to other users"):
         coordinator_tokens(None, tmp_path)
@@ -65,10 +68,8 @@ def test_no_token_is_put_where_others_write(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make another user's file")
-def test_a_planted_token_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PENSTOCK_TOKEN", "PENSTOCK_TOKEN_FILE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("PENSTOCK_CONFIG", os.devnull)
+@pytest.mark.usefixtures("_no_token")
+def test_a_planted_token_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     planted = tmp_path / "token"
     planted.write_text("known-to-others\n")

@@ -6,9 +6,8 @@ import asyncio
 import math
 import signal
 import time
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, TypeVar
 
 import pytest
 from hostile_coordinator import SECRET, Hostile, assignment, serving
@@ -17,8 +16,9 @@ from penstock.proto.rpc.bounds.polling import HOLD_S, PollPace, intervals
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
-WATCHED_S = 3.0
+WATCHED_S = 2.0
 SLOTS = 2
+T = TypeVar("T")
 
 
 def far_too_many(number: int) -> pb.HeartbeatReply:
@@ -68,33 +68,42 @@ REPLIES: dict[str, Callable[[int], pb.HeartbeatReply]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def run() -> Iterator[Callable[[Coroutine[Any, Any, T]], T]]:
+    """Runs in the one event loop of the coordinator."""
+    with asyncio.Runner() as runner:
+        yield runner.run
+
+
+@pytest.fixture(scope="module")
+def hostile(run: Any, start_once: Any) -> Iterator[Hostile]:
+    """The coordinator of one worker, which is to outlive each of the replies, and at last ends on SIGTERM."""
+    hostile = Hostile(REPLIES["nothing"])  # type: ignore[abstract]
+    serve = serving(hostile)
+    address = run(serve.__aenter__())
+    options = ["--slots", str(SLOTS), "--allow", "streams", "--coordinator", address]
+    worker = run(asyncio.to_thread(start_once, "penstock.worker", *options, token=SECRET))
+    yield hostile
+    worker.process.send_signal(signal.SIGTERM)
+    assert run(asyncio.to_thread(worker.process.wait, 15)) == 0
+    run(serve.__aexit__(None, None, None))
+    log = worker.log.read_text()
+    assert "Traceback" not in log
+    assert max(map(len, log.split("\n"))) < 40_000
+    assert "\x1b" not in log
+
+
 @pytest.mark.parametrize("name", REPLIES)
-def test_a_worker_outlives_hostile_replies(start: Any, name: str) -> None:
-    """The worker keeps running, polls no more often than allowed, and ends on SIGTERM."""
-
-    async def run() -> None:
-        hostile = Hostile(REPLIES[name])  # type: ignore[abstract]
-
-        async with serving(hostile) as address:
-            worker = await asyncio.to_thread(partial(start, "penstock.worker", *OPTIONS, address, token=SECRET))
-            began = time.monotonic()
-            await asyncio.sleep(WATCHED_S)
-            assert worker.process.poll() is None
-            # each change of a slot is reported beside the long poll
-            polls = PollPace.BURST + PollPace.PER_S * (time.monotonic() - began)
-            assert hostile.heartbeats < 2 * polls + 20
-            assert hostile.reports <= 2 * SLOTS
-            worker.process.send_signal(signal.SIGTERM)
-            assert await asyncio.to_thread(worker.process.wait, 15) == 0
-        log = worker.log.read_text()
-        assert "Traceback" not in log
-        assert max(map(len, log.split("\n"))) < 40_000
-        assert "\x1b" not in log
-
-    asyncio.run(run())
-
-
-OPTIONS = ["--slots", str(SLOTS), "--allow", "streams", "--coordinator"]
+def test_a_worker_outlives_hostile_replies(hostile: Hostile, run: Any, start_once: Any, name: str) -> None:
+    """The worker keeps running, and polls no more often than allowed."""
+    hostile.reply, hostile.reports = REPLIES[name], 0
+    began, before = time.monotonic(), hostile.heartbeats
+    run(asyncio.sleep(WATCHED_S))
+    assert start_once.started[-1].process.poll() is None
+    # each change of a slot is reported beside the long poll
+    polls = PollPace.BURST + PollPace.PER_S * (time.monotonic() - began)
+    assert 0 < hostile.heartbeats - before < 2 * polls + 20
+    assert hostile.reports <= 2 * SLOTS
 
 
 @pytest.mark.parametrize("value", [math.nan, 0.0, -1.0, 1e300, math.inf])

@@ -1,4 +1,5 @@
-"""Requests that are as large as a request may be, and made of as many parts as fit: what they cost a coordinator."""
+"""Requests that are as large as a request may be, and made of as many parts as fit, or small on the wire and
+large behind it, and headers without end: what they cost a coordinator."""
 
 from __future__ import annotations
 
@@ -41,6 +42,10 @@ ALLOWED_S = 0.3
 """Processor seconds that one call may take: the slowest took nine."""
 ALLOWED = 64 * MIB
 """Bytes that the coordinator's memory may grow by."""
+METHOD = "/penstock.proto.v1.Coordinator/OpenRun"
+SENT = 192 * MIB
+ALLOWED_BEFORE = 96 * MIB
+"""Bytes that the coordinator's memory may grow by: what it reads of a message until it knows that it is too long."""
 
 
 def number(value: int) -> bytes:
@@ -126,6 +131,48 @@ def test_a_large_request_costs_little(cluster: Cluster, name: str) -> None:
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT, refused.value.details()
     assert used_s(pid) - began_s < ALLOWED_S
     assert peak_memory(pid) - before < ALLOWED
+
+
+def answers(cluster: Cluster) -> bool:
+    with grpc.insecure_channel(cluster.address) as channel:
+        return bool(CoordinatorStub(channel).Status(pb.StatusRequest(), metadata=metadata(TOKEN), timeout=30).version)
+
+
+@pytest.mark.parametrize("token", [TOKEN, "a-wrong-token-0123456789"])
+def test_a_compressed_bomb_is_not_unpacked(cluster: Cluster, token: str) -> None:
+    """192 MiB of zeros, 0.2 on the wire."""
+    assert answers(cluster)
+    before = peak_memory(cluster.coordinator.pid)
+    options = [("grpc.max_send_message_length", -1)]
+    with grpc.insecure_channel(cluster.address, options=options, compression=grpc.Compression.Gzip) as channel:
+        call: Any = channel.unary_unary(METHOD)
+        with pytest.raises(grpc.RpcError) as refused:
+            call(bytes(SENT), metadata=metadata(token), timeout=60)
+    assert refused.value.code() in (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.UNIMPLEMENTED,
+    )
+    assert peak_memory(cluster.coordinator.pid) - before < ALLOWED_BEFORE
+    assert answers(cluster)
+
+
+def test_headers_without_end_are_refused(cluster: Cluster) -> None:
+    assert answers(cluster)
+    before = peak_memory(cluster.coordinator.pid)
+    flood = tuple((f"x-{number}", "y" * 8000) for number in range(256))
+    with grpc.insecure_channel(cluster.address, options=[("grpc.max_metadata_size", 1 << 30)]) as channel:
+        call: Any = channel.unary_unary(METHOD)
+        for _ in range(20):
+            with pytest.raises(grpc.RpcError) as refused:
+                call(b"", metadata=(*metadata(TOKEN), *flood), timeout=60)
+            assert refused.value.code() in (
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                grpc.StatusCode.UNAVAILABLE,  # where the connection was ended for it
+            )
+    assert peak_memory(cluster.coordinator.pid) - before < ALLOWED_BEFORE
+    assert answers(cluster)
 
 
 def test_fields_are_counted_at_every_level() -> None:

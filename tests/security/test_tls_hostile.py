@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
 import socket
 import ssl
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from typing import Any
 
 import pytest
+import streams
 from pki import Pair, Pki
-from tests.security.conftest import INPUTS, SECRETS, TOKENS, Starter, tls_flags
+from tests.security.conftest import SECRETS, TOKENS, Starter, tls_flags
 
+from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.proto.lane.endpoints import LANE_PROTOCOL
 from penstock.proto.lane.tcp import sealed
 from penstock.proto.rpc.calls import CoordinatorClient
@@ -27,16 +25,6 @@ NAME = "*.penstock"
 PATIENCE_S = 25.0
 """Far above the 10 s that a connection without a Hello or a call may take."""
 HELLO = sealed(lane_pb2.Hello(protocol=LANE_PROTOCOL, run="job/0").SerializeToString())
-TRAIN = """
-import json, sys, time
-import streams
-from penstock.client import Appliance, DataExecutor, DataLoader
-
-if __name__ == "__main__":
-    with Appliance(num_workers_per_box=2, lane="tcp", timeout_s=60) as appliance:
-        executor = DataExecutor(DataLoader(streams.paced, 0.02), 300, appliance=appliance)
-        print(json.dumps([int(batch["x"].flatten()[0]) for batch in executor]))
-"""
 Attack = Callable[[socket.socket], None]
 
 
@@ -110,41 +98,34 @@ def time_of(address: str, attack: Attack) -> float:
 
 
 @pytest.mark.timeout(240)
-def test_wrong_tls_at_all_ports_hurts_no_job(start: Starter, pki: Pki, pairs: dict[str, Pair], tmp_path: Path) -> None:
-    tokens = tmp_path / "tokens"
-    tokens.write_text(TOKENS)
-    tokens.chmod(0o600)
+def test_wrong_tls_at_all_ports_hurts_no_job(start: Starter, pki: Pki, pairs: dict[str, Pair]) -> None:
     coordinator = start.coordinator(*tls_flags(pki.ca, pairs["coordinator"], NAME))
     listen = ("--listen", "127.0.0.1:0")
     worker = start.worker(coordinator.line, *tls_flags(pki.ca, pairs["worker"], NAME), *listen)
     admin = load_tls(pki.ca, pairs["admin"].cert, pairs["admin"].key, NAME)
     with CoordinatorClient(coordinator.line, SECRETS["admin"], tls=admin) as client:
         (lanes,) = [one.tcp_address for one in client.status().workers]
-    script = tmp_path / "train.py"
-    script.write_text(TRAIN)
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, [INPUTS, os.environ.get("PYTHONPATH")])),
-        "PENSTOCK_COORDINATOR": coordinator.line,
-        "PENSTOCK_TOKEN_FILE": str(tokens),
-        "PENSTOCK_TLS_CA": pki.ca,
-        "PENSTOCK_TLS_CERT": pairs["client"].cert,
-        "PENSTOCK_TLS_KEY": pairs["client"].key,
-        "PENSTOCK_TLS_NAME": NAME,
+    of_job: dict[str, Any] = {
+        "tls_cert": pairs["client"].cert,
+        "tls_key": pairs["client"].key,
+        "tls_ca": pki.ca,
+        "tls_name": NAME,
     }
-    command = [sys.executable, str(script)]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
-        with ThreadPoolExecutor(48) as pool:
-            tried = [
-                (port, number, pool.submit(time_of, port, attack))
-                for port in (coordinator.line, lanes)
-                for _ in range(3)
-                for number, attack in enumerate(attacks(pairs))
-            ]
-            times = [(port, number, done.result()) for port, number, done in tried]
-        output, errors = job.communicate(timeout=120)
-    assert job.returncode == 0, errors
-    batches = json.loads(output)
+    with (
+        ThreadPoolExecutor(48) as pool,
+        Appliance(
+            coordinator.line, job="job", token=TOKENS, num_workers_per_box=2, lane="tcp", timeout_s=60, **of_job
+        ) as appliance,
+    ):
+        tried = [
+            (port, number, pool.submit(time_of, port, attack))
+            for port in (coordinator.line, lanes)
+            for _ in range(3)
+            for number, attack in enumerate(attacks(pairs))
+        ]
+        executor = DataExecutor(DataLoader(streams.paced, 0.02), 300, appliance=appliance)
+        batches = [int(batch["x"].flatten()[0]) for batch in executor]
+        times = [(port, number, done.result()) for port, number, done in tried]
     assert batches == [value for step in range(1, 151) for value in (step, 1000 + step)]
     assert not [one for one in times if one[2] >= PATIENCE_S]
     for started in (coordinator, worker):

@@ -45,7 +45,7 @@ class Hostile(CoordinatorServicer):
     """Answers each heartbeat at once."""
 
     def __init__(self, reply: Callable[[int], pb.HeartbeatReply]) -> None:
-        self._reply = reply
+        self.reply = reply
         self.heartbeats = 0
         self.ready: set[int] = set()
         """Slots that were reported ready."""
@@ -65,7 +65,7 @@ class Hostile(CoordinatorServicer):
         self.heartbeats += 1
         self.reports = max(self.reports, len(request.slots))
         self.ready |= {report.slot for report in request.slots if report.phase == pb.READY}
-        reply = self._reply(self.heartbeats)
+        reply = self.reply(self.heartbeats)
         reply.version = self.heartbeats
         return reply
 

@@ -1,12 +1,17 @@
-"""States for checkpoints, small and of many parts, that tell of each part which save it is of."""
+"""States for checkpoints, small and of many parts, that tell of each part which save it is of; and a save of none."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-__all__ = ["Position", "mark_of", "state_of"]
+from penstock.client.checkpoint.saving.index_description import described
+from penstock.client.checkpoint.saving.writer import SaveJob
+
+__all__ = ["Position", "mark_of", "save_of", "state_of"]
 
 
 class Position:
@@ -49,3 +54,26 @@ def mark_of(state: dict[str, Any]) -> int:
     }
     assert len(marks) == 1, f"parts of several saves: {marks}"
     return int(marks.pop())
+
+
+def save_of(folder: Path, rank: int, *, orphaned: bool = False, **changes: Any) -> SaveJob:
+    """The part of one of two ranks in a save of step 2 with nothing to write."""
+    index = described(Metadata({}, {}, storage_meta=StorageMeta(), version="1.0.0"), [])
+    request: dict[str, Any] = {
+        "save": "0abc",
+        "step": 2,
+        "rank": rank,
+        "ranks": 2,
+        "folder": str(folder),
+        "files": [],
+        "error": None,
+        "timeout_s": 1800,
+        "in_flight": [],
+        "fsync": False,
+        "keep_last": None,
+        "keep_every": None,
+        "threads": 1,
+        "commit": {"plan": {"0": [], "1": []}, "index": [0, len(index)]},
+        **changes,
+    }
+    return SaveJob(request, memoryview(index), lambda reply: None, lambda: orphaned)

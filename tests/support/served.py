@@ -23,12 +23,14 @@ LIMITS = replace(Limits(), worker_lease_s=20.0, client_lease_s=20.0)
 
 
 @contextlib.asynccontextmanager
-async def coordinator(state_dir: str | Path = IN_MEMORY, limits: Limits = LIMITS) -> AsyncIterator[str]:
+async def coordinator(
+    state_dir: str | Path = IN_MEMORY, limits: Limits = LIMITS, tokens: str = TOKEN
+) -> AsyncIterator[str]:
     """A coordinator in this loop; yields its address."""
     stop = asyncio.Event()
     address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     running = asyncio.create_task(
-        serve("127.0.0.1:0", state_dir, TOKEN, ready=address.set_result, stop=stop, limits=limits)
+        serve("127.0.0.1:0", state_dir, tokens, ready=address.set_result, stop=stop, limits=limits)
     )
     running.add_done_callback(lambda _: address.done() or address.cancel())
     try:
