@@ -79,7 +79,7 @@ def test_an_appliance_that_is_dropped_is_stopped(pidfds: Any) -> None:
     assert ended(fds)
 
 
-def test_torch_is_imported_before_a_run_is_opened(pidfds: Any) -> None:
+def test_torch_is_imported_before_a_run_opens(pidfds: Any) -> None:
     """The fork server starts with the daemons, and the runners of the first run come from it."""
     with Appliance(timeout_s=SOON_S, num_workers_per_box=1) as appliance:
         assert appliance._daemons is not None

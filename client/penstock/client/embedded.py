@@ -85,8 +85,6 @@ class Embedded:
             "address": self.address,
             "folder_fd": folder,
             "parent_pid": self._pid,
-            "data": "penstock.data" in sys.modules,
-            "main_script": _runs_script(),
             "no_cage": os.environ.get(NO_CAGE, "").lower() in ("1", "true", "yes", "on"),
             "budget": os.environ.get(BUDGET, ""),
         }
@@ -192,9 +190,3 @@ class Embedded:
         self.process.close()
         self._out.close()
         self._folder.close()
-
-
-def _runs_script() -> bool:
-    """Return whether this process runs a script, and not a module, standard input or -c."""
-    main = sys.modules.get("__main__")
-    return getattr(main, "__file__", None) is not None and getattr(main, "__spec__", None) is None

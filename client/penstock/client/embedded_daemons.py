@@ -10,8 +10,6 @@ JSON object:
     address: Unix socket that the coordinator listens on.
     folder_fd: descriptor of the training process's temporary folder, which is removed when this process ends.
     parent_pid: the training process; this one ends with it.
-    data: whether the training process has imported penstock.data, so that runners are likely to need it too.
-    main_script: whether the training process runs a script, whose functions runners may need.
     no_cage: whether runners have no sandbox.
     budget: the coordinator's budget for snapshots, as a size; "" for the default.
 
@@ -33,9 +31,7 @@ SLOTS = 1024
 
 def main() -> int:
     given = json.loads(sys.argv[1])
-    fork_server = start_fork_server(
-        sandboxed=not given["no_cage"], data=given["data"], main_script=given["main_script"]
-    )
+    fork_server = start_fork_server(sandboxed=not given["no_cage"])
     return serve(given, fork_server)
 
 

@@ -57,19 +57,15 @@ class StartedForkServer:
     """This process's end of the control socket."""
 
 
-def start_fork_server(
-    *, sandboxed: bool = True, user: str = "", data: bool = True, main_script: bool = False
-) -> StartedForkServer:
+def start_fork_server(*, sandboxed: bool = True, user: str = "") -> StartedForkServer:
     """Start a fork server; see runner/fork_server.py.
 
     Args:
         sandboxed: whether its children are sandboxed; see sandbox.py.
         user: encoded user of its children, if not this process's own; see runner_user.py.
-        data: whether children are likely to use penstock.data.
-        main_script: whether children are likely to load the trainer's main script.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    given = {"sandboxed": sandboxed, f"user={user}": bool(user), "data": data, "main": main_script}
+    given = {"sandboxed": sandboxed, f"user={user}": bool(user)}
     what = (str(theirs.fileno()), str(os.getpid()), *(name for name, holds in given.items() if holds))
     command = interpreter("penstock.worker.runner.fork_server", *what)
     try:

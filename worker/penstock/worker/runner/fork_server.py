@@ -7,8 +7,7 @@ imports what runners need, has no threads, no gRPC and no user code, and then on
 daemon. A child leads a process group of its own and is a subreaper (see orphans.py), so that whatever user code starts
 can be killed with it, and dies with its fork server.
 
-What only some children need is imported once nothing waits to be forked: the first batch of a script that needs none
-of it comes sooner, and a child that comes before that imports it by itself.
+What only children of a trainer's main script need is imported when the daemon says that one is coming.
 
 The daemon gets a pidfd of each child with the answer to its request. The pidfd shows the child's end, also while the
 fork server is stopped. Only the fork server, as the parent, gets the exit status, and reports it.
@@ -53,8 +52,6 @@ __all__ = ["main"]
 
 ORPHANS_S = 0.05
 """Seconds between two checks of orphans that are about to end."""
-QUIET_S = 0.05
-"""Seconds without a request before the next import of what only some children need."""
 LAST_LOOKS = 90
 """Largest number of checks for orphans at the end. After them the fork server ends, even if a fork bomb still runs."""
 
@@ -68,13 +65,10 @@ def main() -> None:
         import numpy.random  # noqa: F401  # which numpy itself puts off: 5 ms in each child, for they seed it
         import torch
 
+        # What children need, loaded once.
+        from penstock import data  # noqa: F401
         from penstock.worker.runner import helper_process, replayer, runner  # noqa: F401
     torch.set_num_threads(1)
-    later = [_load_for_main_script] if "main" in sys.argv[3:] else []
-    if "data" in sys.argv[3:]:
-        _load_data()
-    else:
-        later.append(_load_data)
     deaths, wake = os.pipe()
     for fd in (deaths, wake):
         os.set_blocking(fd, False)
@@ -88,9 +82,7 @@ def main() -> None:
     try:
         channel.send("up")
         while True:
-            ready = poll.poll(ORPHANS_S * 1000 if left else QUIET_S * 1000 if later else None)
-            if later and not ready:
-                later.pop(0)()
+            ready = poll.poll(ORPHANS_S * 1000 if left else None)
             for fd, _ in ready:
                 if fd == deaths:
                     with contextlib.suppress(BlockingIOError):
@@ -123,12 +115,6 @@ def _collected_once() -> Iterator[None]:
     yield
     gc.freeze()
     gc.enable()
-
-
-def _load_data() -> None:
-    """Import the data sources: 0.15 s of a processor."""
-    with _collected_once():
-        from penstock import data  # noqa: F401
 
 
 def _load_for_main_script() -> None:
