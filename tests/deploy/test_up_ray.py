@@ -159,7 +159,7 @@ def test_what_ray_has_no_room_for(fleet: RayFleet) -> None:
         assert done.returncode == 17
         if "did not start penstock-coordinator within 8 s (--timeout" not in done.error:
             break
-    late = f"Ray did not start penstock-1 within {timeout_s} s: a worker asks for 64 CPUs on nodes with boxes"
+    late = f"Ray did not start penstock-1 within {timeout_s} s: a worker requests 64 CPUs on nodes with boxes"
     assert late in done.error
     assert fleet.folder.fleet() is None
     assert fleet.run("down", "--dir", "fleet").returncode == 0

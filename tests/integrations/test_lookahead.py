@@ -174,7 +174,7 @@ def test_repeating_or_sharing_wrappers_are_errors(appliance: Appliance) -> None:
     with pytest.raises(RuntimeError, match="taken none from here"):
         ahead.took()
     twice = (again for batch in ahead for again in (batch, batch))
-    with pytest.raises(RuntimeError, match="step 1, and the framework had taken none"):
+    with pytest.raises(RuntimeError, match="step 1, but the framework had taken none"):
         list(ahead.handed_out(twice))
     ahead.load_state_dict(ahead.state_dict())
     with pytest.raises(RuntimeError, match="shares, joins or drops"):

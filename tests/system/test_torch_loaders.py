@@ -142,7 +142,7 @@ def test_an_order_of_the_users_own_is_refused(arguments: dict[str, Any], name: s
 def test_other_arguments_are_named() -> None:
     with pytest.raises(InvalidArgumentError, match="in_order of a torch DataLoader cannot be taken over, got False"):
         DataLoader(NUMBERS, in_order=False)
-    with pytest.raises(TypeError, match="no argument 'batchsize'"):
+    with pytest.raises(TypeError, match="has an argument 'batchsize'"):
         DataLoader(NUMBERS, batchsize=3)
     with pytest.raises(InvalidArgumentError, match="shuffle of a torch DataLoader cannot be taken over, got True"):
         DataLoader(Rows(3), shuffle=True)
