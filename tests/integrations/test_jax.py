@@ -172,10 +172,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 def start(cluster: Cluster, job: str, *arguments: str) -> subprocess.Popen[str]:
     here = Path(__file__).parents[1]
-    path = os.pathsep.join([str(EXAMPLES), str(here / "inputs"), str(here / "support")])
+    paths = [str(EXAMPLES), str(here / "inputs"), str(here / "support"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
         **os.environ,
-        "PYTHONPATH": path,
+        "PYTHONPATH": os.pathsep.join(paths),
         "PENSTOCK_COORDINATOR": cluster.address,
         "PENSTOCK_TOKEN": TOKEN,
         "PENSTOCK_JOB": job,
@@ -243,7 +243,7 @@ class Training:
         return logged
 
 
-@pytest.mark.timeout(600)  # six starts of Python with torch, JAX and Orbax
+@pytest.mark.timeout(900)  # six starts of Python with torch, JAX and Orbax
 def test_killed_example_resumes_exactly(cluster: Cluster, tmp_path: Path) -> None:
     (whole,) = Training(cluster, tmp_path / "whole").run(15, 2)
     assert [line["step"] for line in whole] == list(range(1, 16))

@@ -14,7 +14,7 @@ import importlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -145,5 +145,4 @@ def state_from_json(saved: dict[str, Any]) -> dict[str, Any]:
         data = base64.b64decode(text, validate=True)
     except ValueError as error:
         raise StateCorruptError(f"state_from_json: the text of the state must be base64: {error}") from None
-    state: dict[str, Any] = decode_state(data)
-    return state
+    return cast(dict[str, Any], decode_state(data))
