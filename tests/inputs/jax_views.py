@@ -27,7 +27,6 @@ def input_fn() -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     import jax
-    import jax.numpy as jnp
     from jax_views import input_fn as imported  # by its name in workers, not as a part of the main script
 
     from penstock.client import Appliance, DataExecutor, DataLoader
@@ -41,30 +40,30 @@ def main() -> None:
         executor = DataExecutor(loader, num_steps=BATCHES)
         kept, shared = [], 0
         for batch in numpy_batches(executor):
-            array = jax.device_put(batch["x"])
-            shared += array.unsafe_buffer_pointer() == batch["x"].ctypes.data
-            kept.append((array, jax.device_put(batch["half"])))
-        del batch
+            rows = batch["half" if batch["number"] % 2 else "x"]  # one of them alone holds the entry
+            kept.append(jax.device_put(rows))
+            shared += kept[-1].unsafe_buffer_pointer() == rows.ctypes.data
+        del batch, rows
         said["shared"] = shared
         said["copies"] = executor.stats.copies
-        said["kept"] = [[float(x.min()), float(x.max()), float(half.max())] for x, half in kept]
-        said["half"] = str(kept[0][1].dtype)
+        said["kept"] = [[float(array.min()), float(array.max())] for array in kept]
+        said["dtypes"] = sorted({str(array.dtype) for array in kept})
         kept.clear()
-        del array
         gc.collect()
 
-        # Computations that run on after the loop has dropped their batch.
-        copies = executor.stats.copies
+        # Computations that may run on after the loop has dropped their batch.
         executor = DataExecutor(loader, num_steps=BATCHES)
         sums = [square(batch["x"]) for batch in numpy_batches(executor)]
         said["sums"] = [float(total) for total in sums]
-        said["copies_after"] = executor.stats.copies - copies
 
-        executor = DataExecutor(loader, num_steps=2)
+        # JAX drops its references to what it got within a later call.
+        copies = executor.stats.copies
+        executor = DataExecutor(loader, num_steps=BATCHES)
+        said["donated"] = []
         for batch in numpy_batches(executor):
-            given = jax.device_put(batch["x"])
-            jax.block_until_ready(give_away(given))
-            said.setdefault("donated", []).append(float(jnp.max(batch["x"])))
+            jax.block_until_ready(give_away(jax.device_put(batch["x"])))
+            said["donated"].append(float(batch["x"].max()))
+        said["copies_after"] = executor.stats.copies - copies
     print(json.dumps(said))
 
 
