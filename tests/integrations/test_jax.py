@@ -152,6 +152,16 @@ def test_batches_and_state_as_json() -> None:
         assert [batch["x"][0] for batch in numpy_batches(DataExecutor(resumed, num_steps=2))] == [3, 4]
 
 
+def test_break_ends_the_loop() -> None:
+    with FakeAppliance(seed=1):
+        loader = DataLoader(Counted)
+        for batch in numpy_batches(loader):
+            if batch["x"][0] == 3:
+                break
+        loader.load_state_dict(loader.state_dict())  # an error while an executor iterates
+        assert [int(batch["x"][0]) for batch in numpy_batches(loader)] == [4, 5, 6]
+
+
 @pytest.mark.parametrize("saved", [{}, [], {"penstock_state": 3}, {"penstock_state": "?"}, {"penstock_state": "AAAA"}])
 def test_damaged_state_is_refused(saved: Any) -> None:
     with pytest.raises(StateCorruptError):
@@ -243,19 +253,20 @@ class Training:
         return logged
 
 
-@pytest.mark.timeout(900)  # six starts of Python with torch, JAX and Orbax
+@pytest.mark.timeout(900)  # seven starts of Python with torch, JAX and Orbax
 def test_killed_example_resumes_exactly(cluster: Cluster, tmp_path: Path) -> None:
     (whole,) = Training(cluster, tmp_path / "whole").run(15, 2)
     assert [line["step"] for line in whole] == list(range(1, 16))
     training = Training(cluster, tmp_path / "killed")
     (in_save,) = training.run(13, 2, ("save", 8))
-    (between,) = training.run(13, 3, ("step", 11))
+    (in_part,) = training.run(13, 3, ("part", 8))
+    (between,) = training.run(13, 2, ("step", 11))
     (last,) = training.run(13, 1)
     assert in_save[0]["step"] == 1
-    assert between[0]["step"] == 5, "the checkpoint of step 8 was not complete"
+    assert in_part[0]["step"] == between[0]["step"] == 5, "the checkpoint of step 8 was not complete"
     assert last[0]["step"] in (5, 9)
     assert last[-1]["step"] == 13
-    for life in (in_save, between, last):
+    for life in (in_save, in_part, between, last):
         first = life[0]["step"]
         assert life == whole[first - 1 : first - 1 + len(life)]
 

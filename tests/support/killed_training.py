@@ -2,8 +2,9 @@
 
     python -m killed_training MODULE MOMENT STEP [the script's arguments]
 
-MOMENT is `step`: right after the line of this step was logged; or `save`: when everything of the checkpoint of this
-step is written, right before Orbax renames its folder, which completes it.
+MOMENT is `step`: right after the line of this step was logged; `part`: when Orbax has written what is trained into the
+checkpoint of this step, right before it renames that part's folder; or `save`: when it has written everything, right
+before it renames the checkpoint's folder, which completes it.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ def main() -> None:
 
         setattr(StepLog, "write", write_and_die)  # noqa: B010
     else:
+        name = f"/{step}" if moment == "save" else f"/{step}.orbax-checkpoint-tmp/training"
 
         def listen(event: str, arguments: tuple[Any, ...]) -> None:
-            if event == "os.rename" and os.path.basename(os.fspath(arguments[1])) == str(step):
+            if event == "os.rename" and os.fspath(arguments[1]).endswith(name):
                 die()
 
         sys.addaudithook(listen)
