@@ -8,8 +8,9 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
+import numpy as np
 import torch
 
 __all__ = ["StepLog", "options"]
@@ -32,13 +33,13 @@ class StepLog:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", buffering=1)
 
-    def write(self, step: int, loss: float, *batches: Mapping[str, torch.Tensor]) -> None:
+    def write(self, step: int, loss: float, *batches: Mapping[str, torch.Tensor | np.ndarray[Any, Any]]) -> None:
         """Write a step's line. `batches`: those of this step, on this rank."""
         content = hashlib.blake2b(digest_size=16)
         for batch in batches:
             for name, tensor in sorted(batch.items()):
                 content.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-                content.update(tensor.numpy().tobytes())
+                content.update(np.asarray(tensor).tobytes())
         pieces = [number for batch in batches for number in batch["piece"].tolist()]
         line = {"step": step, "loss": loss.hex(), "digest": content.hexdigest(), "pieces": pieces}
         self._file.write(json.dumps(line) + "\n")

@@ -17,6 +17,7 @@ from penstock.proto.errors import CATALOGUE, PenstockError
 API = {
     "penstock.client": "client.md",
     "penstock.client.checkpoint": "client-checkpoint.md",
+    "penstock.client.integrations.jax": "client.md",
     "penstock.client.integrations.lightning": "client.md",
     "penstock.client.integrations.transformers": "client.md",
     "penstock.worker": "worker.md",

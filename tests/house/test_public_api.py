@@ -30,6 +30,7 @@ NAMES = {
         "wrap",
     },
     "penstock.client.checkpoint": {"AsyncCheckpointer", "AsyncFileSystemWriter", "Progress"},
+    "penstock.client.integrations.jax": {"as_numpy", "numpy_batches", "state_from_json", "state_to_json"},
     "penstock.client.testing": {"FakeAppliance", "Fault", "InputError", "LostWorker", "SlowBatch"},
     "penstock.worker": {"collate", "current_assignment", "empty", "get_streaming_batch_size"},
     "penstock.data": {
@@ -107,6 +108,10 @@ SIGNATURES = {
         "(self, state, step=None, *, verify=False, allow_unsafe_types=False)"
     ),
     "penstock.client.checkpoint:AsyncCheckpointer.close": "(self, *, abandon=False)",
+    "penstock.client.integrations.jax:as_numpy": "(batch)",
+    "penstock.client.integrations.jax:numpy_batches": "(batches)",
+    "penstock.client.integrations.jax:state_from_json": "(saved)",
+    "penstock.client.integrations.jax:state_to_json": "(state)",
     "penstock.worker:collate": "(samples)",
     "penstock.worker:current_assignment": "()",
     "penstock.worker:empty": "(shape, dtype=None)",

@@ -1,0 +1,156 @@
+"""JAX: batches as NumPy arrays, which `jax.jit` and `jax.device_put` take, and states as JSON, for Orbax.
+
+An array is a view of the memory that the workers filled; nothing is copied. It holds the tensor that it views, so its
+entry of the ring is not filled again while an array, a slice of it or a jax.Array in the same memory exists: on CPUs
+`jax.device_put` makes such ones, and keeps the array that it got for as long.
+
+This module imports neither JAX nor Orbax: it is as useful to other libraries that take NumPy arrays.
+"""
+
+from __future__ import annotations
+
+import base64
+import importlib
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from functools import cache
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from penstock.proto.batch.classes import class_fields
+from penstock.proto.errors import InvalidArgumentError, StateCorruptError, UnsupportedLeafError
+from penstock.proto.state.codec import decode_state, encode_state
+
+__all__ = ["as_numpy", "numpy_batches", "state_from_json", "state_to_json"]
+
+_KEY = "penstock_state"
+
+
+def numpy_batches(batches: Iterable[Any]) -> Iterator[Any]:
+    """Return an iterator over the same batches with NumPy arrays in place of torch tensors.
+
+    Example::
+
+        executor = DataExecutor(loader, num_steps=1000, checkpoint_steps=100)
+        for batch in numpy_batches(executor):
+            parameters, loss = train_step(parameters, batch)     # a function compiled by jax.jit
+
+    It takes a batch when the loop asks for one and keeps none, so the position of the executor or the loader is that of
+    the loop.
+
+    Args:
+        batches: a DataExecutor, a DataLoader, or another iterable of batches.
+
+    Iterating raises the stream's errors, and those of as_numpy().
+    """
+    return map(as_numpy, batches)
+
+
+def as_numpy(batch: Any) -> Any:
+    """Return a batch with each torch tensor replaced by a NumPy array in the same memory.
+
+    An array has the shape of its tensor and the dtype of the same name, those of bfloat16 and float8 from the package
+    ml_dtypes, which JAX requires. It can be written to, and the tensor has what was written. Dicts, lists, tuples,
+    namedtuples and dataclasses are made anew; all other values stay as they are.
+
+    Raises:
+        UnsupportedLeafError: NumPy has no such dtype (complex32, float4_e2m1fn_x2), or ml_dtypes is not installed.
+        InvalidArgumentError: a tensor is not on the CPU.
+    """
+    cls = type(batch)
+    if isinstance(batch, torch.Tensor):
+        return _array(batch)
+    if cls is dict or cls is OrderedDict:
+        return cls((key, as_numpy(value)) for key, value in batch.items())
+    if cls is list or cls is tuple:
+        return cls(map(as_numpy, batch))
+    record = None if isinstance(batch, (np.ndarray, np.generic)) else class_fields(cls)
+    if record is None:
+        return batch
+    kind, fields = record
+    if kind == "nt":
+        return tuple.__new__(cls, map(as_numpy, batch))
+    # As penstock.proto.batch.assemble makes it: __init__ and __post_init__ ran on the worker.
+    instance = object.__new__(cls)
+    for name in fields:
+        object.__setattr__(instance, name, as_numpy(getattr(batch, name)))
+    return instance
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[Any]]:
+    """Return a view of a tensor."""
+    if not tensor.is_cpu:
+        raise InvalidArgumentError(
+            f"as_numpy: tensors must be on the CPU, got one on {tensor.device}: leave device= out of Appliance(), and "
+            "let JAX move the arrays to its devices"
+        )
+    extended = _extended(tensor.dtype)
+    if extended is None:
+        return tensor.numpy()
+    carrier, dtype = extended
+    return tensor.view(carrier).numpy().view(dtype)
+
+
+@cache
+def _extended(dtype: torch.dtype) -> tuple[torch.dtype, np.dtype[Any]] | None:
+    """Return None for a dtype that NumPy has. For another one, return the integer dtype as which torch can convert a
+    tensor, and ml_dtypes' dtype of the same name.
+
+    The answer is kept: an array of bfloat16 takes 2 us; an error of torch that is caught takes 30 more.
+    """
+    try:
+        torch.empty(0, dtype=torch.uint8, device="cpu").view(dtype).numpy()  # torch warns of an empty complex32
+        return None
+    except TypeError:
+        pass
+    name = str(dtype).removeprefix("torch.")
+    try:
+        extended = getattr(importlib.import_module("ml_dtypes"), name, None)
+    except ImportError:
+        raise UnsupportedLeafError(
+            f"as_numpy: a tensor of {dtype} needs the package ml_dtypes, which is not installed: pip install ml_dtypes"
+        ) from None
+    carrier = {1: torch.int8, 2: torch.int16}.get(dtype.itemsize)
+    if extended is None or carrier is None:
+        raise UnsupportedLeafError(
+            f"as_numpy: tensors must have a dtype that NumPy or ml_dtypes has, got {dtype}: return "
+            "x.view(torch.uint8), or another dtype, from input_fn"
+        )
+    return carrier, np.dtype(extended)
+
+
+def state_to_json(state: dict[str, Any]) -> dict[str, str]:
+    """Return the result of a loader's state_dict() as a value for JSON, such as `orbax.checkpoint.args.JsonSave`.
+
+    Example::
+
+        args = ocp.args.Composite(
+            parameters=ocp.args.StandardSave(parameters), loader=ocp.args.JsonSave(state_to_json(loader.state_dict()))
+        )
+        manager.save(executor.step, args=args)
+        ...
+        loader.load_state_dict(state_from_json(restored.loader))
+
+    Raises UnsupportedStateError for a value that a state cannot hold.
+    """
+    return {_KEY: base64.b64encode(encode_state(state)).decode()}
+
+
+def state_from_json(saved: dict[str, Any]) -> dict[str, Any]:
+    """Return the state from which state_to_json() made this value.
+
+    Raises StateCorruptError, StateVersionError.
+    """
+    text = saved.get(_KEY) if isinstance(saved, dict) else None
+    if not isinstance(text, str):
+        raise StateCorruptError(
+            f"state_from_json: saved must be a result of state_to_json(), got {repr(saved)[:80]}: pass the item of "
+            "the checkpoint that holds the loader"
+        )
+    try:
+        data = base64.b64decode(text, validate=True)
+    except ValueError as error:
+        raise StateCorruptError(f"state_from_json: the text of the state must be base64: {error}") from None
+    return cast(dict[str, Any], decode_state(data))

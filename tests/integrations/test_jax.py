@@ -1,0 +1,279 @@
+"""Batches as NumPy arrays: whose memory they are, and how long it stays theirs. And training in JAX with Orbax, which
+is killed and started again, each time with other workers.
+
+JAX starts threads, so it runs in processes of its own and not in that of pytest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from cluster import TOKEN, Cluster, running
+from held_port import HeldPort
+from warm import EXAMPLES
+
+from penstock.client import DataExecutor, DataLoader
+from penstock.client.integrations import jax as views
+from penstock.client.integrations.jax import as_numpy, numpy_batches, state_from_json, state_to_json
+from penstock.client.testing import FakeAppliance
+from penstock.proto.batch.flatten import Assembler, Flattener, wrap_buffer
+from penstock.proto.batch.structure import TORCH_DTYPES
+from penstock.proto.errors import InvalidArgumentError, StateCorruptError, UnsupportedLeafError
+
+WITHOUT = {"complex32", "float4_e2m1fn_x2"}
+"""Dtypes of torch that travel, and that neither NumPy nor ml_dtypes has."""
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: str
+
+
+@dataclass(frozen=True)
+class Sample:
+    image: torch.Tensor
+    label: int
+
+
+# ---- views
+
+
+@pytest.mark.parametrize("name", sorted(TORCH_DTYPES.keys() - WITHOUT))
+def test_array_has_dtype_and_memory(name: str) -> None:
+    tensor = torch.arange(6).reshape(2, 3).to(getattr(torch, name))
+    array = as_numpy(tensor)
+    assert array.dtype.name == name
+    assert array.shape == (2, 3)
+    assert array.ctypes.data == tensor.data_ptr()
+    assert array.tolist() == tensor.to(torch.complex128 if "complex" in name else torch.float64).tolist()
+    assert as_numpy(tensor[0, 0]).shape == ()
+
+
+@pytest.mark.parametrize("name", sorted(WITHOUT))
+def test_dtype_without_array_is_named(name: str) -> None:
+    tensor = torch.zeros(4, dtype=torch.int32).view(torch.uint8).view(getattr(torch, name))
+    with pytest.raises(UnsupportedLeafError, match=f"got torch.{name}: return x.view"):
+        as_numpy({"x": tensor})
+    assert as_numpy(tensor.view(torch.uint8)).dtype == np.uint8, "the remedy"
+
+
+def test_missing_ml_dtypes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    views._extended.cache_clear()
+    with pytest.raises(UnsupportedLeafError, match="pip install ml_dtypes"):
+        as_numpy(torch.zeros(2, dtype=torch.bfloat16))
+    assert as_numpy(torch.zeros(2)).dtype == np.float32
+
+
+def test_tensor_elsewhere_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"on the CPU, got one on meta: leave device= out"):
+        as_numpy([torch.empty(2, device="meta")])
+
+
+def test_tree_keeps_its_types() -> None:
+    plain = [1, 2.5, "text", b"bytes", None, True, np.float32(3), np.arange(2)]
+    batch = OrderedDict(a=[torch.ones(2)], b=(Pair(torch.zeros(1), "r"), Sample(torch.ones(3), 7)), c={0: plain})
+    seen = as_numpy(batch)
+    assert type(seen) is OrderedDict
+    assert list(seen) == ["a", "b", "c"]
+    assert isinstance(seen["a"][0], np.ndarray)
+    pair, sample = seen["b"]
+    assert type(pair) is Pair
+    assert isinstance(pair.left, np.ndarray)
+    assert pair.right == "r"
+    assert type(sample) is Sample
+    assert isinstance(sample.image, np.ndarray)
+    assert sample.label == 7
+    assert all(one is other for one, other in zip(seen["c"][0], plain, strict=True))
+    assert isinstance(batch["a"][0], torch.Tensor), "the batch itself was changed"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_view_holds_its_ring_entry(dtype: torch.dtype) -> None:
+    flat = Flattener().flatten({"x": torch.ones(4, 8, dtype=dtype)})
+    ring = wrap_buffer(bytearray(flat.nbytes))
+    flat.write_to(ring.ctypes.data)
+    released: deque[int] = deque()
+    batch = Assembler(flat.structure).assemble(flat.shapes, ring, 0, flat.nbytes, released, 5)
+    array = as_numpy(batch)["x"]
+    assert array.ctypes.data == ring.ctypes.data
+    del batch
+    row = array[1:, 2].T
+    del array
+    assert not released, "a view of a view still uses the entry"
+    assert row.tolist() == [1.0] * 3
+    del row
+    assert list(released) == [5]
+
+
+class Counted:
+    """Two methods; batch i is full of i."""
+
+    def __init__(self) -> None:
+        self.done = 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        while self.done < 6:
+            self.done += 1
+            yield {"x": torch.full((2,), self.done, dtype=torch.bfloat16)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.done = state["done"]
+
+
+def test_batches_and_state_as_json() -> None:
+    with FakeAppliance(seed=1):
+        loader = DataLoader(Counted)
+        seen = []
+        for batch in numpy_batches(DataExecutor(loader, num_steps=4)):
+            assert batch["x"].dtype == ml_dtypes.bfloat16
+            seen.append(batch["x"].tolist())
+            if loader.step == 2:
+                saved = json.dumps(state_to_json(loader.state_dict()))
+        assert seen == [[float(step)] * 2 for step in range(1, 5)]
+        resumed = DataLoader(Counted)
+        resumed.load_state_dict(state_from_json(json.loads(saved)))
+        assert [batch["x"][0] for batch in numpy_batches(DataExecutor(resumed, num_steps=2))] == [3, 4]
+
+
+def test_break_ends_the_loop() -> None:
+    with FakeAppliance(seed=1):
+        loader = DataLoader(Counted)
+        for batch in numpy_batches(loader):
+            if batch["x"][0] == 3:
+                break
+        loader.load_state_dict(loader.state_dict())  # an error while an executor iterates
+        assert [int(batch["x"][0]) for batch in numpy_batches(loader)] == [4, 5, 6]
+
+
+@pytest.mark.parametrize("saved", [{}, [], {"penstock_state": 3}, {"penstock_state": "?"}, {"penstock_state": "AAAA"}])
+def test_damaged_state_is_refused(saved: Any) -> None:
+    with pytest.raises(StateCorruptError):
+        state_from_json(saved)
+
+
+# ---- JAX
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    inputs = Path(__file__).parents[1] / "inputs"
+    path = os.pathsep.join([str(EXAMPLES), str(inputs), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with running(tmp_path_factory.mktemp("state"), PYTHONPATH=path) as cluster:
+        cluster.add_worker(4, "--allow", "jax_views", allow="integrations")
+        yield cluster
+
+
+def start(cluster: Cluster, job: str, *arguments: str) -> subprocess.Popen[str]:
+    here = Path(__file__).parents[1]
+    paths = [str(EXAMPLES), str(here / "inputs"), str(here / "support"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PENSTOCK_COORDINATOR": cluster.address,
+        "PENSTOCK_TOKEN": TOKEN,
+        "PENSTOCK_JOB": job,
+        "PENSTOCK_SEED": "1",  # one for all, so that all runners are forked from one interpreter
+        "JAX_PLATFORMS": "cpu",
+        "OMP_NUM_THREADS": "1",
+    }
+    return subprocess.Popen([sys.executable, *arguments], env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def ended(process: subprocess.Popen[str], status: int = 0) -> str:
+    """What a process printed, once it has ended with this status."""
+    try:
+        said, _ = process.communicate(timeout=150)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == status
+    return said
+
+
+@pytest.mark.timeout(200)
+def test_jax_arrays_hold_their_entries(cluster: Cluster) -> None:
+    said = json.loads(ended(start(cluster, "jax-views", "-m", "jax_views")))
+    numbers = [float(number) for number in range(40)]
+    assert said["kept"] == [[number] * 2 for number in numbers]
+    assert said["dtypes"] == ["bfloat16", "float32"]
+    assert said["shared"] == 40, "device_put copies: nothing is proven"
+    assert 0 < said["copies"] < 40, "kept arrays hold entries, so the rest comes as copies"
+    assert said["sums"] == [4096 * number * number for number in numbers]
+    assert said["donated"] == numbers, "JAX wrote into a batch"
+    assert said["copies_after"] <= 2, "entries were not released"
+
+
+class Training:
+    """The example, started any number of times in one folder."""
+
+    def __init__(self, cluster: Cluster, out: Path) -> None:
+        self.cluster, self.out = cluster, out
+        self._lives = 0
+
+    def run(self, steps: int, workers: int, killed: tuple[str, int] | None = None, processes: int = 1) -> list[Any]:
+        """What each process logged. killed: the moment and the step at which it kills itself."""
+        self._lives += 1
+        options = ["--steps", str(steps), "--checkpoint-every", "4", "--out", str(self.out), "--workers", str(workers)]
+        module = "integrations.jax_train"
+        command = ["-m", module] if killed is None else ["-m", "killed_training", module, killed[0], str(killed[1])]
+        job = f"{self.out.name}-{self._lives}"
+        port = HeldPort()
+        try:
+            group = ["--processes", str(processes), "--jax-coordinator", f"127.0.0.1:{port.number}"]
+            started = [
+                start(self.cluster, job, *command, *options, *group, "--process", str(number))
+                for number in range(processes)
+            ]
+            for process in started:
+                ended(process, -9 if killed else 0)
+        finally:
+            port.close()
+        logged = []
+        for number in range(processes):
+            log = self.out / f"rank{number}.jsonl"
+            logged.append([json.loads(line) for line in log.read_text().splitlines()])
+            log.unlink()
+        return logged
+
+
+@pytest.mark.timeout(900)  # seven starts of Python with torch, JAX and Orbax
+def test_killed_example_resumes_exactly(cluster: Cluster, tmp_path: Path) -> None:
+    (whole,) = Training(cluster, tmp_path / "whole").run(15, 2)
+    assert [line["step"] for line in whole] == list(range(1, 16))
+    training = Training(cluster, tmp_path / "killed")
+    (in_save,) = training.run(13, 2, ("save", 8))
+    (in_part,) = training.run(13, 3, ("part", 8))
+    (between,) = training.run(13, 2, ("step", 11))
+    (last,) = training.run(13, 1)
+    assert in_save[0]["step"] == 1
+    assert in_part[0]["step"] == between[0]["step"] == 5, "the checkpoint of step 8 was not complete"
+    assert last[0]["step"] in (5, 9)
+    assert last[-1]["step"] == 13
+    for life in (in_save, in_part, between, last):
+        first = life[0]["step"]
+        assert life == whole[first - 1 : first - 1 + len(life)]
+
+    boxes = training.run(15, 1, processes=2)
+    assert [[line["step"] for line in box] for box in boxes] == [[14, 15]] * 2
+    for first_box, other, line in zip(*boxes, whole[13:], strict=True):
+        assert list(chain(*zip(first_box["pieces"], other["pieces"], strict=True))) == line["pieces"]
+        assert first_box["loss"] == other["loss"]
+        # Sums are made in another order, so it is not the same to the bit.
+        assert float.fromhex(first_box["loss"]) == pytest.approx(float.fromhex(line["loss"]), rel=1e-4)
