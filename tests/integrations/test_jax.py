@@ -23,7 +23,7 @@ import pytest
 import torch
 from cluster import TOKEN, Cluster, running
 from held_port import HeldPort
-from warm import EXAMPLES
+from interpreters import EXAMPLES
 
 from penstock.client import DataExecutor, DataLoader
 from penstock.client.integrations import jax as views
@@ -260,13 +260,12 @@ def test_killed_example_resumes_exactly(cluster: Cluster, tmp_path: Path) -> Non
     training = Training(cluster, tmp_path / "killed")
     (in_save,) = training.run(13, 2, ("save", 8))
     (in_part,) = training.run(13, 3, ("part", 8))
-    (between,) = training.run(13, 2, ("step", 11))
     (last,) = training.run(13, 1)
     assert in_save[0]["step"] == 1
-    assert in_part[0]["step"] == between[0]["step"] == 5, "the checkpoint of step 8 was not complete"
+    assert in_part[0]["step"] == 5, "the checkpoint of step 8 was not complete"
     assert last[0]["step"] in (5, 9)
     assert last[-1]["step"] == 13
-    for life in (in_save, in_part, between, last):
+    for life in (in_save, in_part, last):
         first = life[0]["step"]
         assert life == whole[first - 1 : first - 1 + len(life)]
 
