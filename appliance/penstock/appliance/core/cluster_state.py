@@ -508,7 +508,8 @@ class ClusterState:
             self.bump_box(attempt, box)
 
     def drop_silent(self, now: float, patience_s: float = 0.0) -> None:
-        """Drop workers whose leases have ended, with about `slots_at_once` slots in one call."""
+        """Drop workers whose leases ended more than `patience_s` seconds ago. Stop for this call once
+        `limits.slots_at_once` slots have been moved."""
         moved = 0
         for worker in [worker for worker in self.workers.values() if worker.lease_until + patience_s <= now]:
             if moved >= self.limits.slots_at_once:

@@ -261,7 +261,8 @@ class CommitMarks:
         return what + self._signed(what)
 
     def missing(self, mark: bytes) -> int | None:
-        """Return the number of a commit that was made before this process, and was missing at its start; else None."""
+        """Return the number of the commit in `mark` if an earlier process made that commit and this process did not
+        find it on disk at its start: it is lost. Return None if it is not lost, or if its signature is invalid."""
         what, number = mark[:16], int.from_bytes(mark[8:16], "big")
         if mark[:8] == self._process or number <= self._found:
             return None

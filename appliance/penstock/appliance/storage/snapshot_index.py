@@ -153,11 +153,12 @@ class SnapshotIndex:
         self.used += kept.size
 
     def trim(self, key: SlotKey, edge: int) -> None:
-        """Drop all snapshots before the newest one strictly below `edge`, the slot's total where its window begins, and
-        before the newest sure one.
+        """Drop the slot's old snapshots. Of those below `edge`, which is the slot's total at the oldest position that
+        the box can still return to, keep the newest one from which any loader can restart (`is_sure`), or the newest
+        one if none is sure, and all that are newer.
 
-        The newest snapshot is one of the latest epoch: a snapshot of an earlier epoch with a higher total was taken
-        beyond the step at which that epoch was abandoned.
+        Snapshots are ordered by epoch and then by total, because a snapshot of an abandoned epoch can have a higher
+        total than later ones.
         """
         kept = self._of(key)
         if not kept:

@@ -187,8 +187,10 @@ class ReceiverLane:
             data = self._consumer.recv(MAX_FRAME + 1)
             hello.ParseFromString(data)
             host, _, port = hello.target.rpartition(":")
-            if len(data) > MAX_FRAME or not host or not port.isdecimal() or int(port) > 65535:
-                raise ProtocolError(f"target of a Hello must be HOST:PORT, got {hello.target!r} in {len(data)} bytes")
+            if len(data) > MAX_FRAME:
+                raise ProtocolError(f"a Hello must have at most {MAX_FRAME} bytes, got more")
+            if not host or not port.isdecimal() or int(port) > 65535:
+                raise ProtocolError(f"target of a Hello must be HOST:PORT, got {hello.target!r}")
         except BlockingIOError:
             return
         except (OSError, DecodeError, ProtocolError) as error:

@@ -162,8 +162,9 @@ def _left(first: int, epoch: int, abandoned: dict[int, int]) -> bool:
 
 
 def _snapshot(history: pb.History, slot: int, at: Position, abandoned: dict[int, int]) -> pb.SnapshotHeader | None:
-    """Return the newest snapshot from which the slot's position can be reached; all durable snapshots were verified.
-    None: the loader starts at the attempt's start, for example because it is restored by its own methods only."""
+    """Return the newest durable snapshot from which the slot's position can be reached. It is used without a check,
+    because only verified snapshots are stored. Return None if there is none, or if the loader can be restored only by
+    its own state methods; then it is replayed from the attempt's start."""
     if slot >= len(history.slots):
         return None
     kept = history.slots[slot]

@@ -276,7 +276,10 @@ class StructurePieces:
         self._data = bytearray()
 
     def add(self, frame: Frame) -> bytes | None:
-        """Add a piece; return the structure with its last one. Raises ProtocolError for an invalid piece."""
+        """Add a piece; return the structure once its last piece is here, else None.
+
+        Raises ProtocolError for an invalid piece.
+        """
         size, piece, data = frame.size, frame.rest, self._data
         if data and frame.structure != self._structure:
             raise ProtocolError(

@@ -135,7 +135,7 @@ class Producer:
         self.wanted: dict[int, list[int]] = {}
         """total -> steps for which the consumer will request the state after that batch."""
         self.delivered = 0
-        """Largest total delivered to the training loop."""
+        """Number of the last batch that the training loop got, counted over all epochs (its `total`)."""
         self.closed = False
         """True once the consumer has closed the lane on purpose."""
         self.abandons = 0
@@ -144,7 +144,7 @@ class Producer:
         self.on_ack: Callable[[Ack], None] | None = None
         """Function that is called with each ack after it was applied, for a process that forwards acks."""
         self._sent_total = 0
-        """Largest total that was sent."""
+        """Number of the last batch that was sent, counted over all epochs (its `total`)."""
         self._sock: socket.socket | None = None
         self._met = False
         self._rings: dict[int, Ring] = {}

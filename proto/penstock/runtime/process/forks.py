@@ -119,7 +119,10 @@ def unshare(memory: mmap.mmap, fd: int) -> None:
     del buffer
     found = _libc.mmap(address, len(memory), mmap.PROT_READ | mmap.PROT_WRITE, _PRIVATE_FIXED, fd, 0)
     if found != address:
-        raise OSError(ctypes.get_errno(), "shared memory cannot be made private")
+        raise OSError(
+            ctypes.get_errno(),
+            "mmap could not give a forked child its own copy of a ring that it shares with its parent",
+        )
 
 
 class OwnerProcess:

@@ -1,7 +1,7 @@
-"""Epoch of a finite source as one stream of positions, of which a worker takes its rows.
+"""Epoch of a finite source as one sequence of samples, each at a position. A worker reads the samples of its own
+batches, which are called its rows.
 
-If the lengths of the shards are known, this is arithmetic (round_robin.py): a worker reads the samples of its own rows,
-and skips the others. If they are unknown, each worker has to pass over all rows, its own or not, to find where shards
+If the lengths of the shards are known, this is arithmetic (round_robin.py): a worker skips the rows of other workers. If they are unknown, each worker has to pass over all rows, its own or not, to find where shards
 end. It reads ahead only as far as needed to decide whether a batch is the last one. With tail="emit" this is one row
 for each box beyond the batch, because fewer rows than boxes would be added to this batch.
 """

@@ -98,7 +98,8 @@ class PositionedLoader(SlotLoader, ABC):
         return self._start
 
     def learn_resume(self, resume: dict[str, Any] | None) -> None:
-        """Record the state from which the launch resumed and, if it was saved at an epoch's end, the batch after it."""
+        """Record the state from which the launch resumed. If it was saved at an epoch's end, record also the digest of
+        the batch that came next, to compare it with the batch that comes now."""
         self.resume, a = resume, self.assignment
         part = resume["slots"].get(a.slot) if resume is not None and a.resume.same_topology else None
         if part is not None and part.get("next_epoch") and part["next_digest"] and self.trusts_history(part):

@@ -31,7 +31,7 @@ beginning."""
 
 
 class _End:
-    """The type of END."""
+    """Type of the sentinel END."""
 
 
 END = _End()
