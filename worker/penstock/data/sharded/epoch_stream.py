@@ -1,9 +1,10 @@
 """Epoch of a finite source as one sequence of samples, each at a position. A worker reads the samples of its own
 batches, which are called its rows.
 
-If the lengths of the shards are known, this is arithmetic (round_robin.py): a worker skips the rows of other workers. If they are unknown, each worker has to pass over all rows, its own or not, to find where shards
-end. It reads ahead only as far as needed to decide whether a batch is the last one. With tail="emit" this is one row
-for each box beyond the batch, because fewer rows than boxes would be added to this batch.
+If the lengths of the shards are known, this is arithmetic (round_robin.py): a worker skips the rows of other workers.
+If they are unknown, each worker has to pass over all rows, its own or not, to find where shards end. It reads ahead
+only as far as needed to decide whether a batch is the last one. With tail="emit" this is one row for each box beyond
+the batch, because fewer rows than boxes would be added to this batch.
 """
 
 from __future__ import annotations
