@@ -102,8 +102,8 @@ def _settled(cluster: ClusterState, slot: Slot, now: float, times: int = 1) -> b
 
 
 def _is_cheap(slot: Slot) -> bool:
-    """Return whether the slot resumes from a snapshot. A loader without states replays its whole epoch, which is worse
-    than the reason for the move."""
+    """Return whether moving the slot costs little, because its loader resumes from a snapshot. Without a snapshot the
+    new worker would replay the whole epoch, which costs more than the overload that the move is to cure."""
     capabilities = slot.capabilities
     return (
         capabilities is not None

@@ -56,7 +56,7 @@ class ShardVersion:
     raw: tuple[tuple[str, int, int], ...] = ()
     """(path, size, time in ns) of each raw file; empty while it is being fetched."""
     packed: tuple[tuple[str, int], ...] = ()
-    """(path, size) of the packed files that stay in the folder."""
+    """(path, size) of compressed files, as downloaded, that the cache keeps beside the raw files."""
     evictable: tuple[tuple[str, int], ...] = ()
     """(path, size) of raw files that may be evicted."""
     size: int = 0

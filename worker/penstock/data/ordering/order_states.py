@@ -80,10 +80,12 @@ class OrderProgress:
         checked elsewhere, because its limits depend on the order."""
         topology = Topology(**state["topology"])
         progress = cls(state["epoch"], state["start"], state["done"], topology, state["first"])
-        numbers = [progress.epoch, progress.done, topology.boxes - 1, topology.workers - 1, topology.batch - 1]
-        numbers += [progress.first, topology.workers - 1 - progress.first]
-        if any(type(number) is not int or not 0 <= number < NUMBER_LIMIT for number in numbers):
-            raise ValueError(f"values out of range: {progress}")
+        _in_range("epoch", progress.epoch, 0)
+        _in_range("done", progress.done, 0)
+        _in_range("boxes", topology.boxes, 1)
+        _in_range("workers", topology.workers, 1)
+        _in_range("batch", topology.batch, 1)
+        _in_range("first", progress.first, 0, topology.workers)
         return progress
 
     def turn(self, number: int) -> WorkerTurn:
@@ -94,6 +96,12 @@ class OrderProgress:
         """Return the progress of one worker of a box. `number`: the worker's number within the box. Call it on the
         progress of the whole box."""
         return replace(self, done=self.turn(number).done(self.done))
+
+
+def _in_range(name: str, number: object, least: int, limit: int = NUMBER_LIMIT) -> None:
+    """Raise ValueError unless the field of a state is an int, at least `least` and below `limit`."""
+    if type(number) is not int or not least <= number < limit:
+        raise ValueError(f"{name} must be an integer from {least} to {limit - 1}, got {number!r}")
 
 
 def state_of(progress: OrderProgress, order: Mapping[str, Any], skip: Ranges = ()) -> dict[str, Any]:
@@ -111,8 +119,7 @@ def progress_of(state: Any) -> OrderProgress:
     check_format(state, "a StreamingLoader or MapLoader")
     try:
         progress = OrderProgress.parsed(state)
-        if type(progress.start) is not int or not -NUMBER_LIMIT < progress.start < NUMBER_LIMIT:
-            raise ValueError(f"values out of range: {progress}")
+        _in_range("start", progress.start, 1 - NUMBER_LIMIT)
         skip_of(state)
     except (KeyError, TypeError, ValueError) as error:
         raise StateCorruptError(f"the loader's state is damaged: {error!r}. Load an older state") from error

@@ -99,7 +99,10 @@ class DownloadTarget(io.RawIOBase):
             if self._abandoned:
                 raise TransferBroken("was abandoned")
             if self.at + len(data) > self._limit:
-                raise ShardCorruptError(f"{self._source} has more than the {self._limit} bytes of the index")
+                raise ShardCorruptError(
+                    f"{self._source} must have {self._limit} bytes, by the dataset's index, got more: the index and the "
+                    "file are of different versions of the dataset"
+                )
             view = memoryview(data)
             while view:
                 try:

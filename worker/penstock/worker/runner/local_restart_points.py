@@ -45,7 +45,7 @@ class Return:
     """Newest earlier start to use if `epoch_start` is in doubt; that of the run's first epoch only for a position in
     the second."""
     there: EncodedPoint | None
-    """Newest snapshot of exactly this position."""
+    """Newest snapshot that was taken exactly at the position to return to."""
     probe: Target | None = None
     """Position that a replay from `epoch_start` must reach before `epoch_start` is trusted. Set if the loop took no
     batch of the epoch, because then no batch of the replay itself can be compared."""

@@ -232,9 +232,9 @@ def _no_batch_before(source: RestorableLoader, epoch: int) -> bool:
 def state_at(
     source: RestorableLoader, point: RestartPoint, fields: dict[str, Any], replay_digest: ReplayDigest
 ) -> tuple[dict[str, Any], bytes]:
-    """Replay from the restart point to `total` in epoch `epoch`, and save the loader as of the box's `step`. Replay
-    from the beginning if the restart point does not lead to that position. Return the position's fields and the state.
-    """
+    """Replay the slot from the restart point until it has made `fields["total"]` batches over the run, in epoch
+    `fields["epoch"]`, and save the loader's state for the box's step `fields["step"]`. If the restart point does not
+    lead to that position, replay from the beginning of the run. Return the fields of the position, and the state."""
     try:
         source.restore(point)
         return _replayed(source, point, point.position.epoch, fields, replay_digest)

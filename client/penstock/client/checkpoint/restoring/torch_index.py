@@ -96,7 +96,8 @@ def _check_tensor(name: str, saved: TensorStorageMetadata, written: int) -> None
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{name!r} must have a torch.dtype, got {type(dtype).__name__}")
     if count * dtype.itemsize > max(written, LARGE):
-        raise ValueError(f"{name!r} has {count:,} values, and {written:,} bytes were written")
+        least = count * dtype.itemsize
+        raise ValueError(f"{name!r} must have {least:,} bytes in the files ({count:,} of {dtype}), got {written:,}")
     parts = 0
     for chunk in saved.chunks:
         for begin, length, size in zip(chunk.offsets, chunk.sizes, saved.size, strict=True):
@@ -104,7 +105,7 @@ def _check_tensor(name: str, saved: TensorStorageMetadata, written: int) -> None
                 raise ValueError(f"{name!r} has a part beyond its size {list(saved.size)}")
         parts += math.prod(chunk.sizes)
     if parts != count:
-        raise ValueError(f"{name!r} has {count:,} values, and its parts have {parts:,}")
+        raise ValueError(f"the parts of {name!r} must have {count:,} values together, got {parts:,}")
 
 
 def _sizes(saved: TensorStorageMetadata) -> Iterator[object]:

@@ -78,11 +78,11 @@ class LogicalShards:
         """
         Args:
             pieces: at least one.
-            shards: L, whatever the number of boxes and workers: choose the largest number of workers that may read
-                at a time, or more.
-            counts: records of each piece. With them functions need not be called to get the lengths of their pieces
-                (only the first one is, to see what it opens), and the lengths of iterables are known. Each count is
-                compared with the data when its piece is read.
+            shards: number of shards. It stays the same if the number of boxes or workers changes, so choose at least
+                the largest number of workers that may read at a time.
+            counts: number of records of each piece. With counts, a piece that is given as a function is not opened
+                only to get its length (except the first one, to find out its kind), and a piece that is given as an
+                iterable has a known length. Each count is compared with the data when its piece is read.
             shuffle: shuffle by the source's seed, differently in each epoch.
             shuffle_block: approximate number of records that are shuffled with each other, if pieces are indexable:
                 whole pieces (for a StreamingDataset its shards) whose lengths add up to it. None shuffles all with all.
