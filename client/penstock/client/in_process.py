@@ -92,7 +92,7 @@ class _Box:
         return self.slots[slot].next(position.step + 1, position.epoch, position.total[slot])
 
     def exhaust(self, slot: int) -> bool:
-        """Mark the slot whose turn it is as having no more batches in this epoch. Return True if that ended the epoch."""
+        """Mark the slot whose turn it is as without more batches in this epoch. Return True if that ended the epoch."""
         if by_own_methods(self.slots[slot].capabilities):
             self.position.carry()
         return self.position.exhaust()

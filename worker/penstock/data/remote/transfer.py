@@ -100,7 +100,7 @@ class DownloadTarget(io.RawIOBase):
                 raise TransferBroken("was abandoned")
             if self.at + len(data) > self._limit:
                 raise ShardCorruptError(
-                    f"{self._source} must have {self._limit} bytes, by the dataset's index, got more: the index and the "
+                    f"{self._source} must have {self._limit} bytes, by the dataset's index, got more: index and "
                     "file are of different versions of the dataset"
                 )
             view = memoryview(data)
