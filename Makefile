@@ -7,7 +7,7 @@ SHELL := bash
 PYTHON ?= python3
 # Many tests wait, for leases and deadlines: so there are more at a time than cores. Files come in the order of
 # tests/conftest.py, the slow ones first.
-PYTEST_ARGS ?= -n 4 --dist loadfile --no-loadscope-reorder
+PYTEST_ARGS ?= -n 5 --dist loadfile --no-loadscope-reorder
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -108,7 +108,7 @@ collect: $(STAMP) ## the tests can be imported; on a fresh clone this compiles t
 	@said=$$(PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --collect-only -qq 2>&1) || { echo "$$said" >&2; exit 1; }
 
 # Hundreds of processes are started: without bytecode on disk each one would compile our modules anew.
-pytest: $(STAMP) ## the tests alone; PYTEST_ARGS replaces "-n 4 --dist loadfile --no-loadscope-reorder"
+pytest: $(STAMP) ## the tests alone; PYTEST_ARGS replaces "-n 5 --dist loadfile --no-loadscope-reorder"
 	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest $(PYTEST_ARGS)
 
 test: $(STAMP) ## all checks and tests: what CI runs

@@ -49,7 +49,7 @@ def said(folder: Path, fault: str, options: str = "") -> list[str]:
 @pytest.mark.parametrize("options", ["", ", num_workers=1"], ids=["here", "in torch's processes"])
 def test_an_exception_is_shown_once(tmp_path: Path, options: str) -> None:
     lines = said(tmp_path, 'raise ValueError("no such image")', options)
-    assert lines[0].startswith("Traceback")
+    assert [line for line in lines if line.startswith("Traceback")]
     assert sum("in __getitem__" in line for line in lines) == 1
     assert not [line for line in lines if "/worker/penstock/" in line]
     assert [line for line in lines if "InputFnError: " in line and "raised ValueError: no such image" in line]
@@ -59,7 +59,7 @@ def test_an_exception_is_shown_once(tmp_path: Path, options: str) -> None:
 def test_a_crash_of_a_sample_is_short(tmp_path: Path) -> None:
     """Four deaths: one warning at the loop's line, and the error. 181 lines before."""
     lines = said(tmp_path, "ctypes.string_at(0)")
-    assert "train.py:20: UserWarning: " in lines[0]
+    assert len([line for line in lines if "train.py:20: UserWarning: " in line]) == 1
     assert sum("SIGSEGV" in line for line in lines) == 2
     assert sum("in __getitem__" in line for line in lines) == 2
     assert len(lines) < 40

@@ -5,7 +5,7 @@ It requests the data from the loop, waits with a deadline, and makes its page fr
 viewers share the status that is being made, and a page that is younger than FRESH_S is served again. So the cost for
 the loop does not grow with the number of viewers.
 
-The dashboard itself is three files beside this module, served as they are: no build, no framework, no outside content.
+The dashboard itself is three files in ../dashboard, served as they are: no build, no framework, no outside content.
 """
 
 from __future__ import annotations
