@@ -5,7 +5,7 @@ from __future__ import annotations
 from benchmarks.first_batch import table
 
 
-def test_the_table_has_medians_and_processor_seconds() -> None:
+def test_the_table_has_medians_and_cpu_seconds() -> None:
     ours = [{"first_s": s, "second_s": s / 10, "cpu_s": {"daemons": s, "runner": 0.5}} for s in (1.0, 3.0, 2.0)]
     lines = table({"cold": ours, "torch": [{"first_s": 0.06, "cpu_s": {}}]})
     assert [line.split()[0] for line in lines[1:]] == ["cold", "second", "torch"]

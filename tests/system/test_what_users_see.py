@@ -65,7 +65,7 @@ def test_a_crash_of_a_sample_is_short(tmp_path: Path) -> None:
     assert len(lines) < 40
 
 
-def test_arguments_are_checked_before_anything_starts() -> None:
+def test_arguments_are_checked_before_a_start() -> None:
     def rows(count: int, *, start: int = 0) -> list[torch.Tensor]:
         return []
 

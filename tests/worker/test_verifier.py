@@ -149,7 +149,7 @@ def test_some_verifications_reach_further() -> None:
     assert set(compared[9:]) == {4, 128}
 
 
-def test_first_verification_compares_what_is_known() -> None:
+def test_first_verification_compares_known_batches() -> None:
     bench = Bench(lambda _: GOOD, batches=14)
     assert bench.verify() == 10
     assert list(bench.asked[0][1]["digests"]) == ["11", "12", "13", "14"]
@@ -176,7 +176,7 @@ def test_late_mismatch_ends_the_use_of_all_states() -> None:
     assert not near.findings.misleads, "that one was wrong, and others may be right"
 
 
-def test_verification_goes_over_the_ends_of_epochs() -> None:
+def test_verification_crosses_the_ends_of_epochs() -> None:
     bench = Bench(lambda _: GOOD | {"crossing": "kept"}, batches=12)
     bench.progress_page.end(0, 12)
     for total in range(13, 19):

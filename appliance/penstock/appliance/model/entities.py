@@ -121,7 +121,7 @@ class Slot:
     start_queue_position: tuple[int, int] = (0, 0)
     """Position of its runner in its worker's start queue, from 1, and the length of the queue; 0 = it is not queued."""
     start_stage: int = 0
-    """What its start waits for, a StartStage; of a newer worker maybe an unknown one."""
+    """Stage of its start that it waits in (StartStage). A newer worker may report an unknown one."""
     stack: str = ""
     """Stack of the runner: at `doing` now, else when it last died."""
     outgrown: int = 0

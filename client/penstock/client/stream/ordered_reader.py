@@ -69,7 +69,7 @@ _STAGES: dict[int, str] = {
     pb.RESTORE: "restore of its state",
     pb.FIRST_BATCH: "first batch of its loader",
 }
-"""What a start waits for, in words."""
+"""Texts of the stages of a start: what it waits for."""
 
 _log = logging.getLogger("penstock.client")
 

@@ -67,7 +67,7 @@ class SlotHost(ReplayHost, Protocol):
     tally: DaemonCounters
     starts: TurnQueue
     embedded: bool
-    """Whether the daemon is a child of the training job."""
+    """True if the daemon is a child of the training job (embedded mode)."""
 
     def findings(self, assignment: records_pb2.WorkerAssignment) -> LoaderFindings: ...
     def found_rewinds(self, assignment: records_pb2.WorkerAssignment, crossing: str) -> None: ...

@@ -147,7 +147,7 @@ class _Line:
     due: list[int]
     deadline: list[int]
     target: list[int]
-    """For each sample of the source, the position drawn for it within its window, in units of 2^-24 of a position."""
+    """Positions drawn for the samples of the source within their windows, in units of 2^-24 of a position."""
     next: int = 0
 
     @staticmethod
