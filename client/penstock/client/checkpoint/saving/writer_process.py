@@ -309,6 +309,8 @@ def _give_up(pending: PendingSave, rank: int, why: str) -> None:
                 value, name = {"causes": {"0": why}}, FAILED
             with HeldFolder(temporary) as inside:
                 write_whole(inside.path / name, json.dumps({"save": request["save"], **value}).encode())
+                if not inside.is_at(temporary):  # committed meanwhile: a checkpoint has no reports
+                    os.unlink(inside.path / name)
     pending.end({rank: why})
 
 
