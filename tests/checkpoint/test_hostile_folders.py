@@ -47,7 +47,7 @@ def state(value: float = -1.0) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def checkpointer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncCheckpointer]:
-    """One for all tests, with a checkpoint of step 1, which is kept beside its folder: a writer is a process."""
+    """Yield one checkpointer for all tests, whose writer is a process. A copy of its checkpoint of step 1 is kept."""
     with AsyncCheckpointer(tmp_path_factory.mktemp("hostile") / "saved", fsync=False, threads=1) as checkpointer:
         checkpointer.save(1, state(5.0))
         checkpointer.wait()

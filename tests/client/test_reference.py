@@ -147,7 +147,7 @@ def test_main_is_named_by_its_file_or_module(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("file", [None, "<stdin>"])
 def test_a_main_without_a_file_is_told_to_use_one(monkeypatch: pytest.MonkeyPatch, file: str | None) -> None:
-    """Of python -c, and of what has a name that is no file's."""
+    """Refuse callables of `python -c`, and those of a module without a file."""
     main: Any = types.ModuleType("__main__")
     exec("def make(): return []", main.__dict__)
     main.__file__ = file

@@ -1,4 +1,4 @@
-"""What all loaders do alike: epochs, states, failures, keys, torch's own loaders around them, and what they refuse."""
+"""Behaviour that all loaders share: epochs, states, failures, keys, torch's loaders around them, and refusals."""
 
 from __future__ import annotations
 

@@ -228,7 +228,7 @@ def test_child_keeps_no_lock_of_its_dead_parent(server: ShardServer, tmp_path: P
 
 
 def test_nothing_is_said_at_the_end_of_a_process(server: ShardServer, tmp_path: Path) -> None:
-    """Which neither closes its caches nor waits for what it fetches; nor at that of its child, which drops them."""
+    """End a process that neither closes its caches nor waits for its downloads, and a child that drops them."""
     shards = make_shards(server.folder, 2, SIZE)
     server.faults[shards[1].name] = [Fault(silent_after=100, stays=True)]
     program = f"""

@@ -29,7 +29,7 @@ def lines_of(path: Path) -> Iterator[int]:
 
 
 def logical(folder: Path) -> ShardLoader:
-    """Of text files, named from the folder on."""
+    """Return a loader of text files that are named from the folder on."""
     paths = sorted(folder.glob("*.txt"))
     source = LogicalShards(
         [partial(lines_of, path) for path in paths],

@@ -455,14 +455,6 @@ def slow(seconds: float, batches: int = 20) -> Iterator[torch.Tensor]:
         yield torch.tensor(number)
 
 
-def begins_with(marker: str) -> range:
-    """Waits in input_fn until the file exists."""
-    while not os.path.exists(marker):
-        time.sleep(0.01)
-    current_assignment()
-    return range(3)
-
-
 def surroundings() -> Iterator[dict[str, Any]]:
     """What a runner's process is like, as user code finds it."""
     import random

@@ -197,7 +197,7 @@ def start(cluster: Cluster, job: str, *arguments: str) -> subprocess.Popen[str]:
 
 
 def ended(process: subprocess.Popen[str], status: int = 0) -> str:
-    """What a process printed, once it has ended with this status."""
+    """Return what a process printed; assert that it ended with this status."""
     try:
         said, _ = process.communicate(timeout=150)
     finally:
@@ -228,7 +228,7 @@ class Training:
         self._lives = 0
 
     def run(self, steps: int, workers: int, killed: tuple[str, int] | None = None, processes: int = 1) -> list[Any]:
-        """What each process logged. killed: the moment and the step at which it kills itself."""
+        """Return what each process logged. `killed`: the moment and the step at which it kills itself."""
         self._lives += 1
         options = ["--steps", str(steps), "--checkpoint-every", "4", "--out", str(self.out), "--workers", str(workers)]
         module = "integrations.jax_train"

@@ -79,7 +79,7 @@ def test_a_plain_loop_with_everything_embedded(cluster: Cluster, tmp_path: Path)
     ],
 )
 def test_a_script(cluster: Cluster, tmp_path: Path, module: str, ranks: int) -> None:
-    """With torchrun's variables; the real one, which takes seconds to start, is in tests/system/test_embedded.py."""
+    """Set torchrun's variables; torchrun itself, which starts in seconds, is in tests/system/test_embedded.py."""
     training = Training(module, tmp_path / "killed", through(cluster, f"{module}-killed"))
     killed = training.killed(ranks, *OPTIONS, steps=STEPS, at=KILLED_AT)
     resumed = training.to_the_end(ranks, *OPTIONS, steps=STEPS)

@@ -1,4 +1,4 @@
-"""What is installed where: the conda recipe, and other systems than Linux."""
+"""Installation by the conda recipe, and the error on other systems than Linux."""
 
 from __future__ import annotations
 

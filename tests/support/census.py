@@ -155,7 +155,7 @@ def abandoned() -> set[str]:
 
 
 LOOSE = {"fork servers": 1, "threads": 6, "socket": 2}
-"""That may be there more than before: an idle fork server, asyncio's pool of threads, gRPC's connections."""
+"""Largest numbers by which a count may grow: an idle fork server, asyncio's pool of threads, gRPC's connections."""
 
 
 def settled(pids: list[int], before: list[Counter[str]], deadline_s: float) -> None:

@@ -17,7 +17,7 @@ def fork_servers(daemon: int) -> list[int]:
 
 
 def runners(daemon: int) -> list[int]:
-    """Those that have sent something, oldest first. Helper processes have no ring."""
+    """Return the runners that have sent something, oldest first. Helper processes have no ring."""
     return sorted(pid for pid in census.runners(daemon) if has_ring(pid))
 
 

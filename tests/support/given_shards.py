@@ -99,7 +99,7 @@ def again(source: ShardedSource, cursor: Cursor, *, shard: int = 0, epoch: int =
 
 
 def token_after(source: ShardedSource, count: int, token: Token = None, *, shard: int = 0, seed: int = 1) -> Token:
-    """What a cursor that has passed so many samples is saved as."""
+    """Return the token of a cursor that has passed so many samples."""
     cursor = source.open(shard, 0, seed, token)
     try:
         assert cursor.skip(count) == count

@@ -36,7 +36,7 @@ _SIZE = 1 << 20
 
 
 class Forked:
-    """One process, with the part of Popen's interface that tests use."""
+    """Process with the part of Popen's interface that tests use."""
 
     def __init__(self, pid: int, ended: int, stdout: int | None, stderr: int | None) -> None:
         """`ended`: the read end of the pipe that its status comes by; `stdout`, `stderr`: of its output, if piped."""
@@ -79,7 +79,7 @@ class Forked:
 
 
 class _Interpreter:
-    """What they are forked from."""
+    """Interpreter that processes are forked from."""
 
     def __init__(self, python: Sequence[str]) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -65,7 +65,7 @@ def _language_model() -> ShardedSource:
 
 
 def _documents(first: int, count: int = 4) -> Iterator[list[int]]:
-    """Of 0 to 7 tokens."""
+    """Return documents of 0 to 7 tokens."""
     return ([1000 * first + 10 * at + token for token in range((5 * at + 3) % 8)] for at in range(count))
 
 

@@ -11,7 +11,7 @@ __all__ = ["run"]
 
 
 def run(folder: str, name: str) -> None:
-    """As `python NAME` would in this folder, with warnings as errors; what it prints is in NAME.log."""
+    """Run a script as `python NAME` would in this folder, with warnings as errors; what it prints is in NAME.log."""
     os.chdir(folder)
     sys.argv[:], sys.path[:0] = [name], [folder]
     warnings.simplefilter("error")

@@ -86,7 +86,7 @@ def fork(
 
 
 def main() -> int:
-    """In the process: call the function, and write what became of it."""
+    """Call the function in the forked process, and write its outcome."""
     (function, arguments), end = json.loads(sys.argv[1]), int(sys.argv[3])
     module, _, name = function.partition(":")
     status = 0

@@ -32,7 +32,7 @@ STEPS = 5
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("name", LOADERS)
 def test_a_loader_goes_on_from_a_checkpoint(appliance: Appliance, tmp_path: Path, name: str) -> None:
-    """One run saved in all ways; each resumed in a loader that has read nothing."""
+    """Save one run in all ways, and resume each in a loader that has read nothing."""
     input_fn, options = LOADERS[name]
     loader = DataLoader(input_fn, **options)
     weights = torch.zeros(4)

@@ -43,7 +43,7 @@ def run(*command: str, **extra: str) -> subprocess.CompletedProcess[str]:
 
 
 def unexpected(stderr: str) -> list[str]:
-    """What is there besides the lines about a wait on a busy machine."""
+    """Return the lines besides those about a wait on a busy machine."""
     return [line for line in stderr.splitlines() if not line.startswith("penstock: waiting for ")]
 
 

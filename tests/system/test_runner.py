@@ -45,14 +45,21 @@ def test_seeds_follow_from_run_seed_and_slot(appliance: Appliance, alone: dict[s
 
 
 def test_one_fork_server_serves_all_runs(appliance: Appliance) -> None:
-    """So a run of another job and another seed begins without the seconds that an interpreter with torch takes."""
+    """Start a run of another job and another seed without the seconds that an interpreter with torch takes."""
     with beside(appliance, seed=99, num_workers_per_box=2) as other:
         assert {seen["parent"] for seen in look(other)} == {look(appliance)[0]["parent"]}
 
 
 def test_a_start_reports_what_it_waits_for(appliance: Appliance, tmp_path: Path) -> None:
     marker = tmp_path / "go"
-    steps = iter(DataExecutor(DataLoader(streams.begins_with, str(marker)), appliance=appliance))
+
+    def begins() -> range:
+        while not marker.exists():
+            time.sleep(0.01)
+        current_assignment()
+        return range(3)
+
+    steps = iter(DataExecutor(DataLoader(begins), appliance=appliance))
     run: Any = appliance._runs[-1]
     eventually(lambda: {view.start_stage for view in run.views} == {pb.INPUT_FN}, "both slots wait for input_fn")
     marker.touch()

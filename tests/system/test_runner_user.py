@@ -81,7 +81,7 @@ def test_user_code_has_another_users_rights(cluster: Cluster, tmp_path: Path) ->
 
 @pytest.mark.filterwarnings("ignore:.*was recovered:UserWarning")
 def test_no_capability_is_kept(tmp_path: Path, container: Sequence[str]) -> None:
-    """Not even where the kernel was told to let them be when a process changes its user. And its memory is bounded."""
+    """Hold although the kernel was told to spare them when a process changes its user. The memory is bounded, too."""
     kept = [*container, "setpriv", "--securebits", "+no_setuid_fixup"]
     batches = 20
     options = ["--runner-user", NOBODY, "--no-cage", "--runner-memory", str(batches * users.HELD // 4)]
@@ -125,7 +125,7 @@ def test_torchs_own_processes_work(cluster: Cluster) -> None:
 
 
 def test_a_number_is_user_enough(tmp_path: Path, container: Sequence[str]) -> None:
-    """Whose processes are counted, and who cannot enter root's temporary folder: its files are elsewhere."""
+    """Run as a user whose processes are counted, and who cannot enter root's temporary folder."""
     most = 20
     limits = ["--runner-user", UNNAMED, "--runner-processes", str(most)]
     with tempfile.TemporaryDirectory(dir="/tmp") as private:  # of a name that is short enough for sockets below it

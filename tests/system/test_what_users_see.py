@@ -1,10 +1,12 @@
-"""What a training script prints when user code fails: once, the user's frames, and the line of the loop."""
+"""Output of a training script whose user code fails: once, with the user's frames and the line of the loop."""
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,12 +59,27 @@ def test_an_exception_is_shown_once(tmp_path: Path, options: str) -> None:
 
 
 def test_a_crash_of_a_sample_is_short(tmp_path: Path) -> None:
-    """Four deaths: one warning at the loop's line, and the error. 181 lines before."""
+    """Print one warning at the loop's line and the error, for four deaths. It was 181 lines."""
     lines = said(tmp_path, "ctypes.string_at(0)")
     assert len([line for line in lines if "train.py:20: UserWarning: " in line]) == 1
     assert sum("SIGSEGV" in line for line in lines) == 2
     assert sum("in __getitem__" in line for line in lines) == 2
     assert len(lines) < 40
+
+
+def supplies_start(function: Any) -> Any:
+    """A decorator like those of configuration libraries: callers leave an argument out."""
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        return function(7, *args)
+
+    return call
+
+
+@supplies_start
+def supplied(start: int, count: int) -> list[torch.Tensor]:
+    return [torch.tensor(number) for number in range(start, start + count)]
 
 
 def test_arguments_are_checked_before_a_start() -> None:
@@ -76,6 +93,7 @@ def test_arguments_are_checked_before_a_start() -> None:
         DataLoader(rows)  # type: ignore[call-overload]
     with pytest.raises(TypeError, match="unexpected keyword argument 'end'"):
         DataLoader(rows, 3, end=1)  # type: ignore[call-arg]
+    assert DataLoader(supplied, 3).step == 0, "the decorator supplies the other argument"
     DataLoader(int, "3")
     DataLoader(dict, a=1)
 

@@ -16,12 +16,12 @@ from typing import Any
 
 import penstock
 
-__all__ = ["fold_stack", "format_remote", "is_ours", "warn_user"]
+__all__ = ["fold_stack", "format_remote", "warn_user"]
 
 _STACK_FRAME = re.compile(r'  File "(?P<file>[^"\n]*)", line \d+ in ')
 
 
-def is_ours(filename: str) -> bool:
+def _is_penstock(filename: str) -> bool:
     """Return whether a source file belongs to Penstock."""
     return filename.startswith(tuple(f"{folder}/" for folder in penstock.__path__))
 
@@ -49,7 +49,7 @@ class _FoldedStack(traceback.StackSummary):
     """The outermost frame comes first."""
 
     def format(self, **options: Any) -> list[str]:  # 3.13 has options
-        runs = [(ours, list(frames)) for ours, frames in groupby(self, key=lambda frame: is_ours(frame.filename))]
+        runs = [(ours, list(frames)) for ours, frames in groupby(self, key=lambda frame: _is_penstock(frame.filename))]
         lines = []
         for number, (ours, frames) in enumerate(runs):
             if not ours or number == len(runs) - 1:
@@ -77,7 +77,7 @@ def _kind(line: str) -> bool | None:
     """Return whether a frame is Penstock's; None for a line that is no frame. The interpreter's entry counts as ours:
     `<string>`, which starts the fork server."""
     frame = _STACK_FRAME.match(line)
-    return None if frame is None else is_ours(frame["file"]) or frame["file"] == "<string>"
+    return None if frame is None else _is_penstock(frame["file"]) or frame["file"] == "<string>"
 
 
 def _folded(frames: Iterable[Any]) -> str:
@@ -88,6 +88,6 @@ def _folded(frames: Iterable[Any]) -> str:
 def warn_user(message: str) -> None:
     """Issue a UserWarning that names the line of the user's code: the innermost frame that is not Penstock's."""
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and is_ours(frame.f_code.co_filename):
+    while frame.f_back is not None and _is_penstock(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, UserWarning, stacklevel=level)

@@ -71,7 +71,8 @@ class CodeReference:
 def check_arguments(input_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raise TypeError if input_fn cannot be called with these arguments, by its signature."""
     try:
-        signature = inspect.signature(input_fn)
+        # Of the outermost wrapper, which is what is called: a decorator may supply arguments of the function inside.
+        signature = inspect.signature(input_fn, follow_wrapped=False)
     except (TypeError, ValueError):
         return  # a callable of C code without one
     try:
