@@ -23,11 +23,14 @@ if TYPE_CHECKING:
 __all__ = ["collate", "empty", "lend"]
 
 _builder: Builder | None = None
-"""Builder of this process; None unless this process is a runner."""
+"""Object that builds this process's batches in the ring; None unless this process is a runner."""
 
 
 def lend(builder: Builder | None) -> None:
-    """Build this process's batches with `builder` from now on. A forked process has none."""
+    """Use `builder` for this process's `collate` and `empty` from now on; None: build in ordinary memory. A forked
+    process
+    starts with None.
+    """
     global _builder
     _builder = builder
 
