@@ -1,5 +1,6 @@
 """python -m penstock.worker: start a worker daemon without the `penstock` command line. Programs that start a daemon
 use it.
+
 The exit status is 1 for a Penstock error, and 16 if the daemon refused to listen beyond this machine without TLS.
 """
 

@@ -83,8 +83,8 @@ class EntryLease:
 
     def begin(self) -> EntryArena | None:
         """Return the arena over the leased ring entry, in which the batch is built. Return None if the batch must be
-        built in
-        ordinary memory.
+        built in ordinary memory.
+
         The caller must hold the arena for as long as it uses `cursor`.
         """
         if not self.offered or threading.get_ident() != self._thread:
@@ -111,11 +111,10 @@ class EntryLease:
 
     def place(self, arena: EntryArena, nbytes: int, *, guess: bool = False) -> int | None:
         """Return the offset in the arena for a leaf of `nbytes`, and move the cursor behind the leaf. Return None if
-        the leaf
-        must be built in ordinary memory.
+        the leaf must be built in ordinary memory.
+
         guess: the caller does not know the sizes of the leaves between those that it asks for. The offset is then taken
-        from
-        the layout of the last batch whose leaves were misplaced.
+        from the layout of the last batch whose leaves were misplaced.
         """
         at = self._guess(nbytes) if guess and self._leaf_ranges else self.cursor
         if at is None or at + nbytes > len(arena):
@@ -129,10 +128,9 @@ class EntryLease:
 
     def take(self, flat: FlatBatch, need: int) -> FreeEntry | None:
         """Return the leased entry if `flat` may be written there: each of its leaves in the entry then lies at its
-        final offset,
-        and no other code holds one. Return None if the caller must reserve another entry and copy. `flat` can be
-        written in
-        both cases.
+        final offset, and no other code holds one. Return None if the caller must reserve another entry and copy. `flat`
+        can be written in both cases.
+
         The caller must hold no other reference to the batch.
         need: smallest size of the entry, in bytes.
         """

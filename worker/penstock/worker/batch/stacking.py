@@ -80,8 +80,7 @@ class Builder:
 
     def _leaf(self, plain: Callable[..., Any], samples: Any, *, collate_fn_map: Any = None) -> Any:
         """Return the result of torch's collate function `plain` for a leaf. Move the cursor by the leaf's size unless a
-        nested
-        call has moved it.
+        nested call has moved it.
         """
         cursor = self.lease.cursor
         made = plain(samples, collate_fn_map=collate_fn_map)

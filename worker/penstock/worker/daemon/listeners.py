@@ -79,6 +79,7 @@ def check_hello(hello: lane_pb2.Hello) -> None:
 
 class LaneListeners:
     """Listeners for lanes, on an abstract Unix socket and on TCP.
+
     attach: called with each connection and its Hello; it checks the ticket and passes the connection to the runner.
     tls: certificate for consumers on other hosts. If it holds a CA, consumers must show a certificate too.
     insecure: allow an address that other machines can reach without TLS.
@@ -139,9 +140,9 @@ class LaneListeners:
 
     def drop(self, slot: SlotOf) -> None:
         """End the senders of this slot, because its runner ends or has a newer lane.
+
         Without this, a consumer whose host has vanished would keep the sender, the connection and the ring's memory
-        until the
-        kernel gives up. A consumer that opens lanes again and again could have any number of senders.
+        until the kernel gives up. A consumer that opens lanes again and again could have any number of senders.
         """
         for sender in [sender for sender, of in self._senders.items() if of == slot]:
             sender.stop(0)
@@ -269,8 +270,7 @@ class LaneListeners:
 
     async def _under_tls(self, connection: socket.socket) -> socket.socket:
         """Return the connection as lanes use it: as it is, or as a TlsSocket if this worker has a certificate. Raise
-        TlsError if
-        only one of the two ends uses TLS.
+        TlsError if only one of the two ends uses TLS.
         """
         under_tls = looks_like_tls(await _first_bytes(connection))
         if self._files is None or self._context is None:
@@ -301,8 +301,7 @@ class LaneListeners:
 
 def _check_certificate(lane: TlsSocket, tls: Tls) -> None:
     """Raise TlsError if a consumer's certificate is for a role that may not read batches. The roles "client" and
-    "admin" may:
-    `penstock doctor` reads as an admin.
+    "admin" may: `penstock doctor` reads as an admin.
     """
     names = dns_names(lane.getpeercert() or {})
     if tls.ca and not tls.roles_named(names, ("client", "admin")):
@@ -337,8 +336,7 @@ async def _read_hello(lane: socket.socket) -> lane_pb2.Hello:
 
 def _send_last(lane: socket.socket, frame: bytes) -> None:
     """Send a last frame before the connection is closed. Do not wait: the send buffer is empty, so the frame fits
-    unless the
-    peer is gone.
+    unless the peer is gone.
     """
     try:
         lane.setblocking(False)
@@ -356,6 +354,7 @@ def _parse(data: bytes) -> lane_pb2.Hello:
 
 def _refusal(error: PenstockError) -> bytes:
     """Return the frame that refuses a consumer: CLOSE if its generation is out of date, otherwise ERROR with the
-    cause."""
+    cause.
+    """
     kind = CLOSE if isinstance(error, SupersededError) else ERROR
     return Frame(kind, rest=detail_of(error).SerializeToString()).encode()

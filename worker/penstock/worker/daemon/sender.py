@@ -55,8 +55,7 @@ PACKED_A_TURN = 1 << 20
 """Bytes of batches that are compressed before data is sent over TCP again; compressing them takes 2 ms."""
 MAX_BACKLOG = 1 << 16
 """Largest number of acks, and of numbers in them, that may wait for the runner to read them. A receiver that causes
-more
-counts as flooding the runner.
+more counts as flooding the runner.
 """
 AT_ONCE = 512 << 10
 """Bytes given to one sendmsg, and bytes of a payload that are checksummed at a time: as much as the send buffer of a
@@ -64,8 +63,7 @@ connection to a nearby peer holds. With half or twice as much, the sender takes 
 MiB."""
 MAX_OUT = 512
 """Largest number of buffers waiting to be sent. At the limit nothing more is read from the runner. All entries of a
-ring
-together need fewer.
+ring together need fewer.
 """
 
 
@@ -95,10 +93,10 @@ class _Payload:
 
 class Sender(threading.Thread):
     """Thread that forwards one runner's lane to one TCP connection, until either side ends.
+
     tcp_socket: connected socket whose Hello was read and verified; under TLS a TlsSocket. local: the daemon's end of a
     SEQPACKET socket pair; the runner has the other end and the same Hello. hello: the consumer's Hello. The sender
-    closes
-    both sockets.
+    closes both sockets.
     name: text for messages that names the worker, box and slot. on_end: called in the sender's thread when it ends.
     """
 
@@ -204,6 +202,7 @@ class Sender(threading.Thread):
 
     def _take_frames(self) -> bool:
         """Move frames from the runner to `_out`. Payloads are not copied unless they are compressed.
+
         Return False if the runner has sent no more frames yet.
         """
         runner, out = self._runner, self._out

@@ -48,8 +48,7 @@ class MeasuredSlot(Protocol):
 
 class MeasuredDaemon(Protocol):
     """Attributes of a daemon that metrics read. `name`, `settings` and `started_at` may be read in any thread, the
-    others only
-    on the daemon's event loop.
+    others only on the daemon's event loop.
     """
 
     name: str
@@ -158,6 +157,7 @@ def _readings(daemon: MeasuredDaemon, loop: asyncio.AbstractEventLoop) -> Metric
 def health(answered_at: float | None, lease_s: float, stopping: bool, now: float) -> tuple[int, str]:
     """Return the HTTP status of /healthz and its reason. A worker is healthy if its coordinator has answered within the
     lease.
+
     answered_at, now: monotonic time in seconds; answered_at is None before the first answer.
     """
     if stopping:

@@ -1,5 +1,6 @@
 """Settings of a worker daemon. Two functions derive from them the user and the control groups that its runners run
-in."""
+in.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ class DaemonSettings:
     groups."""
     no_cage: bool = False
     """Flag that turns off the sandbox. The sandbox hides other processes of the same user from runners; see
-    sandbox.py."""
+    sandbox.py.
+    """
     no_groups: bool = False
     """Flag that turns off control groups for runners; see control_groups.py."""
     tls: Tls | None = None

@@ -1,4 +1,5 @@
 """Large values that slots need (a loader's arguments, the state to resume from), fetched once for each daemon.
+
 A value is kept in a sealed memfd, and every child process gets a descriptor of it: copies of 300 MB for each of 32
 slots would take 10 GB. A thread with a connection of its own fetches the value. If the daemon's event loop fetched it,
 it could send no heartbeats for seconds.
@@ -29,6 +30,7 @@ class _Client(Protocol):
 
 class Blobs:
     """Cache of large values of the coordinator, by name.
+
     Args:
         connect: returns the client with which values are fetched.
     """
@@ -41,8 +43,7 @@ class Blobs:
 
     async def descriptor(self, name: str) -> int:
         """Return a file descriptor of the value called `name`, which the caller must close. Fetch the value if it is
-        not here yet.
-        Raise the coordinator's error if that fails.
+        not here yet. Raise the coordinator's error if that fails.
         """
         fetching = self._blobs.get(name)
         if fetching is None or (fetching.done() and (fetching.cancelled() or fetching.exception() is not None)):

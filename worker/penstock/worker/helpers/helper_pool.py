@@ -1,6 +1,6 @@
 """The daemon's warm helper processes (helper_process.py): as many as there are processors, shared by the tasks of a
-run.
-*Warm* means that the process has imported the modules that the loader needs before it gets a task.
+run. *Warm* means that the process has imported the modules that the loader needs before it gets a task.
+
 If a run has many tasks at once, for example the states of a hundred slots, they go to warm helpers, one task at a time
 to each. The first task of a run goes to a fresh child process, which reports the modules that it had to import. Warm
 helpers import the same modules. A task that fails in a warm helper is done again by a fresh child, whose answer counts.
@@ -26,8 +26,7 @@ __all__ = ["HelperPool", "HelperProcess"]
 
 PAYS = 3
 """Smallest number of simultaneous tasks of one loader for which a warm helper is started. Fewer tasks would end before
-the
-helper has imported its modules.
+the helper has imported its modules.
 """
 IDLE_S = 30.0
 """Seconds that a warm helper without a task is kept before it is ended."""
@@ -96,6 +95,7 @@ class _Crew:
 
 class HelperPool:
     """Pool of warm helpers, kept apart by the loader that they serve.
+
     Args:
         fork_server: returns the fork server from which warm helpers are forked.
     """
@@ -116,8 +116,7 @@ class HelperPool:
 
     async def take(self, assignment: records_pb2.WorkerAssignment, progress_page: ProgressPage) -> HelperProcess | None:
         """Return a warm helper for one task; start one if the loader has enough tasks. Return None if a fresh child
-        must do the
-        task. The caller must give the helper back or end it.
+        must do the task. The caller must give the helper back or end it.
         """
         crew = self._crews.get(_key_of(assignment))
         if crew is None or crew.unfit or crew.modules is None or (crew.tasks < PAYS and not crew.idle):
