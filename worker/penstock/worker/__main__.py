@@ -22,8 +22,7 @@ from penstock.worker.processes.child_processes import START_DEADLINE_S
 
 UNSAFE_BIND = 16
 """Exit status if the daemon refused to listen beyond this machine without TLS; equals UNSAFE_BIND in
-penstock.deploy.console.exit_codes.
-"""
+penstock.deploy.console.exit_codes."""
 
 
 def main() -> int:

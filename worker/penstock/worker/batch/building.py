@@ -28,8 +28,7 @@ _builder: Builder | None = None
 
 def lend(builder: Builder | None) -> None:
     """Use `builder` for this process's `collate` and `empty` from now on; None: build in ordinary memory. A forked
-    process starts with None.
-    """
+    process starts with None."""
     global _builder
     _builder = builder
 

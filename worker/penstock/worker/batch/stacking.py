@@ -59,8 +59,7 @@ class Builder:
 
     def _stack(self, samples: Sequence[Any], *, collate_fn_map: Any = None) -> Any:
         """Stack tensors into the leased ring entry with torch.stack. Call torch's own collate function for inputs that
-        torch.stack refuses or treats differently.
-        """
+        torch.stack refuses or treats differently."""
         lease = self.lease
         dtype = samples[0].dtype
         if (
@@ -80,8 +79,7 @@ class Builder:
 
     def _leaf(self, plain: Callable[..., Any], samples: Any, *, collate_fn_map: Any = None) -> Any:
         """Return the result of torch's collate function `plain` for a leaf. Move the cursor by the leaf's size unless a
-        nested call has moved it.
-        """
+        nested call has moved it."""
         cursor = self.lease.cursor
         made = plain(samples, collate_fn_map=collate_fn_map)
         if self.lease.cursor == cursor:

@@ -67,8 +67,7 @@ HELPERS_AT_ONCE = 2
 """Smallest limit on helper tasks that run at the same time. With more than two cores the limit is one task per core."""
 ASSIGNED = 2
 """Largest number of assignments that are processed, as a multiple of the worker's number of slots. Assignments beyond
-it are ignored. Those beyond the number of slots but within this limit are reported lost.
-"""
+it are ignored. Those beyond the number of slots but within this limit are reported lost."""
 ANSWERS_AT_ONCE = 1024
 """Largest number of state requests answered at the same time; a coordinator sends at most as many in one reply."""
 TURN_S = 0.5
@@ -131,8 +130,7 @@ class Daemon:
         """True if a state request was put off because ANSWERS_AT_ONCE were being answered."""
         self._made = self._seen = 0
         """Versions of the coordinator's replies, which rise. `_made`: version of the last reply that was applied.
-        `_seen`: version that heartbeats name as seen; with 0 the coordinator sends its whole reply again.
-        """
+        `_seen`: version that heartbeats name as seen; with 0 the coordinator sends its whole reply again."""
         self._listeners = LaneListeners(self._attach, settings.tls, insecure=settings.insecure)
         self._coordinators_clock = 0.0
         """Coordinator's clock minus this worker's monotonic clock at the last reply, in seconds."""
@@ -143,8 +141,7 @@ class Daemon:
         """Tasks that stop slots. They are never cancelled, so that their runners are reaped."""
         self._draining = self._leaving = False
         """Reasons why this worker gets no new slots. `_draining`: the coordinator drains the worker. `_leaving`: the
-        worker is about to end.
-        """
+        worker is about to end."""
         self._stuck = 0
         """Number of this worker's slots for which no other worker has free capacity; the coordinator reports it during
         a drain."""
@@ -195,8 +192,7 @@ class Daemon:
 
     async def _migrate_slots(self) -> None:
         """Wait for a stop request, then for every slot to move to another worker. Give up after `drain_s`, on a second
-        stop request, or if no other worker has free capacity.
-        """
+        stop request, or if no other worker has free capacity."""
         await self.stopping.wait()
         self._leaving = True
         self._dirty.set()
@@ -446,8 +442,7 @@ class Daemon:
 
     def _drop_unused(self) -> None:
         """Release helpers, values and findings of runs that have no slot on this worker any more. Without any slot,
-        also end the fork server, a little later, in case another run comes.
-        """
+        also end the fork server, a little later, in case another run comes."""
         attempts = {_attempt_of(slot.assignment) for slot in self._slots.values()}
         for attempt in [attempt for attempt in self._findings if attempt not in attempts]:
             del self._findings[attempt]
@@ -485,8 +480,7 @@ class Daemon:
 
     def _not_answered(self, request: str) -> None:
         """Forget that this state request was received, and let the next heartbeat request the coordinator's whole
-        reply. The reply contains the request again if it is still open.
-        """
+        reply. The reply contains the request again if it is still open."""
         self._answered.discard(request)
         self._seen = 0
 
@@ -547,8 +541,7 @@ class Daemon:
     @property
     def lease_s(self) -> float:
         """Seconds without a heartbeat after which the coordinator counts this worker as dead; 0 before the first
-        reply.
-        """
+        reply."""
         return self._lease_s
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

@@ -39,8 +39,7 @@ SOON_S = 0.5
 
 def fitted(reports: list[coordinator_pb2.SlotReport]) -> list[coordinator_pb2.SlotReport]:
     """Return slot reports that fit into one heartbeat. If they are too large together, each is shortened to an equal
-    share of REPORTS_MAX.
-    """
+    share of REPORTS_MAX."""
     if sum(report.ByteSize() for report in reports) <= REPORTS_MAX:
         return reports
     share = REPORTS_MAX // len(reports)
@@ -105,8 +104,7 @@ class Heartbeats:
 
     def is_due(self, now: float, lease_s: float) -> bool:
         """Return whether the thread should send a heartbeat at time `now`: the coordinator's last answer is too old,
-        and the event loop still makes progress.
-        """
+        and the event loop still makes progress."""
         return lease_s > 0 and now - self._answered > LATE * lease_s and now - self._turned < HANGS_S
 
     def _run(self) -> None:

@@ -270,8 +270,7 @@ class LaneListeners:
 
     async def _under_tls(self, connection: socket.socket) -> socket.socket:
         """Return the connection as lanes use it: as it is, or as a TlsSocket if this worker has a certificate. Raise
-        TlsError if only one of the two ends uses TLS.
-        """
+        TlsError if only one of the two ends uses TLS."""
         under_tls = looks_like_tls(await _first_bytes(connection))
         if self._files is None or self._context is None:
             if under_tls:
@@ -301,8 +300,7 @@ class LaneListeners:
 
 def _check_certificate(lane: TlsSocket, tls: Tls) -> None:
     """Raise TlsError if a consumer's certificate is for a role that may not read batches. The roles "client" and
-    "admin" may: `penstock doctor` reads as an admin.
-    """
+    "admin" may: `penstock doctor` reads as an admin."""
     names = dns_names(lane.getpeercert() or {})
     if tls.ca and not tls.roles_named(names, ("client", "admin")):
         shown = ascii(", ".join(names)[:SHOWN])
@@ -336,8 +334,7 @@ async def _read_hello(lane: socket.socket) -> lane_pb2.Hello:
 
 def _send_last(lane: socket.socket, frame: bytes) -> None:
     """Send a last frame before the connection is closed. Do not wait: the send buffer is empty, so the frame fits
-    unless the peer is gone.
-    """
+    unless the peer is gone."""
     try:
         lane.setblocking(False)
         lane.send(frame)
@@ -354,7 +351,6 @@ def _parse(data: bytes) -> lane_pb2.Hello:
 
 def _refusal(error: PenstockError) -> bytes:
     """Return the frame that refuses a consumer: CLOSE if its generation is out of date, otherwise ERROR with the
-    cause.
-    """
+    cause."""
     kind = CLOSE if isinstance(error, SupersededError) else ERROR
     return Frame(kind, rest=detail_of(error).SerializeToString()).encode()

@@ -55,16 +55,14 @@ PACKED_A_TURN = 1 << 20
 """Bytes of batches that are compressed before data is sent over TCP again; compressing them takes 2 ms."""
 MAX_BACKLOG = 1 << 16
 """Largest number of acks, and of numbers in them, that may wait for the runner to read them. A receiver that causes
-more counts as flooding the runner.
-"""
+more counts as flooding the runner."""
 AT_ONCE = 512 << 10
 """Bytes given to one sendmsg, and bytes of a payload that are checksummed at a time: as much as the send buffer of a
 connection to a nearby peer holds. With half or twice as much, the sender takes a tenth longer for batches of 1 and 8
 MiB."""
 MAX_OUT = 512
 """Largest number of buffers waiting to be sent. At the limit nothing more is read from the runner. All entries of a
-ring together need fewer.
-"""
+ring together need fewer."""
 
 
 class _Payload:

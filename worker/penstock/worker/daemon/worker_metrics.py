@@ -29,8 +29,7 @@ __all__ = ["health", "open_web"]
 
 MANY = 1 << 62
 """Memory limit larger than any runner's memory. With a limit that is not reached, `held_by` returns plain sums and does
-not read proportional shares, which the kernel computes slowly.
-"""
+not read proportional shares, which the kernel computes slowly."""
 _PLAIN = "text/plain; charset=utf-8"
 
 
@@ -48,8 +47,7 @@ class MeasuredSlot(Protocol):
 
 class MeasuredDaemon(Protocol):
     """Attributes of a daemon that metrics read. `name`, `settings` and `started_at` may be read in any thread, the
-    others only on the daemon's event loop.
-    """
+    others only on the daemon's event loop."""
 
     name: str
     settings: DaemonSettings

@@ -1,6 +1,5 @@
 """Settings of a worker daemon. Two functions derive from them the user and the control groups that its runners run
-in.
-"""
+in."""
 
 from __future__ import annotations
 
@@ -52,8 +51,7 @@ class DaemonSettings:
     groups."""
     no_cage: bool = False
     """Flag that turns off the sandbox. The sandbox hides other processes of the same user from runners; see
-    sandbox.py.
-    """
+    sandbox.py."""
     no_groups: bool = False
     """Flag that turns off control groups for runners; see control_groups.py."""
     tls: Tls | None = None
@@ -78,8 +76,7 @@ def own_name() -> str:
 
 def user_of_runners(settings: DaemonSettings) -> RunnerUser | None:
     """Return the user that user code runs as, None for the daemon's own user. Log a warning if memory that this user's
-    processes share cannot be measured.
-    """
+    processes share cannot be measured."""
     if settings.runner_user:
         if settings.runner_memory and not sees_shared_memory():
             _log.warning(
@@ -92,8 +89,7 @@ def user_of_runners(settings: DaemonSettings) -> RunnerUser | None:
 
 def groups_of_runners(settings: DaemonSettings) -> ControlGroups | None:
     """Return the control groups for the daemon's child processes, None if they are turned off or not available on this
-    machine.
-    """
+    machine."""
     if settings.embedded or settings.no_groups:
         groups, why_not = None, "they are turned off"
     else:

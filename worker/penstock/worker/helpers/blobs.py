@@ -43,8 +43,7 @@ class Blobs:
 
     async def descriptor(self, name: str) -> int:
         """Return a file descriptor of the value called `name`, which the caller must close. Fetch the value if it is
-        not here yet. Raise the coordinator's error if that fails.
-        """
+        not here yet. Raise the coordinator's error if that fails."""
         fetching = self._blobs.get(name)
         if fetching is None or (fetching.done() and (fetching.cancelled() or fetching.exception() is not None)):
             fetching = self._blobs[name] = asyncio.ensure_future(self._fetch(name))

@@ -26,8 +26,7 @@ __all__ = ["HelperPool", "HelperProcess"]
 
 PAYS = 3
 """Smallest number of simultaneous tasks of one loader for which a warm helper is started. Fewer tasks would end before
-the helper has imported its modules.
-"""
+the helper has imported its modules."""
 IDLE_S = 30.0
 """Seconds that a warm helper without a task is kept before it is ended."""
 WARM_S = 60.0
@@ -116,8 +115,7 @@ class HelperPool:
 
     async def take(self, assignment: records_pb2.WorkerAssignment, progress_page: ProgressPage) -> HelperProcess | None:
         """Return a warm helper for one task; start one if the loader has enough tasks. Return None if a fresh child
-        must do the task. The caller must give the helper back or end it.
-        """
+        must do the task. The caller must give the helper back or end it."""
         crew = self._crews.get(_key_of(assignment))
         if crew is None or crew.unfit or crew.modules is None or (crew.tasks < PAYS and not crew.idle):
             return None

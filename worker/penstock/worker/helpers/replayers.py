@@ -1,6 +1,5 @@
 """Running one task with a slot's loader in a helper process, while the slot's runner continues to stream. This is the
-daemon's side; replayer.py is the helper's. The stream continues whatever the task's result is.
-"""
+daemon's side; replayer.py is the helper's. The stream continues whatever the task's result is."""
 
 from __future__ import annotations
 

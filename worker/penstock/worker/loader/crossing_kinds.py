@@ -33,8 +33,7 @@ def more_careful(one: str, other: str) -> str:
 
 def to_try(known: str) -> tuple[str, ...]:
     """Return the crossings that a verification tries: first the known one, then more careful ones. REPLAY is left out,
-    because it needs no trial: it is used if all others fail.
-    """
+    because it needs no trial: it is used if all others fail."""
     return WAYS[WAYS.index(known or KEPT) : WAYS.index(REPLAY)]
 
 

@@ -39,8 +39,7 @@ _log = logging.getLogger("penstock.worker")
 
 def cross(source: PositionedLoader, step: int) -> RestartPoint:
     """Open the next epoch of a loader that was restored within an epoch. Use the right crossing (see
-    crossing_kinds.py), and find it first if it is not known. Return the epoch start.
-    """
+    crossing_kinds.py), and find it first if it is not known. Return the epoch start."""
     end, untouched, history = source.rng(), source.is_untouched, source.history
     choice = first_choice(
         history.crossing,
@@ -143,8 +142,7 @@ def _as_resumed(
 ) -> None:
     """Bring a loader that resumes by its own methods back to its position between two epochs: restore the start of its
     launch, then replay. Epochs that end on the way are crossed by the loader itself, as in its launch, and are not
-    verified again.
-    """
+    verified again."""
 
     def seen(batch: Any) -> None:
         source.digest, samples = take(batch)
@@ -169,8 +167,7 @@ def _first_of(source: PositionedLoader, take: Callable[[Any], tuple[int, int]]) 
 def _tried(source: PositionedLoader, step: int, take: Callable[[Any], tuple[int, int]]) -> First:
     """Open the next epoch from the loader's present state and return its beginning; then undo the opening. An error of
     the loader is part of the result: some loaders cannot open an epoch after a restore, and then another crossing is
-    tried.
-    """
+    tried."""
     try:
         source.open(step=step)
         return _first_of(source, take)
@@ -182,8 +179,7 @@ def _tried(source: PositionedLoader, step: int, take: Callable[[Any], tuple[int,
 
 def _from_the_beginning(source: PositionedLoader, take: Callable[[Any], tuple[int, int]]) -> None:
     """Replay a loader from the beginning up to its position between two epochs. Raise ReplayMismatchError if its stream
-    cannot be replayed from the beginning.
-    """
+    cannot be replayed from the beginning."""
     target, digest, history = source.position.copy(), source.digest, source.history
     why = (
         f"{source.name}: how it begins epoch {target.epoch} cannot be determined: it was restored within the epoch "

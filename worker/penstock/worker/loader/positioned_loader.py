@@ -53,19 +53,16 @@ class PositionedLoader(SlotLoader, ABC):
         """Error of state_dict() when the epoch start was taken; None if the state could be taken."""
         self.resume: dict[str, Any] | None = None
         """Decoded state that the launch resumed from, None without one. A loader with four state methods needs it to
-        start its launch again.
-        """
+        start its launch again."""
         self.restored = False
         """Flag that the loader was brought to the middle of its epoch by a state, and has not yielded the batches
         before."""
         self.strays = False
         """Flag that the loader drew other random numbers after a restore to an epoch's start than the loader that
-        streamed: the random generators differ after `iter()`.
-        """
+        streamed: the random generators differ after `iter()`."""
         self.counts_from: RestartPoint | None = None
         """Start of the stream; None unless the loader's own states lead to wrong batches. If set, later positions are
-        saved as numbers of batches after it, and not as states.
-        """
+        saved as numbers of batches after it, and not as states."""
         self.awaited: dict[int, int] = {}
         """Digests of batches that followed when a state was saved at an epoch's end. The key is the slot's total at
         that end."""
@@ -75,8 +72,7 @@ class PositionedLoader(SlotLoader, ABC):
         self._rng_at_peek = b""
         self._held: tuple[Iterator[Any], list[Any], RestartPoint | None] | None = None
         """Next epoch, if the loader began it before `next` has returned the end of the present one: its iterator, the
-        batch taken by `peek`, and its epoch start. None otherwise.
-        """
+        batch taken by `peek`, and its epoch start. None otherwise."""
         self._start: RestartPoint | None = None
         """Start of the launch; None unless the loader can be restored by its own methods only."""
 
@@ -92,8 +88,7 @@ class PositionedLoader(SlotLoader, ABC):
     @property
     def is_untouched(self) -> bool:
         """True if the loader was restored and has yielded nothing since. When the next epoch is opened, such a loader
-        may continue the restored epoch instead.
-        """
+        may continue the restored epoch instead."""
         return self.restored and self.position.total == self._restored_at
 
     @property
@@ -108,8 +103,7 @@ class PositionedLoader(SlotLoader, ABC):
 
     def learn_resume(self, resume: dict[str, Any] | None) -> None:
         """Record the state from which the launch resumed. If the state was saved at an epoch's end, record also the
-        digest of the batch that followed then, so that it can be compared with the batch that follows now.
-        """
+        digest of the batch that followed then, so that it can be compared with the batch that follows now."""
         self.resume, a = resume, self.assignment
         part = resume["slots"].get(a.slot) if resume is not None and a.resume.same_topology else None
         if part is not None and part.get("next_epoch") and part["next_digest"] and self.trusts_history(part):
@@ -118,8 +112,7 @@ class PositionedLoader(SlotLoader, ABC):
     def trusts_history(self, part: dict[str, Any]) -> bool:
         """Return whether the stream's history in a slot's saved part can be used. It cannot if an older release wrote
         the part, if the user edited it, or if the user loads it with strict=False. Then only the loader's own state is
-        used.
-        """
+        used."""
         strict = self.capabilities.state_methods != 4 or self.resume is None or self.resume["strict"]
         return bool("history" in part["restart"] and strict and not part.get("changed"))
 
@@ -177,16 +170,14 @@ class PositionedLoader(SlotLoader, ABC):
 
     def enter(self, epoch: int) -> None:
         """Record that the loader was resumed at the end of an epoch and continued with epoch `epoch` at once, without
-        ending the epoch first.
-        """
+        ending the epoch first."""
         self.history = self.history.of(replace(self.history.launch, enters=epoch))
         assert self._start is not None
         self._start = replace(self._start, history=self._start.history.of(self.history.launch))
 
     def _reached_from_start(self, point: RestartPoint) -> RestartPoint:
         """Return the point. For a loader that can be restored only to its start, set `behind` to that start: the
-        point's position is then reached by a replay from there.
-        """
+        point's position is then reached by a replay from there."""
         start = self._start or self.counts_from
         return point if start is None or point.position == start.position else replace(point, behind=start)
 
@@ -196,8 +187,7 @@ class PositionedLoader(SlotLoader, ABC):
 
     def peek(self) -> Any:
         """Return the next batch, or END at the end of the epoch, without advancing the position: `next` returns it
-        again. The loader itself is then one batch ahead, so use this only to compare digests.
-        """
+        again. The loader itself is then one batch ahead, so use this only to compare digests."""
         position, iterator, self._rng_at_peek = self.position.copy(), self._iterator, self.rng()
         self._ahead = [self.next()]
         self.position, self._iterator = position, iterator
@@ -205,8 +195,7 @@ class PositionedLoader(SlotLoader, ABC):
 
     def _begin(self) -> bytes:
         """Start to iterate over the loader; a loader that is its own iterator is made again first. Return the states of
-        the random generators that a replay must set before it does the same.
-        """
+        the random generators that a replay must set before it does the same."""
         if not self.capabilities.is_iterator:
             before = self.rng()
         else:
@@ -218,8 +207,7 @@ class PositionedLoader(SlotLoader, ABC):
 
     def next(self) -> Any:
         """Return the next batch and advance the position, or return END at the end of the epoch. `position.samples` is
-        left to the caller.
-        """
+        left to the caller."""
         assert self._iterator is not None
         try:
             if self._ahead:
@@ -282,8 +270,7 @@ class PositionedLoader(SlotLoader, ABC):
 
     def snapshot(self, step: int) -> RestartPoint:
         """Return a snapshot of the present position, as of the box's `step`. Encode it before the next call of `next`,
-        because its state may share objects with the loader.
-        """
+        because its state may share objects with the loader."""
         state, asked = self.state(step)
         taken = self.marked(
             RestartPoint(self.position.copy(), state, self.rng(), None, self.digest, step if asked else 0)
@@ -369,15 +356,13 @@ class PositionedLoader(SlotLoader, ABC):
 
     def renew(self, rng: bytes) -> None:
         """Replace the loader by a new one from input_fn. Then set the random generators to the captured states
-        `rng`.
-        """
+        `rng`."""
         self._make_again(self.history.launch.step + 1)
         self._restore_rng(rng)
 
     def make_as(self, worker: int) -> None:
         """Let user code see worker number `worker` of the box from now on. Call input_fn again, unless the present
-        loader was made as that worker and is unused.
-        """
+        loader was made as that worker and is unused."""
         self.abort()
         self.history = self.history.of(replace(self.history.launch, worker=worker))
         self._start = None

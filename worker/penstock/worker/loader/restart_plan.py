@@ -17,8 +17,7 @@ __all__ = ["BEGINNING", "Leg", "Recovery", "RestartPoint", "Target", "first_fit"
 
 BEGINNING: Final = None
 """Entry of `Recovery.ways` that uses no restart point: call input_fn again, and replay all batches from the
-beginning.
-"""
+beginning."""
 
 
 class RestartPoint(Protocol):
@@ -85,15 +84,13 @@ class Target:
 
     def behind(self, left: Iterable[tuple[int, int]]) -> Target:
         """Return the same target, with abandoned epochs added that a restart point's history names as (epoch,
-        total).
-        """
+        total)."""
         return replace(self, left=dict(left) | dict(self.left))
 
 
 def route(from_epoch: int, target: Target) -> list[Leg]:
     """Return the legs of a replay to the target from a position in epoch `from_epoch`. An abandoned epoch ends where
-    the training loop abandoned it.
-    """
+    the training loop abandoned it."""
     left = target.left
     legs = [Leg(epoch, left[epoch], leaves=True) for epoch in sorted(left) if from_epoch <= epoch < target.epoch]
     return [*legs, Leg(target.epoch, target.total, digest=target.digest)]

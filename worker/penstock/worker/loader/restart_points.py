@@ -2,11 +2,11 @@
 
 There are three kinds. Only the first needs no verification (see verification.py):
 
-    the beginning    call input_fn() again, seeded as when the slot's counts began; also a launch's start: for a loader
-    of
-                     four methods, input_fn() and its own methods with the state that the launch resumed from
-    an epoch start   the generators before `iter()`, the state if there is one, the generators after
-    a snapshot       `state_dict()` after batch n and the generators of that moment
+    the beginning    call input_fn() again, seeded as when the slot's counts began. For a loader with four state
+                     methods also the start of a launch: call input_fn(), and load the state that the launch resumed
+                     from by the loader's own methods.
+    an epoch start   the random generators before `iter()`, the state if there is one, the generators after `iter()`
+    a snapshot       `state_dict()` after batch n, and the random generators at that moment
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ loader raised. The next way to the position is then tried. If all fail, the erro
 """
 MOST_ABANDONED = 1024
 """Largest number of abandoned epochs that a restart point records. A stream with more cannot be replayed from the
-beginning.
-"""
+beginning."""
 
 
 class _End:
@@ -68,8 +67,7 @@ class StreamPosition:
 @dataclass(frozen=True)
 class Launch:
     """Point from which the loader counts its own steps, batches and samples: the start of the launch. A loader that was
-    replayed from the beginning counts from there instead.
-    """
+    replayed from the beginning counts from there instead."""
 
     step: int = 0
     """Number of the box's steps before the launch."""
@@ -78,12 +76,10 @@ class Launch:
     samples: int = 0
     worker: int | None = None
     """Worker number that input_fn saw; None unless the loader resumes by its own methods. Some loaders deal their
-    batches to workers in turn, and begin each launch with worker 0. So the slot whose turn it is becomes worker 0.
-    """
+    batches to workers in turn, and begin each launch with worker 0. So the slot whose turn it is becomes worker 0."""
     enters: int | None = None
     """Epoch with which a loader that was resumed at the end of an epoch continued at once, without ending that epoch.
-    Penstock then ends the epochs before it. None: the loader ended the epoch first.
-    """
+    Penstock then ends the epochs before it. None: the loader ended the epoch first."""
 
     def encode(self) -> list[Any]:
         return [self.step, self.batches, self.samples, self.worker, self.enters]
@@ -98,12 +94,10 @@ class StreamHistory:
     """Abandoned epochs, oldest first, as (epoch, the slot's last delivered batch in it, counted over all epochs)."""
     complete: bool = False
     """Flag that the stream can be replayed from the beginning: the slot's counts began with a new loader from input_fn,
-    and `abandoned` lists all abandoned epochs.
-    """
+    and `abandoned` lists all abandoned epochs."""
     crossing: str = ""
     """Way in which the loader enters the next epoch after it was restored within one: KEPT, FRESH or REPLAY; "" = not
-    known yet. See crossing_kinds.py.
-    """
+    known yet. See crossing_kinds.py."""
 
     def leaving(self, epoch: int, total: int) -> StreamHistory:
         """Return the history with one more abandoned epoch, which the training loop left after batch `total`."""
@@ -122,8 +116,7 @@ class StreamHistory:
 
     def knowing(self, crossing: str) -> StreamHistory:
         """Return the history with the more careful of two crossings: its own, and `crossing`, which was found at
-        another position. A crossing that is wrong anywhere must not be used.
-        """
+        another position. A crossing that is wrong anywhere must not be used."""
         return replace(self, crossing=more_careful(self.crossing, crossing))
 
     def encode(self) -> dict[str, Any]:
@@ -187,8 +180,7 @@ class RestartPoint:
     @property
     def is_beginning(self) -> bool:
         """True if this is the point from which the slot's batches are counted. If `history.complete` is set, a new
-        loader from input_fn starts there.
-        """
+        loader from input_fn starts there."""
         return self.is_epoch_start and self.position.total == self.position.epoch == 0
 
     def encode(self) -> bytes:
@@ -232,8 +224,7 @@ class RestartPoint:
     @classmethod
     def of(cls, value: dict[str, Any]) -> RestartPoint:
         """Return the restart point in a decoded value. If the value's position is reached by replay, return the restart
-        point from which it is replayed. Raise StateCorruptError for a value that `encode` did not write.
-        """
+        point from which it is replayed. Raise StateCorruptError for a value that `encode` did not write."""
         try:
             return cls._of(value)
         except (LookupError, ArithmeticError, TypeError, ValueError, AttributeError, RuntimeError) as error:

@@ -20,8 +20,7 @@ class RestorableLoader(PositionedLoader):
 
     def open_epoch(self, *, step: int = 0) -> RestartPoint:
         """Open epoch `position.epoch`, by the right crossing if the loader was restored within the epoch before. Return
-        the epoch start, whose state is taken as of the box's `step`.
-        """
+        the epoch start, whose state is taken as of the box's `step`."""
         if self._held is not None:
             return self._open_held(step)
         crosses = self.restored and not (self.capabilities.is_iterator or self.capabilities.exact_states)

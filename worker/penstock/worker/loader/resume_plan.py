@@ -1,6 +1,5 @@
 """The ways in which a slot can resume from a state of the same topology, best first. Pure functions; start.py carries
-the ways out.
-"""
+the ways out."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ class ResumeWay:
     """Slot of the box that is made as worker 0; None unless the loader resumes by its own methods only."""
     doubted: bool = False
     """Flag that this way counts only if it leads other slots of the box to their right batches too: one slot alone may
-    yield the right batch by chance.
-    """
+    yield the right batch by chance."""
 
 
 def rotations(turn: int, own: int, other: int, *, whole: bool) -> list[ResumeWay]:

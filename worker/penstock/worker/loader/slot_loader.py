@@ -103,8 +103,7 @@ class SlotLoader:
 
     def build(self) -> None:
         """Make the loader: set the seeds and the assignment that user code reads, call input_fn, and check the result.
-        Set `capabilities`.
-        """
+        Set `capabilities`."""
         a = self.assignment
         self._seed()
         self._introduce(a.start.step + 1)
@@ -146,8 +145,7 @@ class SlotLoader:
 
     def _seed(self) -> None:
         """Seed the random generators before input_fn is called. The seed is the same at each start of the slot. After a
-        change of topology it differs, because the same random numbers would come again otherwise.
-        """
+        change of topology it differs, because the same random numbers would come again otherwise."""
         a = self.assignment
         new_topology = a.start.step > 0 and not a.resume.same_topology
         seed_rng(derive_seed(a.seed, "slot", a.box, a.slot, *([a.start.step] if new_topology else [])))
@@ -208,8 +206,7 @@ class SlotLoader:
 
     def state(self, step: int) -> tuple[Any, bool]:
         """Return the loader's state_dict() as of the box's `step`, and whether state_dict() called
-        get_worker_state().
-        """
+        get_worker_state()."""
         a, position, launch = self.assignment, self.position, self.history.launch
         checkpoint = DataLoaderCheckpoint(
             self.worker,
@@ -233,8 +230,7 @@ class SlotLoader:
 
     def resume_by_own_methods(self, aggregated: Any, strict: bool) -> None:
         """Load a loader's part of an aggregated state by its deaggregate_state_dict and load_state_dict. The caller
-        opens the epoch afterwards.
-        """
+        opens the epoch afterwards."""
         arguments = {"strict": strict} if self._strict else {}
         with self._user("deaggregate_state_dict()", activity="load_state_dict"):
             own = self._loader.deaggregate_state_dict(aggregated, **arguments)
@@ -242,8 +238,7 @@ class SlotLoader:
 
     def aggregate(self, states: list[Any]) -> Any:
         """Return one state made of all workers' states by the loader's aggregate_state_dict. `states` is in order of
-        global_worker_id.
-        """
+        global_worker_id."""
         with self._user("aggregate_state_dict()"):
             return self._loader.aggregate_state_dict(states)
 
@@ -292,8 +287,7 @@ class SlotLoader:
 
     def failed(self, what: str, error: BaseException) -> PenstockError:
         """Return the error to raise for an exception of user code: a PenstockError unchanged, any other as
-        InputFnError. `what`: name of the call that raised it.
-        """
+        InputFnError. `what`: name of the call that raised it."""
         if isinstance(error, PenstockError):
             return error
         return InputFnError(f"{self.name}: {what} raised {describe(error)}", remote_traceback=format_remote(error))

@@ -1,6 +1,5 @@
 """The start of a slot: the steps that bring a new loader to the slot's start position, before its first batch. Code
-that replays the stream takes the same steps in the same order.
-"""
+that replays the stream takes the same steps in the same order."""
 
 from __future__ import annotations
 
@@ -93,8 +92,7 @@ def _leads_on(beside: RestorableLoader, slot: int, worker: int, resume: dict[str
 
 class _Resume:
     """Resume of one slot on the topology that the state was saved on. It tries ways in turn, and uses the first that
-    leads to the delivered batches.
-    """
+    leads to the delivered batches."""
 
     def __init__(
         self, source: RestorableLoader, part: dict[str, Any], total: int, epoch: int, then: int, keep: Keep, go: Go
@@ -147,8 +145,7 @@ class _Resume:
     @property
     def _any_wrong_epoch(self) -> bool:
         """Return whether the resumed loader began its next epoch with a wrong batch on any worker of the box. All
-        workers are then replayed, so that their own states are counted from the same position.
-        """
+        workers are then replayed, so that their own states are counted from the same position."""
         resume = self._source.resume
         assert resume is not None
         return any(RestartPoint.of(part).history.crossing == REPLAY for part in resume["slots"].values())
@@ -166,8 +163,7 @@ class _Resume:
 
     def _in_turn(self, first: int, doubted: bool) -> None:
         """Resume the loader by its own methods with slot `first` as worker 0. With `doubted`, check first that other
-        slots of the box continue with their right batches: one slot alone may yield the right batch by chance.
-        """
+        slots of the box continue with their right batches: one slot alone may yield the right batch by chance."""
         source = self._source
         a, resume = source.assignment, source.resume
         slots = len(a.start.slots)
@@ -227,8 +223,7 @@ class _Resume:
 
     def _cross_saved_end(self) -> None:
         """Advance a loader that was saved at the end of an epoch to the next epoch. Its next batch shows whether the
-        loader ends the epoch first or continues with the next one at once.
-        """
+        loader ends the epoch first or continues with the next one at once."""
         source, (first, _), to = self._source, self._kept[-1], self._next_epoch
         position, epoch_start = source.position.copy(), first
         known = bool(self._as_saved and self._part["next_digest"])
@@ -275,8 +270,7 @@ class _Resume:
 
     def _compare_next(self) -> None:
         """Raise ReplayMismatchError unless the batch that comes next is the one that followed when the state was
-        saved.
-        """
+        saved."""
         source = self._source
         batch = source.peek()
         take = ReplayDigest(cover=cover_of(source.assignment.loader.options)).take

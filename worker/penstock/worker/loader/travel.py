@@ -58,8 +58,7 @@ def begin(source: PositionedLoader, history: StreamHistory) -> None:
 
 def travel(source: PositionedLoader, target: Target, go: Go) -> None:
     """Replay from the loader's position to `target`. Abandon each epoch where the training loop abandoned it. `go`
-    replays a leg.
-    """
+    replays a leg."""
     for leg in route(source.position.epoch, target):
         go(leg)
         if leg.leaves:
@@ -92,8 +91,7 @@ def replay(
 
 def catch_up(source: PositionedLoader, epoch: int) -> None:
     """Advance to the beginning of epoch `epoch`. The epochs before it must yield no more batches: raise
-    ReplayMismatchError if one does.
-    """
+    ReplayMismatchError if one does."""
     while source.position.epoch < epoch:
         if not source.is_open:
             source.open_epoch()

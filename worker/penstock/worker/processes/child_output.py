@@ -49,8 +49,7 @@ class OutputLines:
 
     def feed(self, data: bytes, now: float) -> list[str]:
         """Add output of the child, and return the lines to log. b"" means the end of the output: an unfinished last
-        line is returned too.
-        """
+        line is returned too."""
         passed, self._at = max(0.0, now - self._at), now
         self._credit = min(BURST, self._credit + passed * LINES_PER_S)
         self._bytes_credit = min(BYTES_PER_S, self._bytes_credit + passed * BYTES_PER_S) - len(data)
@@ -107,8 +106,7 @@ class _Dropping(logging.handlers.QueueHandler):
 @contextmanager
 def unblocked_logging() -> Iterator[None]:
     """Write log records in a thread of their own while the `with` block runs, so that a slow standard error blocks no
-    other thread.
-    """
+    other thread."""
     root = logging.getLogger()
     handlers = list(root.handlers)
     records: queue.Queue[logging.LogRecord | None] = queue.Queue(QUEUED)

@@ -40,26 +40,21 @@ _log = logging.getLogger("penstock.worker")
 _user_log = logging.getLogger("penstock.user")
 START_DEADLINE_S = 600.0
 """Largest number of seconds that a fork server may take to start; the default of --start-timeout. On a cold network
-file system importing torch takes minutes.
-"""
+file system importing torch takes minutes."""
 IDLE_SHARE = 0.1
 """Part of the start deadline after which a starting fork server is killed if it neither ran nor waited for a processor
-in that time.
-"""
+in that time."""
 FORK_DEADLINE_S = 15.0
 """Seconds after which a fork server that does not answer, and neither runs nor waits for a processor, is given up. A
-fork takes milliseconds, and longer on a busy machine.
-"""
+fork takes milliseconds, and longer on a busy machine."""
 FORK_MOST_S = 300.0
 """Largest number of seconds for a fork, however busy the machine is."""
 STATUS_S = 0.25
 """Seconds that the daemon waits for the fork server's report of a dead child's exit status, before it looks for the
-status itself.
-"""
+status itself."""
 LAST_STATUS_S = 2.5
 """Seconds after which a dead child's exit status counts as unknown: the fork server has reaped the child, and has not
-reported the status.
-"""
+reported the status."""
 ORPHANS_LOOK_S = 0.03
 ORPHANS_LEAST_S = 1.0
 ORPHANS_S = 4.0
@@ -80,8 +75,7 @@ def about_slot(assignment: records_pb2.WorkerAssignment) -> dict[str, str | int]
 
 def _refuse_descriptors(message: ControlMessage) -> None:
     """Raise ProtocolError, and close the descriptors, if a child has sent file descriptors. No message of a child has
-    any, and each one would cost the daemon a descriptor.
-    """
+    any, and each one would cost the daemon a descriptor."""
     if message.fds:
         for fd in message.fds:
             os.close(fd)
@@ -108,8 +102,7 @@ class Child:
         """Control group of the child; "" = none. See control_groups.py."""
         self.out_of_memory = OutOfMemory.NO
         """Memory limit that was reached, if the kernel killed the child or one of its processes because memory ran out.
-        Set when the child has exited.
-        """
+        Set when the child has exited."""
         self._logger = SubjectLogger(_log, **(about or {}))
         self._user_logger = SubjectLogger(_user_log, **(about or {}))
         self.pid = 0
@@ -118,8 +111,7 @@ class Child:
         self.forked: asyncio.Future[None] = loop.create_future()
         self.exited: asyncio.Future[int | None] = loop.create_future()
         """Exit status of the child, once it has exited: negative for a signal, as in subprocess; None if it is
-        unknown.
-        """
+        unknown."""
         self.stacks = StackFile()
         self.last_stack = ""
         """Python stacks of the child when it crashed; "" if it did not. Set when the child has exited."""
@@ -154,8 +146,7 @@ class Child:
 
     def drain(self) -> None:
         """Process all messages that the child has sent so far. Kill a child that sends an invalid message: user code
-        may have caused it, and later messages would not be reliable.
-        """
+        may have caused it, and later messages would not be reliable."""
         try:
             while self._open and (message := self._channel.receive(wait=False)) is not None:
                 _refuse_descriptors(message)
@@ -459,8 +450,7 @@ class ForkServer:
 
     def close(self) -> None:
         """Ask the fork server to end its children, their orphans and itself. Kill it if it has not ended after
-        END_S.
-        """
+        END_S."""
         for child in list(self._children.values()):
             child.kill()
         if self._channel is not None and not self.dead:

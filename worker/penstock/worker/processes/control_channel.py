@@ -40,14 +40,12 @@ __all__ = [
 
 _CAUGHT_BY_TORCH = re.compile(r"Caught \S+ in (?P<where>[^\n]+)\.\nOriginal Traceback ")
 """Beginning of the text of an exception from one of torch's worker processes, as torch raises it again in the
-parent.
-"""
+parent."""
 _HEAD = struct.Struct("<IQB")  # bytes of JSON, bytes of payload, descriptors that came along
 MAX_JSON = 1 << 20
 MAX_PAYLOAD = 1 << 30
 """Largest payload of a message, in bytes. Payloads are loaders' states, of which the coordinator accepts at most
-900,000,000 bytes.
-"""
+900,000,000 bytes."""
 MAX_FDS = 16
 """Largest number of file descriptors in one message. At most as many may have arrived before the message that names
 them."""
@@ -86,8 +84,7 @@ class MessageInbox:
 
     def feed(self, data: bytes, fds: list[int]) -> None:
         """Add received bytes and descriptors. Raise ProtocolError, and close the descriptors, if there are more than a
-        message may have.
-        """
+        message may have."""
         self._buffer += data
         self._fds += fds
         if len(self._fds) > MAX_FDS:
@@ -133,7 +130,7 @@ class MessageInbox:
 
 
 class ControlChannel:
-    """One end of a control socket. `send` blocks; `receive` blocks unless `wait` is False."""
+    """End of a control socket, used by one process. `send` blocks; `receive` blocks unless `wait` is False."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(True)
@@ -163,8 +160,7 @@ class ControlChannel:
 
     def send(self, kind: str, payload: bytes = b"", fds: list[int] | None = None, **fields: Any) -> None:
         """Send a message; block until the socket has taken it. Raise UnsupportedStateError if the payload is too large,
-        and LaneLostError if the other end is gone.
-        """
+        and LaneLostError if the other end is gone."""
         if len(payload) > MAX_PAYLOAD:
             raise UnsupportedStateError(
                 f"the state of a loader must have at most {MAX_PAYLOAD} bytes, got {len(payload)}: leave out of "
@@ -211,8 +207,7 @@ class ControlChannel:
 
     def receive(self, wait: bool = True) -> ControlMessage | None:
         """Return the next message. If none has arrived, wait for one, or return None if `wait` is False. Raise
-        LaneLostError if the other end is gone.
-        """
+        LaneLostError if the other end is gone."""
         while (message := self._inbox.take()) is None:
             try:
                 data, fds = _receive(self.sock, 0 if wait else socket.MSG_DONTWAIT)
@@ -232,8 +227,7 @@ class ControlChannel:
 
 def payload_of(message: ControlMessage) -> bytes:
     """Return the payload of a message that a child received. A large payload comes as the descriptor of a memfd, which
-    is read and closed.
-    """
+    is read and closed."""
     if not message.fds:
         return message.payload
     (fd,) = message.fds
@@ -247,8 +241,7 @@ def payload_of(message: ControlMessage) -> bytes:
 
 def assignment_of(message: ControlMessage) -> records_pb2.WorkerAssignment:
     """Return the assignment in a message that a child received. Large arguments come as a descriptor with the
-    message.
-    """
+    message."""
     assignment = records_pb2.WorkerAssignment.FromString(message.payload)
     if message.fds:
         assignment.loader.arguments = payload_of(message)

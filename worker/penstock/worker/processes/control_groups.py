@@ -101,8 +101,7 @@ def why_not(own: Path | None, own_pids: Sequence[int], controllers: Sequence[str
 
 def enter(group: str) -> None:
     """Move this process into a group from `ControlGroups.make`. Processes that it starts later are in this group too.
-    Raise OSError on failure.
-    """
+    Raise OSError on failure."""
     Path(group, "cgroup.procs").write_text("0")
 
 
@@ -189,8 +188,7 @@ class ControlGroups:
 
     def remove(self, group: str) -> bool:
         """Remove the group of a dead child. Return False if processes are left in it. The caller must then `kill` the
-        group a little later: some of these processes clean up before they end (orphans.py).
-        """
+        group a little later: some of these processes clean up before they end (orphans.py)."""
         if group:
             self._busy.add(group)
             self._forget_empty()
@@ -234,7 +232,6 @@ class ControlGroups:
 
 def here() -> tuple[Path | None, list[int]]:
     """Return the folder of this process's control group, and the ids of the processes in it that are this process or
-    its descendants.
-    """
+    its descendants."""
     texts = (Path("/proc/self", name).read_text() for name in ("cgroup", "mountinfo"))
     return own_group(*texts), family(os.getpid())

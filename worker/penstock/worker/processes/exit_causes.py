@@ -19,8 +19,7 @@ def how_it_ended(status: int | None, progress_page: ProgressPage) -> str:
 def descriptors_closed(status: int | None, name: str) -> InputFnError | None:
     """Return the error for a child whose user code closed its control socket; None if the child ended in another way.
     The error counts as one of user code and not as a lost worker, because a replacement runner would end in the same
-    way.
-    """
+    way."""
     if status != DESCRIPTORS_CLOSED:
         return None
     return InputFnError(

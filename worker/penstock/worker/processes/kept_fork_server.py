@@ -15,8 +15,7 @@ __all__ = ["KeptForkServer"]
 
 IDLE_S = 300.0
 """Seconds that a fork server is kept without any slot. Starting one takes more than a second of processor time, and an
-idle one holds 150 MB.
-"""
+idle one holds 150 MB."""
 
 
 class KeptForkServer:

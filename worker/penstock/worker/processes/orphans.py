@@ -25,15 +25,13 @@ __all__ = ["GRACE_S", "Orphans", "forget_shared_memory", "own_children"]
 
 GRACE_S = 3.5
 """Seconds that orphans get to clean up before they are killed. torch's manager of shared memory waits for 2 s after its
-last user.
-"""
+last user."""
 _SHARED_MEMORY = Path("/dev/shm")
 
 
 def forget_shared_memory(pids: Collection[int]) -> None:
     """Remove the shared memory files that torch has left for these dead processes. torch unlinks such a file right
-    after it created it, so a process that is killed in between leaves the file.
-    """
+    after it created it, so a process that is killed in between leaves the file."""
     if not pids:
         return
     owners = {str(pid) for pid in pids}

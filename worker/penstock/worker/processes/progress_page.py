@@ -25,8 +25,7 @@ ENTRIES = 4096
 """Number of newest batches whose digests are kept."""
 EARLY = 256
 """Number of first batches of a runner whose digests are kept too. With them early snapshots can be verified however
-fast the runner is.
-"""
+fast the runner is."""
 ENDS = 1024
 """Number of newest epoch ends that are kept."""
 _HEAD = struct.Struct("<QQQQQQdQd")  # total, epoch, delivered, ends, activity, looked, since, samples, worked_s
@@ -43,8 +42,7 @@ _SIZE = _EARLY_AT + EARLY * _ENTRY.size
 
 IDLE = ("starting", "waiting", "sending")
 """Activities in which the runner does not work on a batch: the slot starts, waits for the training loop, or waits for a
-free ring entry.
-"""
+free ring entry."""
 ACTIVITIES = ("starting", "input_fn", "iter", "next", "state_dict", "load_state_dict", "waiting", "sending", "replay")
 
 
@@ -64,8 +62,7 @@ class BatchRecord:
 
 class ProgressPage:
     """Progress page of one runner. The daemon makes it (`ProgressPage.create`), and the runner opens it from an
-    inherited descriptor.
-    """
+    inherited descriptor."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -100,8 +97,7 @@ class ProgressPage:
 
     def set_position(self, total: int, epoch: int, samples: int) -> None:
         """Record the position at which the runner starts, or to which it returns after an abandoned epoch. The page
-        need not hold records of the batches before this position.
-        """
+        need not hold records of the batches before this position."""
         if self._first is None:
             self._first = self._last = total
         else:
@@ -142,8 +138,7 @@ class ProgressPage:
 
     def cut(self, epoch: int, total: int) -> None:
         """Record that the training loop abandoned epoch `epoch` after the slot's batch `total`. Ends of this and later
-        epochs are dropped.
-        """
+        epochs are dropped."""
         kept = [(e, t) for e, t in self.ends().items() if e < epoch]
         self._ends = 0
         for end in [*kept, (epoch, total)]:
@@ -161,8 +156,7 @@ class ProgressPage:
 
     def here(self, epoch: int, skipped: int) -> None:
         """Record the epoch of the batch that the runner makes next, and the number of batches skipped right before
-        it.
-        """
+        it."""
         _HERE.pack_into(self._map, _HERE_AT, epoch, skipped)
 
     def note_assignment_read(self) -> None:
@@ -228,8 +222,7 @@ class ProgressPage:
     @property
     def making(self) -> tuple[int, int] | None:
         """Epoch of the batch that the runner makes now, and the number of batches skipped right before it. None if it
-        makes no batch.
-        """
+        makes no batch."""
         if ACTIVITIES[self._activity % len(ACTIVITIES)] != "next":
             return None
         epoch, skipped = _HERE.unpack_from(self._map, _HERE_AT)

@@ -26,8 +26,7 @@ _PR_SET_DUMPABLE = 4
 _CAPABILITIES_VERSION = 0x20080522
 _NEEDED = {"CAP_CHOWN": 0, "CAP_DAC_OVERRIDE": 1, "CAP_KILL": 5, "CAP_SETGID": 6, "CAP_SETUID": 7}
 """Capabilities that a worker with runner_user needs, with the number of their bit. It changes its user, kills the
-user's processes, and gives and removes the user's folders.
-"""
+user's processes, and gives and removes the user's folders."""
 _LOOKS_INTO = 1 << 19
 """Bit of the capability CAP_SYS_PTRACE. With it a process can see how much memory another user's process shares."""
 _NO_USER = (1 << 32) - 1
@@ -39,8 +38,7 @@ PROBE_S = 60.0
 @dataclass(frozen=True)
 class RunnerUser:
     """User other than root that runners run as. It is taken from the system's user database; a number that is missing
-    there gets a group of the same number.
-    """
+    there gets a group of the same number."""
 
     name: str
     uid: int
@@ -49,8 +47,7 @@ class RunnerUser:
     home: str
     processes: int = 0
     """Largest number of processes and threads of this user on the machine; each runner sets it. 0 = the present
-    limit.
-    """
+    limit."""
 
     def encode(self) -> str:
         """Return the user as text, to pass it on a command line."""
@@ -135,8 +132,7 @@ def _capabilities() -> int:
 
 def _try_to_import(user: RunnerUser) -> None:
     """Raise InvalidArgumentError if this process cannot become the user, or if the user cannot import Penstock. Try it
-    in a new process.
-    """
+    in a new process."""
     command = [sys.executable, "-P", "-c", "import penstock.proto"]
     try:
         done = subprocess.run(

@@ -35,8 +35,7 @@ _HIGH_FD = 768  # below 1024, the usual soft limit
 
 def write_stacks_to(fd: int) -> None:
     """Let this process write the Python stacks of its threads to `fd` at each SIGNAL and at a crash. `fd` itself is
-    closed; a duplicate is used.
-    """
+    closed; a duplicate is used."""
     try:
         high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _HIGH_FD)
         os.close(fd)

@@ -27,16 +27,14 @@ __all__ = ["BY_VALUE", "MAIN", "check_allowed", "check_plain", "load_class", "lo
 MAIN = "penstock_main"
 BY_VALUE = "penstock_by_value"
 """Module name in `input_fn` for functions and classes that cannot be imported by name. They are sent by value, with
-their arguments.
-"""
+their arguments."""
 ANOTHER_VERSION = "is the worker running another version of it?"
 UNDER_GUARD = 'define it above `if __name__ == "__main__":`, for workers run the script without what is under that'
 
 
 def check_allowed(name: str, allow: Sequence[str]) -> None:
     """Raise InputFnNotAllowedError unless the module in `name` ("module:qualname") is one of the allowed prefixes or
-    below one.
-    """
+    below one."""
     _check_module(f"input_fn {name!r} is in", module_of(name), allow)
 
 
@@ -53,8 +51,7 @@ def _check_module(what: str, module: str, allow: Sequence[str]) -> None:
 def check_plain(spec: records_pb2.LoaderSpec) -> None:
     """Raise InputFnNotAllowedError for a spec with a search path or a script to import code from. Only embedded mode
     may send these, because there trainer and worker belong to one user. Elsewhere they would bypass the list of allowed
-    prefixes.
-    """
+    prefixes."""
     if spec.main_path or spec.sys_path:
         raise InputFnNotAllowedError(
             f"input_fn {spec.input_fn!r} comes with a search path or a script of the training process, which only an "

@@ -27,8 +27,7 @@ _CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 def cores(quota: Path = _CGROUP_QUOTA) -> int:
     """Return the number of processors that this process may use: those in its affinity mask, or fewer if its container
-    has a smaller quota.
-    """
+    has a smaller quota."""
     usable = len(os.sched_getaffinity(0))
     try:
         allowed, period = quota.read_text().split()
@@ -39,8 +38,7 @@ def cores(quota: Path = _CGROUP_QUOTA) -> int:
 
 def _counted(pid: int) -> tuple[float, float] | None:
     """Return two times of a process's main thread in seconds: how long it ran, and how long it waited for a processor.
-    Return None if they are not available.
-    """
+    Return None if they are not available."""
     try:
         ran, waited, _ = Path(f"/proc/{pid}/schedstat").read_text().split()
     except (OSError, ValueError):
@@ -77,8 +75,7 @@ class ProcessorDemand:
 
     def look(self, now: float) -> float:
         """Return the share of the time since the last call in which the process ran or waited for a processor. Return
-        1.0 at the first call, and if the kernel does not count these times.
-        """
+        1.0 at the first call, and if the kernel does not count these times."""
         counted = _counted(self.pid)
         if counted is None:
             return 1.0

@@ -41,8 +41,7 @@ class BatchRates:
     _worked_s: float = 0.0
     _used: ProcessorUse = NOTHING
     """Processor time used up to the newest batch that the rates include. `_worked_s` is the work up to the same
-    batch.
-    """
+    batch."""
     _done: int = 0
 
     def due(self, now: float) -> bool:

@@ -55,8 +55,7 @@ ORPHANS_S = 0.05
 """Seconds between two checks for orphans that have not ended yet."""
 LAST_LOOKS = 90
 """Largest number of checks for orphans before the fork server ends. After them it ends even if processes are left, for
-example of a fork bomb.
-"""
+example of a fork bomb."""
 
 
 def main() -> None:
@@ -115,9 +114,8 @@ def _collected_once() -> Iterator[None]:
     """Turn the garbage collector off while modules are imported in the `with` block, and exempt their objects from
     later collections.
 
-    With the collector, importing torch takes a fifth longer, because it scans all objects again and again. Garbage is
-    kept
-    too: finding it would take 0.1 s, and it is one MiB.
+    The collector would scan all objects again and again, for a fifth of the time that importing torch takes. Garbage is
+    kept too: finding it would take 0.1 s, and it is one MiB.
     """
     gc.disable()
     yield
@@ -127,16 +125,14 @@ def _collected_once() -> Iterator[None]:
 
 def _load_for_main_script() -> None:
     """Import pydantic. Each runner that loads a trainer's main script imports penstock.client, which imports pydantic
-    in 0.1 s of processor time.
-    """
+    in 0.1 s of processor time."""
     with _collected_once():
         import pydantic_settings  # noqa: F401
 
 
 def _reap(children: dict[int, int], channel: ControlChannel, orphans: Orphans) -> None:
     """Reap the children that have died, and report their exit status to the daemon. Kill a child's process group first,
-    while its process id cannot be reused.
-    """
+    while its process id cannot be reused."""
     for pid in list(children):
         if not has_ended(pid):
             continue
@@ -185,8 +181,7 @@ def _give_up_rights(tempdir: str) -> None:
 
 def _child(parent: int, message: ControlMessage, parents_channel: ControlChannel, own: Iterable[int]) -> int:
     """Run the program of a forked child, and return its exit status. Errors of user code are handled inside; only
-    exceptions of Penstock's own code leave this function.
-    """
+    exceptions of Penstock's own code leave this function."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     parents_channel.sock.close()

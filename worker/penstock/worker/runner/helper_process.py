@@ -38,8 +38,7 @@ __all__ = ["run_helper"]
 
 def run_helper(channel: ControlChannel) -> None:
     """Run a warm helper: import what tasks need, report the result, and do tasks until the daemon closes the
-    channel.
-    """
+    channel."""
     with contextlib.suppress(LaneLostError):
         message = cast(ControlMessage, channel.receive())
         spec = records_pb2.LoaderSpec.FromString(message.payload)
@@ -53,8 +52,7 @@ def run_helper(channel: ControlChannel) -> None:
 
 def _warm_up(spec: records_pb2.LoaderSpec, modules: Sequence[str]) -> str:
     """Import the modules that the loader needs. Return a description of the first other effect that this had, "" if it
-    had none.
-    """
+    had none."""
     place_of.set_assignment(place_of.NEUTRAL)
     before = _surroundings()
     try:

@@ -85,8 +85,7 @@ class _BatchRecord:
 @contextmanager
 def _reraise_interrupts() -> Iterator[None]:
     """Raise KeyboardInterrupt or BdbQuit instead of the InputFnError that it caused in the `with` block. They come from
-    Ctrl-C and from quitting a debugger.
-    """
+    Ctrl-C and from quitting a debugger."""
     try:
         yield
     except InputFnError as error:
@@ -179,8 +178,7 @@ class InProcessSlot:
 
     def lose(self) -> None:
         """Treat the loader as lost, as if its worker had died. The next call makes it again and restores its
-        position.
-        """
+        position."""
         self._lost = True
 
     def failure(self, error: BaseException) -> PenstockError:
@@ -214,8 +212,7 @@ class InProcessSlot:
 
     def _rebuilt(self, epoch: int, total: int) -> RestorableLoader:
         """Replace the loader by a new one, brought to batch `total` in epoch `epoch` as a runner that takes the slot
-        over would do. Return it.
-        """
+        over would do. Return it."""
         if self._source is not None:
             self._source.drop()
         self._globals, noted = ProcessGlobals(), self._log.get(total)

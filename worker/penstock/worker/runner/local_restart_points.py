@@ -1,6 +1,5 @@
 """A runner's own copies of its newest restart points, and its plan to return to where the training loop abandoned an
-epoch.
-"""
+epoch."""
 
 from __future__ import annotations
 
@@ -17,12 +16,10 @@ KEPT_POINTS = 16
 """Number of newest epoch starts that are always kept, and of snapshots that are kept at most."""
 KEPT_BYTES = 64 << 20
 """Total size up to which more than KEPT_POINTS epoch starts are kept, in bytes: one for each epoch that the runner may
-be ahead of the training loop.
-"""
+be ahead of the training loop."""
 CHECKED_BATCHES = 4
 """Smallest number of batches from a snapshot to the position to return to. The replay compares all of them, because the
-snapshot is not verified.
-"""
+snapshot is not verified."""
 
 
 @dataclass(frozen=True)
@@ -40,22 +37,19 @@ class Return:
 
     inside: EncodedPoint | None
     """Newest snapshot in the position's epoch that lies at least CHECKED_BATCHES before the position, so that the
-    replay compares batches.
-    """
+    replay compares batches."""
     epoch_start: EncodedPoint | None
     """Newest start of the position's epoch that lies at or before the position."""
     earlier: EncodedPoint | None
     """Newest restart point before the position's epoch: a snapshot, or the start of the run's first epoch."""
     first: EncodedPoint | None
-    """Newest restart point before the position's epoch that is used if `epoch_start` is in doubt. The run's first epoch
-    start counts only if the position lies in the second epoch.
-    """
+    """Newest restart point before the position's epoch that is used if `epoch_start` is in doubt. One in the run's first
+    epoch counts only if the position lies in the second epoch."""
     there: EncodedPoint | None
     """Newest snapshot taken exactly at the position to return to."""
     probe: Target | None = None
     """Position to which a replay from `epoch_start` must lead before `epoch_start` is trusted; None: no test. Set if
-    the training loop took no batch of the epoch: the return itself then replays no batch that could be compared.
-    """
+    the training loop took no batch of the epoch: the return itself then replays no batch that could be compared."""
 
     def ways(self, *, origin_doubted: bool) -> list[EncodedPoint]:
         """Return the restart points to try, the best first; empty if none is kept.
@@ -81,8 +75,7 @@ class LocalRestartPoints:
 
     def add(self, point: EncodedPoint, *, epoch_start: bool) -> None:
         """Add a restart point, and drop the oldest ones above the limits. Starts of several epochs are kept: a slot
-        with short or empty epochs may be many epochs ahead of the training loop, which may abandon any of them.
-        """
+        with short or empty epochs may be many epochs ahead of the training loop, which may abandon any of them."""
         (self._origins if epoch_start else self._snapshots).append(point)
         epoch_starts = self._origins
         while len(epoch_starts) > KEPT_POINTS and (

@@ -48,8 +48,7 @@ class _Answer(Protocol):
 
 class _ReportingAnswer:
     """Channel wrapper that adds to an answer the modules imported for the task. Warm helpers then import the same
-    modules (helper_process.py).
-    """
+    modules (helper_process.py)."""
 
     def __init__(self, channel: ControlChannel, known: set[str]) -> None:
         self._channel, self._known = channel, known
@@ -149,8 +148,7 @@ def _find_crossing(
     opened: RestartPoint | None,
 ) -> str:
     """Return the crossing by which the loader, at the end of its epoch, continues with the batches `beyond` of later
-    epochs. Return the known crossing if it is still right, otherwise a more careful one.
-    """
+    epochs. Return the known crossing if it is still right, otherwise a more careful one."""
     end, position = source.rng(), source.position.copy()
     for way in to_try(known):
         source.position = position.copy()
@@ -226,8 +224,7 @@ def _equals(source: RestorableLoader, point: RestartPoint) -> bool:
 
 def _advanced(point: RestartPoint, assignment: records_pb2.WorkerAssignment, fields: dict[str, Any]) -> bytes:
     """Return the encoded state for a later position in the restart point's epoch, computed by the loader's class
-    (`advance_state`).
-    """
+    (`advance_state`)."""
     loader = load_class(fields["loader"], assignment.loader)
     position = StreamPosition(point.position.epoch, fields["delivered"], fields["total"], fields["samples"])
     state = loader.advance_state(point.state, position.total - point.position.total)
@@ -236,8 +233,7 @@ def _advanced(point: RestartPoint, assignment: records_pb2.WorkerAssignment, fie
 
 def _no_batch_before(source: RestorableLoader, epoch: int) -> bool:
     """Return whether the loader reaches epoch `epoch` without yielding a batch. If it yields one, the training loop
-    abandoned an epoch that this process does not know of, and a resume from this state would continue that epoch.
-    """
+    abandoned an epoch that this process does not know of, and a resume from this state would continue that epoch."""
     while source.position.epoch < epoch:
         if not source.is_open:
             source.open_epoch()

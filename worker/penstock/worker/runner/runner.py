@@ -97,9 +97,7 @@ class _Start:
     resume: dict[str, Any] | None
     points: list[RestartPoint]
     begins: bool = False
-    """Flag that the restart point at the attempt's beginning is not among `points`, so the runner must make it
-    again.
-    """
+    """Flag that the restart point at the attempt's beginning is not among `points` and must be made again."""
 
 
 class _Runner:
@@ -125,20 +123,17 @@ class _Runner:
         """Encoded restart point from which this runner's stream starts."""
         self._counts = False
         """Flag that the loader's own states lead to wrong batches. Restart points are then saved as numbers of batches
-        after the stream's start.
-        """
+        after the stream's start."""
         self._left: dict[int, int] = {}
         """Epochs that the training loop abandoned: number of the epoch -> the slot's total where it was abandoned."""
         self._hello: lane_pb2.Hello | None = None
         self._points: list[RestartPoint] = []
-        """Restart points received after the start. The slot's previous runner, which continued meanwhile, has made
-        them."""
+        """Restart points received after the start, which the slot's previous runner made meanwhile."""
         self._looked = False
         self._begun = False
         self._generators_at = 0
         """Number of the batch after which a hash of the random generators is sent to the daemon: the first batch after
-        the newest restart point. The verification of that restart point compares it.
-        """
+        the newest restart point. The verification of that restart point compares it."""
         self._last_look = 0.0
         self._poll = select.poll()
         self._poll.register(channel.fileno(), select.POLLIN)
@@ -152,8 +147,7 @@ class _Runner:
     # ---- starting
 
     def prepare(self) -> None:
-        """Make the loader and bring it to the slot's start position. Report a failure to the daemon, and end the
-        process."""
+        """Make the loader and bring it to the slot's start position. A failure is reported and ends the slot."""
         source = self.source
         self._doing("starting")
         try:
@@ -195,8 +189,7 @@ class _Runner:
 
     def _recover(self, points: list[RestartPoint]) -> None:
         """Bring the loader of a slot that another runner had before to the position after the last delivered batch.
-        Compare the batches that are replayed on the way with the delivered ones.
-        """
+        Compare the batches that are replayed on the way with the delivered ones."""
         self._doing("waiting")
         while self._hello is None:
             self._serve(None)
@@ -213,9 +206,7 @@ class _Runner:
         catch_up(source, hello.epoch)
 
     def _await_resume(self) -> dict[str, Any]:
-        """Request from the daemon the state that the launch resumed from, and return it. The daemon does not send it at
-        the start of a recovery.
-        """
+        """Request the state that the launch resumed from, which the daemon does not send in a recovery. Return it."""
         self._channel.send("wants_resume")
         while (message := cast(ControlMessage, self._channel.receive())).kind != "resume":
             self._handle(message)
@@ -363,8 +354,7 @@ class _Runner:
 
     def _learn(self, structure: Structure) -> int:
         """Give a new batch structure a number, and announce it to consumers. Return the number. The table keeps the
-        structure alive, so that no other object gets its id.
-        """
+        structure alive, so that no other object gets its id."""
         self._structures += 1
         self._numbers[id(structure)] = self._structures, structure
         if len(self._numbers) > KNOWN_STRUCTURES:
@@ -373,9 +363,7 @@ class _Runner:
         return self._structures
 
     def _reserve(self, flat: FlatBatch) -> FreeEntry | None:
-        """Return a free ring entry for a batch; wait until there is one. Return None if the training loop abandons the
-        epoch meanwhile.
-        """
+        """Wait for a free ring entry and return it; None if the training loop abandons the epoch meanwhile."""
         producer = self.producer
         need = flat.nbytes + (8 * len(flat.shapes) if len(flat.shapes) > LONG_SHAPES else 0)
         entry = self._lease.take(flat, need) or producer.reserve(need)
@@ -393,8 +381,7 @@ class _Runner:
     def _wait_in_user_code(self) -> bool:
         """Wait for a free ring entry while user code builds a batch. Return False if the training loop has abandoned
         the epoch, or after an error. The error is raised only after user code has returned, because user code might
-        catch it.
-        """
+        catch it."""
         if self._interrupt is None and not self.producer.abandoned:
             self._doing("sending")
             try:
@@ -408,8 +395,7 @@ class _Runner:
 
     def _snapshot(self) -> None:
         """Take a snapshot of the loader at its present position, and send it to the daemon. If that fails, report the
-        error and take no more snapshots; the stream continues, and the next save raises the error.
-        """
+        error and take no more snapshots; the stream continues, and the next save raises the error."""
         source, producer = self.source, self.producer
         total = source.position.total
         steps = producer.wanted.pop(total, None)
@@ -434,14 +420,11 @@ class _Runner:
             del producer.wanted[stale]
 
     def _is_counted(self, point: RestartPoint) -> bool:
-        """Return whether the restart point is saved as a number of batches after the stream's start. Such a restart
-        point needs no verification.
-        """
+        """Return whether the restart point is a number of batches from the start, which needs no verification."""
         return self._counts and point.behind is not None
 
     def _step_of(self, total: int) -> int:
-        """Return the box's step that delivers the slot's batch `total`, if all slots of the box still have batches in
-        the epoch."""
+        """Return the box's step of the slot's batch `total`, if all slots of the box still have batches in the epoch."""
         return self._first_step + (total - self._first_total - 1) * self._stride
 
     def _keep(
@@ -472,9 +455,7 @@ class _Runner:
         self._channel.send("unsaved", error=plain_detail(error))
 
     def _send_restart_point(self, point: RestartPoint, data: bytes, *, epoch_start: bool, **given: bool) -> None:
-        """Keep a restart point in this process, and send it to the daemon. `given`: further flags, see StoredSnapshot
-        in snapshots.py.
-        """
+        """Keep a restart point, and send it to the daemon. `given`: further flags, see StoredSnapshot (snapshots.py)."""
         position, flags = (
             point.position,
             cast(dict[str, Any], {"start": False, "wanted": False, "begins": False} | given),
@@ -495,8 +476,7 @@ class _Runner:
 
     def _go_back(self) -> None:
         """Return to where the training loop abandoned an epoch, and close the epoch there. The loader and its random
-        generators had run ahead, and later batches must not depend on how far they ran.
-        """
+        generators had run ahead, and later batches must not depend on how far they ran."""
         source, producer = self.source, self.producer
         epoch, delivered = producer.abandoned.popleft(), producer.delivered
         position = source.position
@@ -521,9 +501,7 @@ class _Runner:
         self._channel.send("left", epoch=epoch, total=delivered)
 
     def _return_to(self, epoch: int, total: int) -> None:
-        """Restore the loader to the position after batch `total` in epoch `epoch`, which the runner has run ahead
-        of.
-        """
+        """Restore the loader to the position after batch `total` in an epoch that the runner ran ahead of."""
         source, history, page = self.source, self.source.history, self._progress_page
         delivered, ahead = page.entry(total), page.entry(total + 1)
         # A loader with worker processes of its own is not tried, because each try would start them again.
@@ -556,8 +534,7 @@ class _Runner:
 
     def _is_doubted(self, plan: Return) -> bool:
         """Return whether the epoch start is wrong: a loader restored from it does not continue with the batch that
-        followed it before.
-        """
+        followed it before."""
         if plan.probe is None or plan.epoch_start is None:
             return False
         try:
@@ -569,8 +546,7 @@ class _Runner:
     def _leave_unsaved(self, epoch: int, total: int) -> None:
         """Abandon an epoch with a loader that has no state methods. The loader cannot be restored to an earlier
         position: data that it read ahead, for example from a queue, is lost. Seed its random generators by the
-        position.
-        """
+        position."""
         source, delivered = self.source, self._progress_page.entry(total)
         source.reseed("left", epoch, total)
         source.position.epoch, source.position.total = epoch, total
@@ -581,8 +557,7 @@ class _Runner:
 
     def _serve(self, timeout_s: float | None) -> None:
         """Wait for a message of the daemon or the consumer, at most `timeout_s` seconds, and handle all messages that
-        have arrived.
-        """
+        have arrived."""
         producer, poll = self.producer, self._poll
         producer.flush()
         consumer = producer.fileno(), select.POLLIN | (select.POLLOUT if producer.blocked else 0)

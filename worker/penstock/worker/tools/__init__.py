@@ -1,1 +1,2 @@
-"""The only two modules of a worker that `penstock.deploy` may use: they run users' loaders outside of a worker."""
+"""Entry points for `penstock doctor` and `penstock replay`, which run users' loaders outside of a worker. Of the
+worker's modules, `penstock.deploy` may import only the two in this package."""
