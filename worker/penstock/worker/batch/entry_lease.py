@@ -46,7 +46,7 @@ epoch is built in ordinary memory: this loader keeps or changes its batches, and
 
 
 class EntryArena(np.ndarray[Any, np.dtype[np.uint8]]):
-    """Array over all bytes of a leased entry; the base object of the leaves in it.
+    """Array over all bytes of a leased ring entry. Each tensor that user code builds there has it as base object.
 
     It must be a class of its own because numpy shortens a chain of bases of one type: the leaves would then refer to
     another base, and the arena would be freed at once.
@@ -66,7 +66,7 @@ class EntryLease:
         self.offered = False
         """True while user code is making a batch that will be streamed."""
         self.cursor = 0
-        """Offset in the entry at which the next leaf of the batch goes, in bytes."""
+        """Offset in the entry for the next leaf (tensor or array) of the batch, in bytes."""
         self.built = 0
         """Number of batches that were built in a ring entry and published there without a copy."""
         self.copied = 0

@@ -25,7 +25,7 @@ _dtype_of = attrgetter("dtype")
 
 
 class Builder:
-    """Implementation of `collate` and `empty` in a runner; see building.py."""
+    """Object that builds a runner's batches in ring entries: it implements `collate` and `empty` of building.py."""
 
     def __init__(self, lease: EntryLease) -> None:
         self.lease = lease

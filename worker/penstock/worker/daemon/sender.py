@@ -1,13 +1,13 @@
-"""The sender: a runner's ring -> TCP, for a box on another host.
+"""The sender: it sends the batches in a runner's ring over TCP, to a box on another host.
 
 The daemon runs one sender thread for each TCP lane. To the runner it is a consumer like any other. To the receiver it
 writes the same frames, each BATCH frame followed by its payload straight from the ring's mapping, or compressed if the
-consumer requested that. So the runner works as for a local consumer, spends no processor time on sending, and batches
+consumer requested that. So the runner works as for a local consumer and spends no processor time on sending. Batches
 that it had produced before it died are still sent.
 
-It never blocks on one side while the other is ready: one poll over both sockets, and writes that take as much as the
-socket does. Outgoing data waits in `_out`, in order; many small buffers go out in one call. `_out` needs no bound of
-its own: each batch in it holds a ring entry, and the ring is the bound (compressed batches are copies, smaller than
+The sender never blocks on one side while the other is ready: it polls both sockets, and each write takes as much as the
+socket accepts. Outgoing data waits in `_out`, in order; many small buffers go out in one call. `_out` needs no bound of
+its own: each batch in it holds a ring entry, so the ring is the bound (compressed batches are copies, smaller than
 their entries). Only announcements are counted, against a runner that floods them.
 
 The checksum behind a payload (penstock.proto.lane.tcp) is computed a piece at a time, right before the piece is sent,
@@ -58,8 +58,7 @@ MAX_BACKLOG = 1 << 16
 more counts as flooding the runner."""
 AT_ONCE = 512 << 10
 """Bytes given to one sendmsg, and bytes of a payload that are checksummed at a time: as much as the send buffer of a
-connection to a nearby peer holds. With half or twice as much, the sender takes a tenth longer for batches of 1 and 8
-MiB."""
+connection to a nearby peer holds. With half or twice as much, sending batches of 1 and 8 MiB takes a tenth longer."""
 MAX_OUT = 512
 """Largest number of buffers waiting to be sent. At the limit nothing more is read from the runner. All entries of a
 ring together need fewer."""
@@ -130,8 +129,8 @@ class Sender(threading.Thread):
         self._shut = False  # nothing more will be sent over TCP
 
     def stop(self, timeout: float = 5.0) -> bool:
-        """Close both connections now; batches not delivered stay with the runner. Return False if this takes longer
-        than `timeout` seconds.
+        """Close both connections now, and wait for the thread to end. Batches that were not delivered stay in the
+        runner's ring. Return False if this takes longer than `timeout` seconds.
 
         May be called from any thread but the sender's own, and more than once.
         """

@@ -25,7 +25,7 @@ _log = logging.getLogger("penstock.worker")
 
 @dataclass(frozen=True)
 class DaemonSettings:
-    """Settings of a daemon."""
+    """Settings of a worker daemon."""
 
     coordinator: str
     token: str = field(repr=False)

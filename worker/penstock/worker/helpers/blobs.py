@@ -65,7 +65,7 @@ class Blobs:
             self._blobs.pop(name).add_done_callback(_let_go)
 
     def close(self) -> None:
-        """Release all values."""
+        """Release all values, and stop fetching."""
         self.keep(())
         if self._client is not None:
             self._client.close()

@@ -48,8 +48,8 @@ async def run_task(
     deadline_s: float = DEADLINE_S,
     **fields: Any,
 ) -> ControlMessage:
-    """Return a helper process's answer to `task`. If the helper is killed from outside (SIGKILL), another one does the
-    task.
+    """Let a helper process do `task` with the slot's loader, and return its answer. If the helper is killed from
+    outside (SIGKILL), another one does the task.
 
     Raises:
         DeadlineError: the task took longer than `deadline_s`; with the helper's stack.

@@ -3,14 +3,16 @@
 The next epoch of a loader that ran the whole epoch is opened by `iter()`. A loader that was restored within an epoch
 may not know any more where an epoch begins: a Hugging Face IterableDataset begins every later epoch at the restored
 position. A new loader from input_fn begins an epoch at its beginning, but if it counts epochs, its count is wrong. A
-loader replayed from the beginning is always right, but takes long. `StreamHistory.crossing` names one of three ways:
+loader replayed from the beginning is always right, but takes long. So there are three ways to enter the next epoch,
+called *crossings*:
 
     KEPT     continue with the restored loader
-    FRESH    call input_fn() again, with the generators as they are
+    FRESH    call input_fn() again, with the random generators as they are
     REPLAY   replay a new loader from the beginning
 
-If the crossing is not known, the first batch of the next epoch is made in the first two ways. If the two batches are
-equal, and also `state_dict()` and the generators after them, FRESH is used. Otherwise the slot's stream is replayed
+`StreamHistory.crossing` names the right one, once it is known. Until then the first batch of the next epoch is made in
+the first two ways. If the two batches are equal, and also `state_dict()` and the random generators after them, FRESH is
+used. Otherwise the slot's stream is replayed
 from the beginning, once, and the result decides for good. Comparing the batch alone is not enough: where the order of
 shards depends on the epoch's number, two epochs may begin with the same batch. If a state was saved at this epoch's
 end, the batch that followed is known (`PositionedLoader.awaited`): a way that leads to another batch is wrong.

@@ -36,8 +36,8 @@ __all__ = ["PositionedLoader"]
 
 
 class PositionedLoader(SlotLoader, ABC):
-    """A slot's loader that is opened, replayed, saved and restored. `RestorableLoader` adds how it crosses the end of
-    an epoch in which it was restored."""
+    """Loader of a slot that can be opened, replayed, saved and restored. Its subclass `RestorableLoader` adds how the
+    next epoch is opened after a restore within an epoch."""
 
     def __init__(
         self,
@@ -119,8 +119,8 @@ class PositionedLoader(SlotLoader, ABC):
     # ---- epochs
 
     def open(self, *, step: int = 0, rng_after: bytes | None = None) -> RestartPoint:
-        """Open the next epoch with the present loader, whatever its state. Return the epoch start, or for a loader that
-        can be restored only to its start, the position as reached from there.
+        """Open the next epoch with the present loader, whatever its state. Return its epoch start. If the loader can
+        be restored only to the start of its launch, the result is marked as reached from there by replay.
 
         step: the box's step. rng_after: states of the random generators to set once the epoch is open, on a resume.
         """

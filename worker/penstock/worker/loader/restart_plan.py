@@ -21,7 +21,7 @@ beginning."""
 
 
 class RestartPoint(Protocol):
-    """Fields of a restart point that planning uses."""
+    """Interface of a restart point that planning uses."""
 
     @property
     def epoch(self) -> int: ...
@@ -80,7 +80,7 @@ class Target:
     left: Mapping[int, int] = field(default_factory=dict)
     """Abandoned epochs: number of the epoch -> the slot's total at which the training loop abandoned it."""
     digest: int = 0
-    """Digest of batch `total`; 0 = not known."""
+    """Digest that batch `total` must have; 0 = not known."""
 
     def behind(self, left: Iterable[tuple[int, int]]) -> Target:
         """Return the same target, with abandoned epochs added that a restart point's history names as (epoch,

@@ -100,7 +100,7 @@ class StreamHistory:
     known yet. See crossing_kinds.py."""
 
     def leaving(self, epoch: int, total: int) -> StreamHistory:
-        """Return the history with one more abandoned epoch, which the training loop left after batch `total`."""
+        """Return the history with one more abandoned epoch, which the training loop abandoned after batch `total`."""
         abandoned = (*(known for known in self.abandoned if known[0] < epoch), (epoch, total))
         return replace(
             self, abandoned=abandoned[-MOST_ABANDONED:], complete=self.complete and len(abandoned) <= MOST_ABANDONED

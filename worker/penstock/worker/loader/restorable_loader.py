@@ -16,7 +16,7 @@ __all__ = ["RestorableLoader"]
 
 
 class RestorableLoader(PositionedLoader):
-    """The loader of one slot. Each exception of user code is raised as InputFnError with its traceback."""
+    """Loader of one slot that can be brought to any position. An exception of user code is raised as InputFnError."""
 
     def open_epoch(self, *, step: int = 0) -> RestartPoint:
         """Open epoch `position.epoch`, by the right crossing if the loader was restored within the epoch before. Return

@@ -1,9 +1,9 @@
 """The daemon's view of its children: fork servers, and the processes they fork.
 
 Everything here runs on the event loop. The daemon holds a control socket, an output pipe and a pidfd of each child.
-Only the pidfd shows that it has ended: its sockets may stay open in processes that it forked, and its fork server may
-be stopped. The fork server reports the exit status; without it the cause of the end is unknown. All messages of a child
-are processed before its end is reported.
+Only the pidfd shows that the child has ended: its sockets may stay open in processes that it forked, and its fork
+server may be stopped. The fork server reports the exit status; without it the cause of the end is unknown. All messages
+of a child are processed before its end is reported.
 """
 
 from __future__ import annotations

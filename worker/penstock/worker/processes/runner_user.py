@@ -30,7 +30,7 @@ user's processes, and gives and removes the user's folders."""
 _LOOKS_INTO = 1 << 19
 """Bit of the capability CAP_SYS_PTRACE. With it a process can see how much memory another user's process shares."""
 _NO_USER = (1 << 32) - 1
-"""User number that the kernel reads as "unchanged"."""
+"""User number that the kernel takes for "leave the user unchanged"."""
 PROBE_S = 60.0
 """Largest number of seconds that an interpreter may take to start as the runners' user."""
 

@@ -21,7 +21,7 @@ from penstock.worker.resources.memory_use import family
 __all__ = ["NOTHING", "ProcessorDemand", "ProcessorUse", "cores", "unless_it_stands_still", "used_by"]
 
 LOOK_S = 0.25
-"""Seconds between two looks at a process that something is waited for from."""
+"""Seconds between two measurements of a process while waiting for it."""
 _CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 

@@ -43,8 +43,8 @@ class Return:
     earlier: EncodedPoint | None
     """Newest restart point before the position's epoch: a snapshot, or the start of the run's first epoch."""
     first: EncodedPoint | None
-    """Newest restart point before the position's epoch that is used if `epoch_start` is in doubt. One in the run's first
-    epoch counts only if the position lies in the second epoch."""
+    """Newest restart point before the position's epoch that is used if `epoch_start` is in doubt. One in the run's
+    first epoch counts only if the position lies in the second epoch."""
     there: EncodedPoint | None
     """Newest snapshot taken exactly at the position to return to."""
     probe: Target | None = None

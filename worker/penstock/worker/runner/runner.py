@@ -424,7 +424,7 @@ class _Runner:
         return self._counts and point.behind is not None
 
     def _step_of(self, total: int) -> int:
-        """Return the box's step of the slot's batch `total`, if all slots of the box still have batches in the epoch."""
+        """Return the box's step of the slot's batch `total`, if all slots of the box have batches left in the epoch."""
         return self._first_step + (total - self._first_total - 1) * self._stride
 
     def _keep(
@@ -455,7 +455,7 @@ class _Runner:
         self._channel.send("unsaved", error=plain_detail(error))
 
     def _send_restart_point(self, point: RestartPoint, data: bytes, *, epoch_start: bool, **given: bool) -> None:
-        """Keep a restart point, and send it to the daemon. `given`: further flags, see StoredSnapshot (snapshots.py)."""
+        """Keep a restart point and send it to the daemon. `given`: further flags, see StoredSnapshot (snapshots.py)."""
         position, flags = (
             point.position,
             cast(dict[str, Any], {"start": False, "wanted": False, "begins": False} | given),

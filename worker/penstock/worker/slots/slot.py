@@ -292,7 +292,7 @@ class Slot:
         self.log.log(level, "%s: %.4000s%s", self.name, message, stack and f"\n{stack}")
 
     def _end_turn(self) -> None:
-        """End the slot's turn in the queue of starts."""
+        """End the slot's turn in the queue of starting runners."""
         if self._turn is not None:
             self._turn.end()
 

@@ -74,7 +74,7 @@ class StoredSnapshot:
 
     @property
     def position(self) -> tuple[int, int, int, bool, int]:
-        """Position of the restart point; two restart points at the same position are equal."""
+        """Key of the restart point's position. A new restart point replaces an earlier one with the same key."""
         return self.epoch, self.delivered, self.total, self.epoch_start, self.step
 
 

@@ -32,7 +32,7 @@ def hang_s(timeout_s: float) -> float:
 
 @dataclass
 class Stall:
-    """Present activity of a runner, and the monotonic time since which it makes no batch, in seconds."""
+    """Activity and batch count of a runner, and the monotonic time since which both are unchanged, in seconds."""
 
     activity: str = "starting"
     total: int = -1
