@@ -1,5 +1,4 @@
-"""Settings of a worker daemon. Two functions derive from them the user and the control groups that its runners run
-in."""
+"""Settings of a worker daemon, and two functions that find the user and the control groups of its runners."""
 
 from __future__ import annotations
 

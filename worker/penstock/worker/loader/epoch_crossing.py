@@ -12,10 +12,10 @@ called *crossings*:
 
 `StreamHistory.crossing` names the right one, once it is known. Until then the first batch of the next epoch is made in
 the first two ways. If the two batches are equal, and also `state_dict()` and the random generators after them, FRESH is
-used. Otherwise the slot's stream is replayed
-from the beginning, once, and the result decides for good. Comparing the batch alone is not enough: where the order of
-shards depends on the epoch's number, two epochs may begin with the same batch. If a state was saved at this epoch's
-end, the batch that followed is known (`PositionedLoader.awaited`): a way that leads to another batch is wrong.
+used. Otherwise the slot's stream is replayed from the beginning, once, and the result decides for good. Comparing the
+batch alone is not enough: where the order of shards depends on the epoch's number, two epochs may begin with the same
+batch. If a state was saved at this epoch's end, the batch that followed is known (`PositionedLoader.awaited`): a
+crossing that leads to another batch is wrong.
 """
 
 from __future__ import annotations

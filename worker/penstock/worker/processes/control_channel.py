@@ -130,7 +130,7 @@ class MessageInbox:
 
 
 class ControlChannel:
-    """End of a control socket, used by one process. `send` blocks; `receive` blocks unless `wait` is False."""
+    """End of a control socket between a daemon and a child. `send` blocks; `receive` blocks unless `wait` is False."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(True)

@@ -137,8 +137,8 @@ class ProgressPage:
         self._write_head()
 
     def cut(self, epoch: int, total: int) -> None:
-        """Record that the training loop abandoned epoch `epoch` after the slot's batch `total`. Ends of this and later
-        epochs are dropped."""
+        """Record that the training loop abandoned epoch `epoch` after the slot's batch `total`, which becomes its end.
+        Drop the recorded ends of later epochs."""
         kept = [(e, t) for e, t in self.ends().items() if e < epoch]
         self._ends = 0
         for end in [*kept, (epoch, total)]:

@@ -66,7 +66,7 @@ def load_input_fn(spec: records_pb2.LoaderSpec) -> Callable[..., Any]:
         InputFnNotFoundError: this worker has no such module or name.
         InputFnNotAllowedError: the callable is defined in a module that is not allowed, although the named module is.
             Without this check, anything that an allowed module imports could be called, for example `os.system`.
-            InputFnError: the module raised while it was imported.
+        InputFnError: the module raised while it was imported.
     """
     module_name, _, qualname = spec.input_fn.partition(":")
     if module_name == BY_VALUE:

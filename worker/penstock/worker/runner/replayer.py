@@ -113,7 +113,7 @@ def _verify(
                 epochs, the loader's crossing is found too (see epoch_crossing.py).
             `crossing`: the crossing known so far.
             `left`: whether the training loop abandoned the restart point's epoch after the last of its batches.
-                `generators`: see _compare.
+            `generators`: see _compare.
             `early`: like `digests`, for the slot's first batches, or empty. If the restart point is wrong, they are
                 compared with the batches of a new loader.
         opened: a snapshot of the streaming loader after the first batch of the next epoch.
