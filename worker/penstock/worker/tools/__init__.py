@@ -1,2 +1,3 @@
-"""Entry points for `penstock doctor` and `penstock replay`, which run users' loaders outside of a worker. Of the
-worker's modules, `penstock.deploy` may import only the two in this package."""
+"""Modules with which `penstock doctor` and `penstock replay` run users' loaders outside of a worker. Besides them,
+`penstock.deploy` imports of the worker only what starts a daemon.
+"""
