@@ -96,7 +96,6 @@ class TransferReader:
         self._taken = 0
         self.timer: asyncio.TimerHandle
 
-
     def took(self, size: int) -> None:
         self._taken += size
 
