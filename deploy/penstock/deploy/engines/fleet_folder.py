@@ -1,10 +1,10 @@
-"""A fleet's folder on the machine where it was started: the plan, the record of running daemons, the token, logs.
+"""Folder of a fleet on the machine where it was started: the plan, the record of running daemons, the token, logs.
 
-Whether the local engine's supervisor lives is decided by the lock that it holds on the file `lock`, which the kernel
-releases with the process, not by the record. `penstock up` takes the lock first and passes it on, so that a fleet that
-is being started counts too; the file names the holder. Before a signal is sent, the recorded start time of the process
-and boot id of the machine are compared. Signals go through a pidfd, so that they never reach another process with a
-reused process id.
+Whether the local engine's supervisor runs is decided by a lock, not by the record. The supervisor holds the lock on the
+file `lock`, and the kernel releases it when the process ends. `penstock up` takes the lock first and passes it on, so
+that a fleet that is being started counts too. The file names the process that holds the lock. Before a signal is sent,
+the recorded start time of the process and the boot id of the machine are compared with the present ones. Signals are
+sent through a pidfd. So a signal never reaches another process that has got the same process id.
 """
 
 from __future__ import annotations
