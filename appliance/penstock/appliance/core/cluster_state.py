@@ -1,9 +1,8 @@
-"""Cluster state: all runs and workers, and the basic operations that change them. Each operation keeps four things
-consistent: the objects, the journal's rows, the versions that long polls compare, and the list of slots that wait for a
-worker.
+"""Cluster state: all runs and workers, and the operations that change them. Each operation keeps four things in step:
+the objects, the journal's rows, the versions that long polls compare, and the list of slots that wait for a worker.
 
-Each operation does one thing and never fails: `move` takes a slot from its worker, `end` closes an attempt, and so on.
-state_machine.py decides which call may make which change, and when.
+The operations are small: `move` takes a slot from its worker, `end` closes an attempt, and so on. state_machine.py
+decides which call may make which change, and when.
 """
 
 from __future__ import annotations
@@ -42,13 +41,11 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
 BOX_COST = 4
-"""Cost of losing or releasing a box, counted in slots: writing the box's rows and its event takes as long as releasing
-this many slots."""
+"""Cost of releasing a box in addition to its slots (its rows and its event), counted in released slots."""
 FREE_AFTER_S = 5.0
 """Seconds after the end of an attempt until no thread uses its objects any more."""
 Topic = tuple[str | int, ...]
-"""Subject of a change that long polls wait for: ("worker", name), ("box", run, attempt, box) or ("state", run, attempt,
-step)."""
+"""Subject of a change: ("worker", name), ("box", run, attempt, box) or ("state", run, attempt, step)."""
 
 
 class ClusterState:
@@ -69,8 +66,7 @@ class ClusterState:
         self.workers: dict[str, Worker] = {}
         self.free_capacity = FreeCapacity(self.workers)
         self.fleet, self.fleet_at = 0, 0.0
-        """Number of workers from which the lease policy is computed, and the time when it was set: see
-        `count_fleet`."""
+        """Number of workers that the lease policy assumes, and the time when it was set: see `count_fleet`."""
         self.load_factor = 1.0
         """Load factor, 1 = not overloaded: see lease_policy.updated_load_factor."""
         self.live_boxes = 0
@@ -81,10 +77,9 @@ class ClusterState:
         self.appointed: dict[SlotKey, Slot] = {}
         """Slots that have a migration target."""
         self.waiting: dict[SlotKey, Slot] = {}
-        """Slots of live boxes that have no worker, in the order in which they lost or never got one."""
+        """Slots of live boxes that have no worker, in the order in which they began to wait."""
         self._to_place: deque[SlotKey] = deque()
-        """Slots of `waiting` that `place_waiting` has not yet tried to place in the present round. A round tries each
-        waiting slot once and may take several calls."""
+        """Slots of `waiting` that `place_waiting` has not yet tried in this round, which may take several calls."""
         self._is_round_unfinished = False
         """True if the last call of `place_waiting` ended before it had tried every waiting slot."""
         self._stuck: set[str] = set()
@@ -98,11 +93,9 @@ class ClusterState:
         """Monotonic time from which `_discarded` may be freed. It is inf between the end of an attempt and the next
         tick, which sets the time."""
         self.touched: set[tuple[str, int, int]] = set()
-        """Keys (run, attempt, box) of boxes whose slots or progress changed, so that their part of state queries must
-        be planned again."""
+        """Keys (run, attempt, box) of boxes that changed, so that state queries must plan them again."""
         self.tickets_expire = 0
-        """Expiry of the tickets made from now on, in seconds since the Unix epoch: see
-        penstock.proto.rpc.credentials.tickets."""
+        """Expiry of tickets made from now on, in seconds since the Unix epoch: see credentials/tickets.py."""
         self._version = journal.boots << 32
 
     # ------------------------------------------------------------------------------------------------ small things
@@ -221,8 +214,7 @@ class ClusterState:
         self.journal.put("abandoned", journal_rows.abandoned_row(attempt, box, epoch))
 
     def save_track(self, attempt: Attempt, box: Box) -> None:
-        """Save the box's history in the journal, so that `penstock replay` can recreate batches after the end of the
-        attempt."""
+        """Save the box's history in the journal, for `penstock replay` after the attempt's end."""
         self.journal.put("tracks", _track_row(attempt, box))
 
     def track(self, run_name: str, box_number: int) -> box_history.BoxRecord | None:
@@ -308,9 +300,8 @@ class ClusterState:
         self.snapshot_index.drop_attempt(attempt.run, attempt.number)
 
     def release_ended(self) -> bool:
-        """Take the slots of ended attempts from their workers, and wake their boxes. One call takes about
-        `limits.slots_at_once` slots. Return whether all slots are taken. Until then no slot is placed, because the
-        capacity is not free yet."""
+        """Take the slots of ended attempts from their workers, about `limits.slots_at_once` in one call, and wake their
+        boxes. Return whether all slots are taken. Until then no slot is placed, because the capacity is not free yet."""
         left: set[str] = set()
         taken = 0
         while self._ended and taken < self.limits.slots_at_once:
@@ -332,12 +323,10 @@ class ClusterState:
         return not self._ended
 
     def free_discarded(self, now: float) -> None:
-        """Free the memory of boxes of ended attempts. One call frees boxes with about `limits.slots_at_once` slots in
-        all.
+        """Free the memory of boxes of ended attempts, with about `limits.slots_at_once` slots in one call.
 
         Freeing a box takes some 10 us, and Python would free an attempt with all its boxes at once: 0.2 s for 16,384
-        boxes. So `_discarded` keeps the boxes until the journal's thread has written them and no other reference is
-        left.
+        boxes. So they are kept until the journal's thread has written them and no other reference is left.
         """
         if self._free_at == math.inf:
             self._free_at = now + FREE_AFTER_S
@@ -346,8 +335,7 @@ class ClusterState:
             freed += BOX_COST + len(self._discarded.popleft().slots)
 
     def vacate(self, attempt: Attempt, box: Box, presence: BoxPresence, note: str) -> None:
-        """Take all slots of a box from their workers at once, because the box's client is lost or has closed the
-        box."""
+        """Take all slots of the box from their workers, because its client is lost or has closed it."""
         attempt.set_presence(box, presence)
         kind = "box lost" if presence is BoxPresence.GONE else "box closed"
         self.events.add(kind, note, run=attempt.run, attempt=attempt.number, box=box.number)
@@ -367,8 +355,7 @@ class ClusterState:
         self.bump_box(attempt, box)
 
     def revive(self, attempt: Attempt, box: Box, now: float) -> None:
-        """Mark the box's client as live again, after its lease had ended: it has reported, and no newer attempt was
-        opened meanwhile."""
+        """Mark the box's client as live again: it has reported after its lease had ended."""
         attempt.set_presence(box, BoxPresence.LIVE)
         text = f"the training job of box {box.number} reported again"
         self.events.add("box back", text, run=attempt.run, attempt=attempt.number, box=box.number)
@@ -484,9 +471,8 @@ class ClusterState:
             self._add_slot_event("slot recovered", text, slot, slot.worker)
 
     def place_waiting(self) -> None:
-        """Give waiting slots to workers with free capacity, in the order in which the slots began to wait. One call
-        tries `limits.slots_at_once` slots and the next call continues, because placing 16,384 slots at once would delay
-        other calls."""
+        """Give waiting slots to workers with free capacity, in the order in which they began to wait. One call tries
+        `slots_at_once` slots and the next call continues, because placing 16,384 at once would delay other calls."""
         self._is_round_unfinished = True
         begun = False  # whether this call has begun a round
         for _ in range(self.limits.slots_at_once):

@@ -191,8 +191,7 @@ class Registry:
         return attempt, box
 
     def watch_run(self, request: pb.WatchRunRequest) -> pb.WatchRunReply:
-        """Record a box's report and return the reply at once. The service holds the call until something has
-        changed."""
+        """Record a box's report and return the reply at once. The service holds the call until a change."""
         self.report_box(request)
         return self.box_view(request)
 
@@ -243,8 +242,7 @@ class Registry:
         return attempt, box
 
     def close_run(self, request: pb.CloseRunRequest) -> None:
-        """Close the box. A call for a box that is superseded or closed already is accepted, because that box is
-        released."""
+        """Close the box. A call for a superseded or closed box is accepted, because that box is released already."""
         try:
             attempt, box = self._place_of(request.run, request.attempt, request.box, request.client_id)
         except (SupersededError, UnknownRunError):
@@ -332,8 +330,7 @@ class Registry:
         )
 
     def heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatReply:
-        """Record a worker's report and return the reply at once. The service holds the call until something has
-        changed."""
+        """Record a worker's report and return the reply at once. The service holds the call until a change."""
         self.report_worker(request)
         return self.worker_view(request)
 
@@ -354,8 +351,7 @@ class Registry:
             self._settle()
 
     def worker_hung_up(self, name: str, session: str) -> None:
-        """Shorten the lease of a worker whose connection ended during a heartbeat, which suggests that the worker has
-        died."""
+        """Shorten the lease of a worker whose connection ended during a heartbeat, because it may have died."""
         worker = self._registered(name, session)
         if worker is not None:
             longer = self.cluster.worker_lease_policy().lease_s / self.limits.worker_lease_s
@@ -391,8 +387,7 @@ class Registry:
         return min(request.hold_s, self.cluster.worker_lease_policy().left(self._clock(), request.worker))
 
     def worker_version(self, request: pb.HeartbeatRequest) -> int:
-        """Return the version of the worker's view; -1 for a worker that must register again. No peer has seen -1, so
-        the call is answered at once."""
+        """Return the version of the worker's view; -1, which no peer has seen, if the worker must register again."""
         worker = self._registered(request.worker, request.session)
         return -1 if worker is None else worker.version
 
@@ -438,8 +433,7 @@ class Registry:
         return slot
 
     def snapshot_stored(self, header: pb.SnapshotHeader) -> None:
-        """Record that a snapshot is on disk. Raises SupersededError if a newer generation of the slot has begun
-        meanwhile.
+        """Record that a snapshot is on disk. Raises SupersededError if its generation is no longer the present one.
 
         Such a late snapshot may have replaced another one of the same position on disk. It is kept, because the content
         of a snapshot depends only on its position. Its sender gets the error nevertheless.
