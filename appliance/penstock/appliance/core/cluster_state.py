@@ -301,7 +301,7 @@ class ClusterState:
 
     def release_ended(self) -> bool:
         """Take the slots of ended attempts from their workers, about `limits.slots_at_once` in one call, and wake their
-        boxes. Return whether all slots are taken. Until then no slot is placed, because the capacity is not free yet."""
+        boxes. Return whether all are taken. Until then no slot is placed, because the capacity is not free yet."""
         left: set[str] = set()
         taken = 0
         while self._ended and taken < self.limits.slots_at_once:
