@@ -12,7 +12,7 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 
 
 def advance(cluster: ClusterState, attempt: Attempt, box: Box, request: pb.WatchRunRequest, now: float) -> None:
-    """Record the box's position `request.delivered`, which must not be before the recorded one."""
+    """Record the box's newly reported position, `request.delivered`. It must not be before the recorded one."""
     position = Position.from_proto(request.delivered)
     steps, box.delivered = position.step - box.step, owned(request.delivered)
     _note_ends(cluster, attempt, box, position)

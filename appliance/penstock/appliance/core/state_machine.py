@@ -449,7 +449,7 @@ class Registry:
         self.slot_of_generation(key, header.generation)
 
     def blob_stored(self, name: str, size: int, credential: str = "") -> None:
-        """Record a blob. `credential`: digest of the token that it came with."""
+        """Record that a blob is on disk. `credential`: digest of the credential token of its sender."""
         self.cluster.snapshot_index.add_blob(name, size, self._clock(), credential)
 
     # ---------------------------------------------------------------------------------------------------------- state
@@ -591,7 +591,7 @@ class Registry:
         return reply
 
     def status_steps(self, reply: pb.StatusReply) -> Iterator[None]:
-        """Fill the reply in steps."""
+        """Fill the status reply in steps, between which other calls can be served."""
         now = self._clock()
         reply.wall_s = self._wall()
         return views.fill_status(reply, self.cluster, now, now - self._started)

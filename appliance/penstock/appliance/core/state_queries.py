@@ -104,7 +104,7 @@ class StateQueries:
             )
 
     def sent(self, query: StateQuery, box: int) -> None:
-        """Record that one of the callers has been sent the box's records."""
+        """Record that the box's records were sent to one of the query's callers."""
         query.sent[box] += 1
         if query.sent[box] >= query.callers and self.held > self._cluster.limits.answers_max // 2:
             self._release(query)

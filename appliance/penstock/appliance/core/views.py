@@ -17,7 +17,7 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
 STEP = 64
-"""Workers per step of a status reply."""
+"""Number of workers handled in one step of a status reply."""
 STATE_REQUESTS = 1024
 """Largest number of state requests in one heartbeat reply. The others follow once these are answered."""
 ASSIGNMENTS = 256

@@ -86,7 +86,7 @@ class BoxWaits:
 
     @property
     def share(self) -> float:
-        """Share of its time that the loop waited."""
+        """Share of the loop's time that it waited for any slot."""
         return min(1.0, sum(self._seconds) / self.span_s) if self.span_s else 0.0
 
     def of(self, slot: int) -> float:

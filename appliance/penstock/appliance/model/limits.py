@@ -49,8 +49,8 @@ class Limits:
     """Time for which a box's slots are not placed on a worker that the box could not reach, as long as other workers
     have capacity."""
     unreachable_again_s: float = 10.0
-    """Time after which an unreachable worker is tried again if the box can reach no other: the network may have
-    recovered."""
+    """Time after which a worker that a box could not reach is tried again, if the box can reach no other worker. The
+    network may have recovered."""
     unreachable_max: int = 8
     """Largest number of workers that the reports of one box can mark as unreachable within `unreachable_per_s`
     seconds."""
@@ -61,7 +61,7 @@ class Limits:
     heartbeat_s: float = 1.0
     """Heartbeat interval in a small fleet. The figures in `penstock status` are at most this old."""
     heartbeats_per_s: float = 2000.0
-    """Largest rate of heartbeats of the whole fleet: above 2,000 workers their interval and lease grow.
+    """Largest rate of heartbeats of the whole fleet: above 2,000 workers the heartbeat interval and the lease grow.
     docs/benchmarks.md has the cost of a call."""
     watches_per_s: float = 200.0
     """Largest rate of WatchRun calls of all boxes: above 200 boxes their interval grows, above 660 their lease."""
@@ -74,8 +74,8 @@ class Limits:
     and received no calls. A coordinator that is only late extends leases by its delay too, because a call may wait in
     the queue. An overloaded coordinator drops no peer before two leases of silence: see lease_policy.patience_s."""
     linger_s: float = 60.0
-    """Time that a closed box keeps its workers while others are open, so that a rank that saves after its last step
-    still gets the state of the boxes that closed before it."""
+    """Time that a closed box keeps its workers while other boxes are open. A rank that saves after its last step can so
+    still get the state of the boxes that closed before it."""
     abandoned_s: float = 3600.0
     """Time after which an attempt without a live box is closed and its snapshots are dropped. Until then its boxes may
     come back."""
@@ -86,7 +86,7 @@ class Limits:
     migration_s: float = 5.0
     """Longest time for the present worker to make the snapshot durable that a ready migration target needs."""
     left_alone_s: float = 30.0
-    """Time that a slot stays where it is after a failed migration."""
+    """Time that a slot stays on its worker after a failed migration."""
     balance_after_s: float = 30.0
     """Time that a slot stays on its worker before balance may move it; 0 = balance never moves a slot. It is also the
     time over which the waits of loops are measured. It is long compared with a move, which takes about a second."""
@@ -99,7 +99,7 @@ class Limits:
     between. A reboot or a preempted node causes fewer losses; a poison batch causes more."""
 
     budget: int = 4 * GIB
-    """Bytes of snapshots and blobs on disk."""
+    """Largest number of bytes of snapshots and blobs on disk."""
     cadence_share: float = 0.9
     """Share of the budget for snapshots that only shorten a replay. The rest is reserved for the first snapshot of each
     slot and for states to resume from, without which no run can start."""
@@ -109,7 +109,7 @@ class Limits:
     """Largest number of bytes of snapshots in memory that wait to be written, and the same for blobs. Half of it is
     reserved for small values."""
     part_s: float = 30.0
-    """Longest time between two parts of a snapshot or blob, of 512 KiB at most."""
+    """Longest time between two parts of a snapshot or blob in transfer. A part has at most 512 KiB."""
     least_bytes_per_s: int = MIB
     """Lowest average rate of a transfer of a snapshot or blob, after a grace of `part_s` seconds. A slower transfer
     delays others that wait for memory: a blob of 70 MB sent at a byte in 10 s kept every job from starting."""
@@ -202,7 +202,7 @@ class Limits:
     """Largest number of epoch ends kept for a box. They are dropped when they leave the retention window, so this limit
     matters only for an unlimited window."""
     answer_ends_max: int = 4096
-    """Largest number of epoch ends in a worker's answer. A worker keeps 1,024."""
+    """Largest number of epoch ends in a worker's answer to a state request. A worker keeps 1,024."""
     history_entries: int = 64
     """Number of reported positions kept per box, from which the position one retention window back is found."""
 

@@ -65,7 +65,7 @@ class RecentEvents:
 
     @property
     def now(self) -> float:
-        """Monotonic seconds."""
+        """Present monotonic time, in seconds."""
         return self._clock()
 
     def add(self, kind: str, text: str, *, run: str = "", worker: str = "", **place: int) -> None:

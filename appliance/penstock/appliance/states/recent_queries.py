@@ -15,7 +15,7 @@ from penstock.appliance.states.state_query import StateQuery
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 MOST = 64
-"""Entries that are kept, of all runs."""
+"""Number of entries that are kept, over all runs."""
 TOGETHER_S = 60.0
 """Seconds within which requests for the same step count as one checkpoint."""
 _ERROR = 400

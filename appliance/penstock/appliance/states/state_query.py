@@ -186,7 +186,7 @@ class StateQuery:
     held: int = 0
     """Number of bytes of answers in memory and in transfer."""
     changed: list[SlotStateRequest] = field(default_factory=list)
-    """Requests opened or closed since the last announcement."""
+    """Requests to workers that were opened or withdrawn since the last announcement."""
     completed: list[int] = field(default_factory=list)
     """Boxes that became complete since the last announcement."""
     failure: PenstockError | None = None
@@ -236,7 +236,7 @@ class StateQuery:
         return {number: state.final for number, state in self.boxes.items() if state.final is not None}
 
     def waits_for(self) -> str:
-        """Return the names of all slots and boxes that have not answered yet."""
+        """Return a text with the slots and boxes for which the query still waits."""
         asked = [f"box {w.key.box} slot {w.key.slot} on worker {w.worker}" for w in self.requests.values()]
         missing = [what for _, box in sorted(self._missing.items()) for what in box]
         later = self.num_boxes - self._asked_boxes

@@ -96,7 +96,7 @@ class App(typer.Typer):
     """Typer application whose commands end their help with the exit codes and have the option `--config`."""
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:  # type: ignore[override]
-        """Register a command, as Typer does."""
+        """Return a decorator that registers a command, like Typer's, with the exit codes and `--config` added."""
         add = super().command(name, **{"cls": _Command, "epilog": EPILOG, **settings})
         return lambda command: add(completed(command))
 

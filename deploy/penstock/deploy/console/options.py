@@ -79,7 +79,7 @@ TokenFile = Annotated[
 
 
 def _use_config(path: Path | None) -> Path | None:
-    """Set the settings file in the environment, so that child processes read the same one."""
+    """Set the path of the settings file as an environment variable, so that child processes read the same file."""
     if path is not None:
         os.environ[settings_file.VARIABLE] = os.fspath(path.absolute())
     return path

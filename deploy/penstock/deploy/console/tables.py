@@ -31,7 +31,7 @@ class Table:
     headings: Sequence[str]
     rows: list[Sequence[str]] = field(default_factory=list)
     empty: str = ""
-    """Line to show when there are no rows; "" = show nothing."""
+    """Line to show if the table has no rows; "" = show nothing."""
 
 
 def show(tables: Iterable[Table]) -> None:

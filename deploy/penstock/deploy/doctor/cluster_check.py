@@ -37,7 +37,8 @@ LATE_HEARTBEAT_S = 2.0
 """Age of a worker's last heartbeat above which a warning is given, in seconds. Heartbeats come every second in a small
 fleet, so one is missing, but the lease has not ended yet."""
 LARGE_FLEET = 1000
-"""Number of workers above which LATE_HEARTBEAT_S grows in proportion: heartbeats are rarer then (see lease_policy)."""
+"""Number of workers above which LATE_HEARTBEAT_S grows in proportion, because heartbeats are rarer in such a fleet (see
+lease_policy)."""
 AT_A_TIME = 64
 SKEW_S, FAR_OFF_S = 2.0, 300.0
 """Limits of the difference between two clocks, in seconds. A difference above SKEW_S is reported. Above FAR_OFF_S, one

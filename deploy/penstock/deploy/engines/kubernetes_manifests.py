@@ -148,7 +148,7 @@ def service(fleet: FleetSettings) -> Manifest:
 
 
 def stateful_set(fleet: FleetSettings) -> Manifest:
-    """Return the StatefulSet of the coordinator, with its volume."""
+    """Return the StatefulSet that runs the coordinator, with its volume."""
     claim: Manifest = {
         "accessModes": ["ReadWriteOncePod"],
         "resources": {"requests": {"storage": fleet.storage}},
@@ -171,7 +171,7 @@ def stateful_set(fleet: FleetSettings) -> Manifest:
 
 
 def deployment(fleet: FleetSettings) -> Manifest:
-    """Return the Deployment of the workers."""
+    """Return the Deployment that runs the workers."""
     selector = {"matchLabels": labels(fleet, "worker")}
     spread = {
         "maxSkew": 1,
@@ -209,7 +209,7 @@ def budget(fleet: FleetSettings) -> Manifest:
 
 
 def policies(fleet: FleetSettings) -> list[Manifest]:
-    """Return the network policies."""
+    """Return the network policies of both daemons."""
     worker = labels(fleet, "worker")
     names = [{"port": 53, "protocol": protocol} for protocol in ("UDP", "TCP")]
     calls = [

@@ -67,7 +67,7 @@ class ReplayRequest:
     """Keyword arguments of input_fn as JSON; None: those of the run."""
     allow: Sequence[str] = ()
     script: Path | None = None
-    """Script file of an input_fn of a main script."""
+    """Script that defines the input_fn, if the job defined it in its main script."""
     timeout_s: float = 3600.0
 
     def __post_init__(self) -> None:
@@ -86,7 +86,7 @@ class ReplayRequest:
 
 
 def archive_of(request: ReplayRequest, peer: Peer) -> Archive | None:
-    """Return the source of the run's history; None for a checkpoint alone."""
+    """Return the source of the run's history; None if the batch is replayed from a checkpoint alone."""
     if request.run is None:
         return None
     if request.state_dir is not None:
