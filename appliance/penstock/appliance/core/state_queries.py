@@ -25,7 +25,7 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 _Key = tuple[str, int, int, str]
 
 ANSWERS_FREED = ("answers_freed",)
-"""Topic that wakes the answers that wait for memory."""
+"""Topic that is announced when memory for answers was freed."""
 
 
 class StateQueries:

@@ -335,7 +335,7 @@ class Attempt:
     credentials: Counter[str] = field(default_factory=Counter)
     """Number of boxes, by the digest of the credential token that opened them."""
     blobs: set[str] = field(default_factory=set)
-    """Names of the blobs that the requests to open boxes named."""
+    """Names of the blobs that its boxes use: saved states and large arguments."""
 
     def add_box(self, box: Box) -> None:
         self.boxes[box.number] = box
@@ -503,7 +503,7 @@ def client_of(client_id: str) -> str:
 
 
 def client_in(row: str) -> str:
-    """Return the client's digest from a journal row. A row of an older release may contain the secret itself."""
+    """Return the client's digest from a journal row. If a row of an older release has the secret itself, compute its digest."""
     if type(row) is not str:
         raise TypeError(f"client_id must be a text, got {type(row).__name__}")
     return row if row.startswith(_DIGEST) else client_of(row)

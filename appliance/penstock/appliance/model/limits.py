@@ -74,8 +74,8 @@ class Limits:
     and received no calls. A coordinator that is only late extends leases by its delay too, because a call may wait in
     the queue. An overloaded coordinator drops no peer before two leases of silence: see lease_policy.patience_s."""
     linger_s: float = 60.0
-    """Time that a closed box keeps its workers while other boxes are open. A rank that saves after its last step can so
-    still get the state of the boxes that closed before it."""
+    """Time that a closed box keeps its workers while other boxes are open. So a rank that saves after its last step
+    still gets the state of the boxes that closed before it."""
     abandoned_s: float = 3600.0
     """Time after which an attempt without a live box is closed and its snapshots are dropped. Until then its boxes may
     come back."""

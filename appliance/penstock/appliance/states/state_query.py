@@ -282,7 +282,7 @@ class StateQuery:
             self._refresh(attempt, number)
 
     def _ask(self, number: int, slot_requests: dict[str, SlotStateRequest]) -> None:
-        """Replace the box's open requests by these."""
+        """Replace the open requests of box `number` by `slot_requests`."""
         before = self._open_requests.get(number, {})
         for request, slot_request in before.items():
             if request not in slot_requests:

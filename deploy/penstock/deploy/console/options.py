@@ -59,7 +59,7 @@ def option(section: type[Section], field: str) -> Any:
 
 
 def flags_of(section: type[Section]) -> dict[str, Any]:
-    """Return the setting's name -> the type annotation of its flag, for all settings of the class."""
+    """Return a dict for the settings of the class: name of a setting -> type annotation of its flag."""
     found: dict[str, Any] = {}
     for field, info in section.model_fields.items():
         several = any(isinstance(fact, IsList) for fact in info.metadata)

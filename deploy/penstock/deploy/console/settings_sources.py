@@ -23,7 +23,7 @@ from penstock.runtime.config.settings_file import CLUSTER, likely, read_settings
 __all__ = ["check_settings_file", "daemon", "describe", "flag", "refuse_unknown", "resolve", "sections", "variable"]
 
 _KUBERNETES = re.compile(r".*_(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_\d+_(TCP|UDP|SCTP)(_.+)?)?)")
-"""Names of the variables that Kubernetes puts into every pod for a Service named penstock-coordinator."""
+"""Pattern of the variables that Kubernetes puts into every pod for a Service, such as penstock-coordinator."""
 
 _Section = TypeVar("_Section", bound=Section)
 

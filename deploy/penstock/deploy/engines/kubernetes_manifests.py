@@ -93,7 +93,7 @@ class FleetSettings:
 
 
 def manifests(fleet: FleetSettings) -> list[Manifest]:
-    """Return all objects of a fleet, except the Secrets and the coordinator's volume, which must exist."""
+    """Return all objects of a fleet. The cluster must provide the Secrets and the coordinator's persistent volume."""
     return [
         *config_maps(fleet),
         service(fleet),
