@@ -503,7 +503,7 @@ def client_of(client_id: str) -> str:
 
 
 def client_in(row: str) -> str:
-    """Return the client's digest from a journal row. If a row of an older release has the secret itself, compute its digest."""
+    """Return the client's digest from a journal row. If an older release stored the secret, compute its digest."""
     if type(row) is not str:
         raise TypeError(f"client_id must be a text, got {type(row).__name__}")
     return row if row.startswith(_DIGEST) else client_of(row)
