@@ -36,11 +36,11 @@ from penstock.runtime.files.plain_files import read_plain
 __all__ = ["HeldShard", "ShardCache"]
 
 YIELD_S = 5.0
-"""Seconds to wait for other processes to end their prefetches, before the limit is exceeded."""
+"""Seconds that a reader waits for other processes' prefetches to end, before it exceeds the cache's limit."""
 LOOK_S = 0.1
-"""Seconds to wait for other processes that lock a shard for a moment, to check it."""
+"""Seconds to wait for a shard's lock. Other processes take it for a moment to check the shard."""
 CONFIRM_S = 10.0
-"""Seconds to wait for the remote's answer whether it has a file."""
+"""Seconds to wait for the remote to answer whether it has a file."""
 
 
 class HeldShard:
