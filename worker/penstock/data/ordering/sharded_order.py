@@ -9,8 +9,7 @@ and workers.
   C. Rows go to boxes in turn, so if the number of boxes divides C, each box reads its own partitions and so its own
   shards. The order itself does not depend on the number of boxes.
 - **Blocks.** A few neighbouring parts of a partition form a block, and samples are permuted only within their block.
-    That gives
-  locality: only the shards of a few blocks are needed at a time (block_shuffle.py).
+  That gives locality: only the shards of a few blocks are needed at a time (block_shuffle.py).
 - **Streams.** Either the parts of all streams are in one sequence ("shards"), or each stream has a sequence of its own
   and they are interleaved: in units of C samples ("samples") or of a whole batch ("batches"). Then every prefix of the
   order has each stream's share (interleave.py); the samples that are left of each stream, less than a unit, come at the
