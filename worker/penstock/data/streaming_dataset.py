@@ -375,7 +375,7 @@ def _check_weights(streams: Sequence[Stream]) -> None:
 
 
 def _apportioned(weights: Sequence[float], total: int) -> list[int]:
-    """Divide `total` by weight into whole numbers (method of largest remainders)."""
+    """Divide `total` into whole numbers in proportion to `weights`, by the method of largest remainders."""
     exact_weights = [Fraction(weight) for weight in weights]
     together = sum(exact_weights)
     if together <= 0:

@@ -3,7 +3,7 @@
     FOLDER/.penstock/remote             address that the folder's files come from
     FOLDER/.penstock/index.json         version of the remote's index when it was fetched
     FOLDER/.penstock/eviction           lock of the process that counts bytes and evicts
-    FOLDER/.penstock/shards/KEY         lock shared by the shard's users; text: a ShardVersion, time: the last use
+    FOLDER/.penstock/shards/KEY         lock shared by the shard's users; text: a ShardVersion, mtime: the last use
     FOLDER/.penstock/prefetched/KEY     lock shared by processes that prefetched the shard and have not used it yet
     FOLDER/.penstock/fetching/KEY       lock of the process that fetches the shard; KEY!... are its temporary files
 

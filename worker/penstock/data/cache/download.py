@@ -119,7 +119,8 @@ class Downloads:
         return self._validate or ""
 
     def forget(self, version: ShardVersion) -> None:
-        """Remove the fetched files of an outdated version: the remote has other data under these names now."""
+        """Remove the fetched files that an outdated version names, because the remote has other data under these names
+        now."""
         if self._remote is not None:
             for name, _ in (*version.evictable, *version.packed):
                 self._unlink(name)
@@ -202,8 +203,8 @@ class Downloads:
         return found is not None and found[0] == stored.size
 
     def _raw(self, shard: Shard, file: ShardFile, temporary: Callable[[str], Path], until: float) -> tuple[Path, bool]:
-        """Fetch, verify and decompress a file as needed. Returns the path of its raw form, and True if the raw or the
-        packed form was there without a download into the cache's folder."""
+        """Fetch, verify and decompress a file as needed. Returns the path of its raw form, and True if neither the raw
+        nor the packed form had to be fetched from the remote."""
         self._drop_strange_links(file)
         for path in (self._in_place(file.raw), self._own(file.raw)):
             if path and self._usable(path, file.raw):
@@ -227,8 +228,8 @@ class Downloads:
         return own, False
 
     def _usable(self, path: Path, stored: StoredFile) -> bool:
-        """Return True if a file exists and is good. Raise an error for a bad file that is the only copy; remove other
-        bad files."""
+        """Return True if a file exists, and its size and hash are right. Raises ShardCorruptError for a damaged file
+        that is the only copy; removes any other damaged file."""
         found = file_stat(str(path))
         if found is None:
             return False

@@ -93,7 +93,7 @@ class RemoteIndex:
 
     remote: RemoteFolder
     folder: Path
-    """The cache's folder."""
+    """Folder of the cache."""
     record: str
     """Path, relative to `folder`, of the file that records the fetched index's version for all processes of the
     host."""

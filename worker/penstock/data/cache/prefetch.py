@@ -1,8 +1,8 @@
 """Prefetch of shards by threads, in the order in which they will be needed.
 
 A shard that was prefetched and not used yet is marked by a lock of its own. The mark keeps other prefetching processes
-from evicting the shard; a reader that waits for space may evict it. A failed prefetch raises no error: whoever reads
-the shard tries again and gets the error.
+from evicting the shard; a reader that waits for space may evict it. A failed prefetch raises no error: the reader that
+needs the shard fetches it again, and gets the error then.
 """
 
 from __future__ import annotations

@@ -38,7 +38,8 @@ __all__ = ["HeldShard", "ShardCache"]
 YIELD_S = 5.0
 """Seconds that a reader waits for other processes' prefetches to end, before it exceeds the cache's limit."""
 LOOK_S = 0.1
-"""Seconds to wait for a shard's lock. Other processes take it for a moment to check the shard."""
+"""Seconds that a reader waits, before it exceeds the cache's limit, for processes that lock a shard only to check it. A
+locked shard cannot be evicted."""
 CONFIRM_S = 10.0
 """Seconds to wait for the remote to answer whether it has a file."""
 
@@ -264,8 +265,8 @@ class ShardCache:
         return HeldShard(self, key, in_use.paths)
 
     def _found_in_place(self, shard: Shard) -> tuple[Path, ...] | None:
-        """Return the paths of a shard's files where they lie; None if any is missing or has a wrong size, or if files
-        are not used in place. Files used in place need no lock."""
+        """Return the paths of a shard's files where they lie; None if any is missing or has a wrong size, if files are
+        not used in place, or if they must be verified first. Files used in place need no lock."""
         if not self._in_place or self._validate:
             return None
         paths = []

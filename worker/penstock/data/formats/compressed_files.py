@@ -26,12 +26,12 @@ class FileCompression(NamedTuple):
     family: str
     """Name of the family, which is also the extension of packed files."""
     level: int
-    """Level; 0 for snappy, which has none."""
+    """Level of the compression; 0 for snappy, which has no levels."""
 
 
 class _Family(NamedTuple):
     package: str
-    """Module to import; "" if it is in Python's standard library."""
+    """Name of the Python module that compresses, if it is not in the standard library; otherwise ""."""
     default: int
     levels: range
 

@@ -36,9 +36,11 @@ class Encoding:
     size: int | None
     """Number of bytes of each encoded value; None if it varies."""
     decode: Callable[[bytes, int, int], Any]
-    """(sample, begin, end) -> value. Raises any exception for bytes that are not a value."""
+    """Function from (sample, begin, end) to the value in these bytes of the sample. Raises any exception for bytes that
+    are not a value."""
     encode: Callable[[Any], bytes]
-    """value -> bytes. Raises TypeError, ValueError or OverflowError for a value that cannot be stored unchanged."""
+    """Function from a value to bytes. Raises TypeError, ValueError or OverflowError for a value that cannot be stored
+    unchanged."""
 
 
 def encoding_of(name: str, *, allow_unsafe_types: bool = False) -> Encoding:

@@ -51,7 +51,7 @@ def _pil() -> Any:
 
 
 def decode_raw(sample: bytes, begin: int, end: int) -> Any:
-    """Decode [width: 4] [height: 4] [length of mode: 4] [mode] [pixels]."""
+    """Decode a raw image: [width: 4] [height: 4] [length of mode: 4] [mode] [pixels]."""
     image = _pil()
     if end - begin < _HEAD.size:
         raise ValueError(f"a raw image must have a header of {_HEAD.size} bytes, got {end - begin} bytes in all")

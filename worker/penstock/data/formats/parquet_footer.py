@@ -31,9 +31,10 @@ Wanted = dict[int, Any]
 """Fields of a struct to read, by field number. The value is None for a number, a mapping for a struct, and a list with
 one mapping for a list of structs."""
 _COLUMN: Wanted = {3: {1: None, 5: None, 6: None}}
-"""ColumnChunk.meta_data: type, num_values, total_uncompressed_size."""
+"""Fields that are read of a column of a row group, from ColumnChunk.meta_data: type, num_values,
+total_uncompressed_size."""
 _FILE: Wanted = {4: [{1: [_COLUMN], 3: None}]}
-"""FileMetaData.row_groups: columns, num_rows."""
+"""Fields that are read of a footer, from FileMetaData.row_groups: columns, num_rows."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,7 +151,7 @@ def in_processes(plans: Iterator[BatchPlan], reader: MapReader, processes: int, 
 def _watch(batches: Iterator[Any], workers: list[Any]) -> None:
     """Set the processes that torch's SIGCHLD handler checks. When one has ended, the handler raises an error in the
     main thread, also in the middle of the user's own code. So the processes are set only while this module waits for a
-    batch. The handler is needed there, because nothing else ends a wait for the rest of a message that broke off."""
+    batch. There the handler is needed, because it also ends a wait for the rest of a message that broke off."""
     _C._remove_worker_pids(id(batches))
     _C._set_worker_pids(id(batches), tuple(worker.pid for worker in workers))
 

@@ -292,7 +292,7 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         return Topology(self._identity.boxes, self._identity.turn().of, self._batch)
 
     def _worker_batches(self) -> WorkerBatches:
-        """Return this process's batches of the present epoch."""
+        """Return the batches that this process makes in the present epoch."""
         remainder = self._remainder(self._epoch, self._start)
         return WorkerBatches(remainder, self._order, self._identity.turn(self._first), self._identity.box)
 

@@ -40,7 +40,7 @@ class PlainFilesystems:
         return future
 
     def close(self) -> None:
-        """Abandon all calls in progress. Those who wait for them get an error."""
+        """Abandon all calls in progress. Threads that wait for a call get an error."""
         with self._lock:
             calls = tuple(self._calls)
         for future in calls:

@@ -35,7 +35,7 @@ class EndlessOrder:
     shards: int
     partitions: int
     block: int
-    """Number of consecutive positions that belong to one column."""
+    """Number of consecutive positions whose samples come from one column (a group of shards, one of each partition)."""
 
     @property
     def columns(self) -> int:

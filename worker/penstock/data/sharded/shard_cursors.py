@@ -132,7 +132,7 @@ class ShardReaders:
         self._ahead.clear()
 
     def done(self) -> None:
-        """Release the samples of the batch that was yielded."""
+        """Drop the samples that were kept for the batch that was yielded."""
         for cursor, _ in self._second.values():
             cursor.close()
         self._second.clear()

@@ -100,7 +100,7 @@ class WorkerShare:
         self._readers = plan.readers(begun)
         self._stream = None if begun.endless_order is not None else plan.stream(begun, self._readers)
         self._first: tuple[int, int] | None = None
-        """Shard, and index in it, of the first row of the next batch."""
+        """Shard, and index in it, of this box's first row in the next batch; None if the box has no row in it."""
         self._between = True
         """True if the position is between two batches; False while a batch is made, or if making it failed."""
 

@@ -202,7 +202,8 @@ class Writer(ABC):
 
     @abstractmethod
     def _files(self, offsets: np.ndarray[Any, Any], body: bytes) -> list[bytes]:
-        """Return the raw files of a shard. `body`: its samples one after the other; `offsets`: where each begins."""
+        """Return the contents of a shard's raw files. `body`: its samples one after the other; `offsets`: offset of
+        each sample."""
 
     def _encode(self, sample: Mapping[str, Any]) -> bytes:
         values = {}
@@ -225,7 +226,7 @@ class Writer(ABC):
         return self._joined(values)
 
     def _config(self) -> dict[str, Any]:
-        """Return the settings that are stored inside a shard, which readers ignore."""
+        """Return the settings that are stored inside a shard. Readers ignore them."""
         return {
             "version": 2,
             "format": self.format,

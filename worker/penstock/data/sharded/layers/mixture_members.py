@@ -48,7 +48,7 @@ class MixtureMembers:
         return self._tokens.copy()
 
     def restore(self, tokens: Sequence[Token | None]) -> None:
-        """Return each source to the position of its token."""
+        """Move the sources back to the positions of these tokens."""
         self.close()
         self._tokens = list(tokens)
 

@@ -47,7 +47,7 @@ class PieceParts:
         self.records = int(self.sizes.sum())
         lengths = np.array([int(own.sum()) for own in sizes], np.int64)
         self._starts = np.cumsum(lengths) - lengths
-        """Number of the first record of each piece."""
+        """Number of each piece's first record, counted over all pieces."""
         counts = np.array([len(own) for own in sizes], np.int64)
         self._first_parts = np.cumsum(counts) - counts
         self._streaming = [n for n in range(len(pieces)) if pieces.streaming(n) is not None]

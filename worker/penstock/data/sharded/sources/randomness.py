@@ -12,8 +12,7 @@ this to about 15 us:
   gaussian for its next call, which only get_state() reads, in 40 us. get_state() is called only after a draw, which is
   detected from the generator's words (0.3 us), or while a gaussian is kept.
 - Likewise python's getstate(), 15 us, is called only after a draw. No function reports whether a number was drawn, but
-  in CPython the object's memory changes with each draw. In an interpreter where that is not so, getstate() is called
-  each time.
+  in CPython the object's memory changes with each draw. In any other interpreter getstate() is called each time.
 
 Generators in other threads or processes are not included. A loader's own worker processes are seeded as torch seeds
 them, from torch's generator. Threads draw from the generators of the stream that runs at the time.
@@ -38,7 +37,7 @@ _PYTHON: random.Random = random.random.__self__  # type: ignore[attr-defined]
 """Instance of random.Random whose methods are the functions of the module `random`."""
 _HEAD, _SIZE = object.__basicsize__, _random.Random.__basicsize__
 _WORDS = 625 * 4
-"""Bytes of the state of MT19937: 624 words, and the index among them."""
+"""Size in bytes of the state of MT19937, Python's random generator: 624 words, and the index among them."""
 
 
 def _memory(generator: random.Random) -> bytes:
