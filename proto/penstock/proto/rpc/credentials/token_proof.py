@@ -1,22 +1,23 @@
 """Proof that both ends of a call know the same token, without sending the token over the network.
 
-A process that listens at the coordinator's address, for example on its port while it was down, would receive the token
-of every caller that sends it. So Penstock's own callers prove their token, with TLS or without:
+A process that listens at the coordinator's address, for example on its port while the coordinator was down, would
+receive the token of every caller that sends it. So Penstock's own callers prove that they know the token, with TLS or
+without:
 
-1. A caller that has not called the coordinator since its start sends SCHEME alone. It is refused, with a *challenge*: a
-random number that the coordinator drew when it started. 2. It makes the call again with SCHEME, the challenge, a random
-number of its own, and an HMAC of both under the token.
-   It sends the same line with all further calls, until a restarted coordinator refuses it with a new challenge.
-3. The coordinator sends an HMAC of its own with each answer; if an answer comes in parts, before the first part. A
-caller ignores an answer or an error without it.
+1. A caller that has not called the coordinator since its start sends SCHEME alone. The call is refused with a
+   *challenge*, a random number that the coordinator drew when it started.
+2. The caller makes the call again with SCHEME, the challenge, a random number of its own, and an HMAC of both under the
+   token. It sends the same line with all further calls, until a restarted coordinator refuses it with a new challenge.
+3. The coordinator sends an HMAC of its own with each answer. If an answer comes in parts, the HMAC is sent before the
+   first part. A caller ignores an answer or an error without it.
 
-The line is not valid after a restart of the coordinator, and a receiver that does not know the token cannot compute the
-answer to it. The coordinator need not store callers: the line has all that it needs. The caller proves first, so
-strangers receive nothing with which they could check guesses of the token.
+After a restart of the coordinator the line is no longer valid. A receiver that does not know the token cannot compute
+the answer to it. The coordinator need not store callers, because the line contains all that it needs. The caller proves
+first, so an unknown caller receives nothing with which it could check guesses of the token.
 
 Only TLS protects against a man in the middle, who relays the messages of both ends.
 
-This module opens no connection: penstock.proto.rpc.calls and penstock.proto.rpc.auth_interceptor are its two ends.
+This module opens no connection: penstock.proto.rpc.calls and penstock.proto.rpc.auth_interceptor use it.
 """
 
 from __future__ import annotations
@@ -33,11 +34,13 @@ from penstock.proto.rpc.credentials.tokens import Tokens, check_token
 __all__ = ["CHALLENGE_KEY", "PROOF_KEY", "TRIES", "Caller", "Challenged", "ShownProof", "TokenProver", "TokenVerifier"]
 
 SCHEME = "Penstock-Proof"
-"""First word of the header "authorization". The other scheme is Bearer, for programs without the proof, over TLS."""
+"""First word of the header "authorization" of a caller that proves its token. The other scheme, Bearer, is for programs
+that cannot make the proof, over TLS."""
 CHALLENGE_KEY = "penstock-challenge"
-"""Trailing metadata of a call that is refused until its caller answers the challenge."""
+"""Key of the trailing metadata with the challenge, in the refusal of a call."""
 PROOF_KEY = "penstock-proof"
-"""Trailing metadata of every answer to a caller that proved its token; in calls with a stream also initial metadata."""
+"""Key of the trailing metadata with the coordinator's proof, in every answer to a caller that has proven its token. In
+streamed calls the initial metadata have it too."""
 TRIES = 6
 """Largest number of tries of a call: the coordinator may restart between two tries, or a token may be replaced."""
 CALLERS_KEPT = 16_384
