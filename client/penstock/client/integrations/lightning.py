@@ -22,7 +22,7 @@ __all__ = ["LoaderState"]
 
 
 class LoaderState(Callback):
-    """Callback that makes training resume at the batch after the last one that the checkpoint has seen.
+    """Callback that makes training resume at the first batch that was not trained on before the checkpoint.
 
     Pass it to the Trainer, with the Lookahead that is trained on::
 

@@ -27,7 +27,7 @@ __all__ = ["LoaderState", "newest_checkpoint"]
 
 
 class LoaderState(TrainerCallback, ExportableState):
-    """Callback that makes training resume at the batch after the last one that the checkpoint has seen::
+    """Callback that makes training resume at the first batch that was not trained on before the checkpoint::
 
         class MyTrainer(Trainer):
             def get_train_dataloader(self): return ahead     # Lookahead(DataLoader(input_fn))

@@ -86,7 +86,8 @@ SIGN_S = 1.0
 SILENCE_S = 5.0
 """Seconds without a sign of life from a rank, after which a writer without a training process abandons a save."""
 PROBE_S = 0.5
-"""Seconds without a temporary folder, after which a rank tests whether it has the permission to write beside it."""
+"""Seconds without a temporary folder, after which a rank tests whether it can write into the folder of the
+checkpoints."""
 LENGTH = 8
 """Bytes of the length field before each request."""
 NICENESS = 10
@@ -356,8 +357,8 @@ class SaveJob:
     def _await_folder(self) -> None:
         """Wait for the temporary folder, which rank 0 makes once it has the lock.
 
-        Raises OSError if this rank is not able to write there. Rank 0 may be unable to make the folder for the same
-        reason.
+        Raises OSError if this rank cannot write into the folder of the checkpoints. Rank 0 may be unable to make the
+        temporary folder for the same reason.
         """
         probed_at = time.monotonic()
 
