@@ -4,9 +4,9 @@ Lightning itself saves the state of a loader at the batch that its fetcher has t
 is one batch ahead of the loop. It also does not load a state saved at the end of an epoch. So a callback counts the
 batches that reach the loop, and saves and loads the state.
 
-Lightning's epoch may be shorter than an epoch of the loader (limit_train_batches). Lightning then begins the next
-epoch, in the middle of the loader's. The loader's position alone does not show that Lightning's epoch was over, so the
-checkpoint also records that.
+Lightning's epoch may be shorter than an epoch of the loader (limit_train_batches). Lightning then leaves the loader's
+epoch before its end, and begins the next one. The loader's position alone does not show that Lightning's epoch was
+over, so the checkpoint also records that.
 """
 
 from __future__ import annotations

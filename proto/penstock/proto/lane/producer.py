@@ -57,21 +57,19 @@ __all__ = ["FreeEntry", "Producer", "check_size"]
 _log = logging.getLogger(__name__)
 
 GROUPS = 4
-"""Smallest number of packets into which the batches of a ring are divided. With four, one can be released while one is
-read, one is sent and one is filled."""
+"""Smallest number of packets of a ring's batches. With four, one is released while one is read, one sent, one
+filled."""
 CROWD = 1024
 """Largest number of frames that are queued for a consumer that does not read. A ring has at most 32 entries, so more
 frames are pieces of a large structure, or come from a peer that sends without end."""
 MOST_WANTED = 4096
 """Largest number of requested snapshots that are not taken yet. A correct consumer requests at most 200."""
 MOST_ABANDONED = 1 << 16
-"""Largest number of abandoned epochs that the runner has not processed yet. There may be many, because the runner may
-be in user code for a long time."""
+"""Largest number of abandoned epochs that the runner has not processed yet. It may be in user code for a long time."""
 MOST_ABANDONS = (1 << 32) - 1
 """Largest value of Frame.abandons."""
 _RESERVED = 1 << 64
-"""Number (`total`) of the batch in an entry that is being filled. It is above any real number, so the entry never
-counts as delivered."""
+"""Number of the batch in an entry that is being filled: above any real number, so that it never counts as delivered."""
 
 
 def check_size(nbytes: int, most: int) -> None:
@@ -142,8 +140,8 @@ class Producer:
         self.closed = False
         """True once the consumer has closed the lane on purpose."""
         self.abandons = 0
-        """Number of abandoned epochs so far. Each frame contains it, so that the consumer can recognise frames of
-        abandoned epochs."""
+        """Number of abandoned epochs so far. Each frame contains it, so that frames of abandoned epochs are
+        recognised."""
         self.on_ack: Callable[[Ack], None] | None = None
         """Function called with each ack after the ack was applied, for a process that forwards acks."""
         self._sent_total = 0
@@ -175,14 +173,13 @@ class Producer:
 
     @property
     def blocked(self) -> bool:
-        """True if frames are left after a `flush`. The caller must then also poll for writing, and call `flush`
+        """True if frames are left after a `flush`. The caller must then poll for writing too, and call `flush`
         again."""
         return len(self._unsent) > 0
 
     @property
     def crowded(self) -> bool:
-        """True if too many frames wait for the consumer (CROWD). The caller must then accept no more frames to
-        forward."""
+        """True if more than CROWD frames wait for the consumer. The caller must then forward no more."""
         return len(self._unsent) > CROWD
 
     def attach(self, sock: socket.socket, hello: lane_pb2.Hello) -> None:
@@ -226,8 +223,7 @@ class Producer:
         self.flush()
 
     def forked(self) -> None:
-        """Detach the producer in a forked child, for penstock.runtime.process.forks. The child writes into a private
-        copy of the rings, and sends the consumer nothing."""
+        """Detach the producer in a forked child, which then writes into a private copy of the rings."""
         for ring in self._rings.values():
             ring.forked()
         silence(self.fileno())
@@ -344,8 +340,7 @@ class Producer:
         return 0 if ring is None else ring.entry_bytes
 
     def knows_structure(self, structure: int) -> bool:
-        """Return whether this structure is registered, so that a batch may use it without another call of
-        `know_structure`."""
+        """Return whether the structure is registered, so that a batch may use it at once."""
         return structure in self._structures
 
     def know_structure(self, structure: int, data: bytes) -> None:
@@ -441,8 +436,8 @@ class Producer:
         self._send(message)
 
     def close(self, timeout: float = 1.0, *, say_so: bool = True) -> None:
-        """Close the lane for good. say_so: tell the consumer. Waits at most `timeout` seconds for a slow consumer,
-        which can still read everything that was sent."""
+        """Close the lane for good. say_so: tell the consumer. Waits at most `timeout` seconds until it has taken all
+        frames."""
         if self._sock is not None and say_so:
             self.forward_end(Frame(CLOSE))
             deadline = time.monotonic() + timeout
@@ -511,8 +506,7 @@ class Producer:
         sock.close()
 
     def _catch_up(self, hello: lane_pb2.Hello) -> None:
-        """Take over the number of abandoned epochs from the Hello of a consumer, which has abandoned epochs since its
-        last ack arrived here.
+        """Take over from a Hello the number of abandoned epochs, which may have risen since the last ack.
 
         Usually the lane broke before the message arrived. Then all kept frames belong to an abandoned epoch or to one
         after it, and are dropped. But if this is the producer's first consumer, the producer may have started after all
@@ -560,8 +554,7 @@ class Producer:
             self.closed = True
 
     def _deliver(self, total: int) -> None:
-        """Count batches up to number `total` as delivered, and drop the frames that need not be sent again. Their
-        entries stay lent until they are released."""
+        """Count batches up to number `total` as delivered, and drop their frames. Entries stay lent until released."""
         self.delivered = max(self.delivered, total)
         kept = self._kept
         while kept and kept[0].total <= self.delivered:

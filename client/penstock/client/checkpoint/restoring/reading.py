@@ -38,8 +38,8 @@ __all__ = ["FillRequest", "read", "read_file"]
 RUN = 16 << 20
 """Bytes of neighbouring archives that one call reads at most; a larger archive is read by a call of its own."""
 SMALL = 8 << 20
-"""Largest number of bytes to read that are read without threads. Below it, Python's work for each entry takes longer
-than the reading."""
+"""Number of bytes up to which a restore reads without threads. Python's work for each entry then takes longer than the
+reading."""
 MAX_UNNEEDED_BYTES = 4 << 10
 """Largest number of unneeded bytes in a read buffer, for each tensor to fill, for which the buffer is kept until the
 tensors are filled. Otherwise the values are copied out of it."""
