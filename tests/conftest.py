@@ -40,8 +40,6 @@ hypothesis.settings.load_profile("landing")
 
 LONGEST = (
     "integrations/test_kill_and_resume",
-    "integrations/test_jax",
-    "deploy/test_up_ray",
     "deploy/test_dashboard",
     "docs/test_blocks",
     "deploy/test_doctor",
