@@ -104,6 +104,11 @@ class ShardedOrder:
             ids[chosen] = sequence.ids(inner)
         return ids
 
+    def shards_of(self, ids: Ints) -> Ints:
+        """Return the numbers of the samples' shards."""
+        found: Ints = np.searchsorted(self._starts, ids, side="right") - 1
+        return found
+
     def shards(self, epoch: int, positions: npt.ArrayLike) -> Ints:
         """Return the numbers of all shards that the blocks of these positions need, in the order of the positions."""
         at = np.asarray(positions, np.int64)
