@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.deploy.import_state.begun_epoch import BegunEpoch, Ints, whole_steps
 from penstock.deploy.import_state.foreign_files import count, foreign_state
-from penstock.proto.errors import StateCorruptError, StateMismatchError, StateVersionError
+from penstock.proto.errors import InvalidArgumentError, StateCorruptError, StateMismatchError, StateVersionError
 
 __all__ = ["torchdata_epoch"]
 
@@ -27,17 +27,25 @@ WITH_WORKERS = {"_snapshot", "_steps_since_snapshot"}
 @dataclass(frozen=True)
 class _Rank:
     batches: int
-    batch: int
+    """Batches delivered at the snapshot."""
     rows: int
-    """Rows delivered."""
+    """Rows of them."""
+    after: int
+    """Batches delivered since the snapshot."""
     generator: Any
     ended: bool
 
+    def progress(self) -> tuple[int, int, int, bool]:
+        return self.batches, self.rows, self.after, self.ended
 
-def torchdata_epoch(paths: Sequence[Path], rows: int, epoch: int, *, shuffle: bool, seed: int) -> BegunEpoch:
+
+def torchdata_epoch(
+    paths: Sequence[Path], rows: int, epoch: int, *, batch: int | None, shuffle: bool, seed: int
+) -> BegunEpoch:
     """Return the epoch of the states of all ranks, in order of rank.
 
     Args:
+        batch: rows of a step, of all ranks; None: as many as the state says, if it has a batch.
         epoch, shuffle, seed: of a DistributedSampler, because they are not in a state.
 
     Raises StateMismatchError for a state that has no row numbers, or states of different steps; StateVersionError for
@@ -46,13 +54,20 @@ def torchdata_epoch(paths: Sequence[Path], rows: int, epoch: int, *, shuffle: bo
     ranks = [_rank(path) for path in paths]
     first = ranks[0]
     for path, rank in zip(paths, ranks, strict=True):
-        if (rank.batches, rank.batch, rank.ended) != (first.batches, first.batch, first.ended):
+        if rank.progress() != first.progress():
             raise StateMismatchError(
-                f"the states lie within a step: {paths[0]} has {first.batches} batches of {first.batch} rows, {path} "
-                f"{rank.batches} of {rank.batch}. Pass the states that all ranks saved at the same step"
+                f"the states lie within a step: {paths[0]} has {first.batches + first.after} batches of this epoch, "
+                f"{path} has {rank.batches + rank.after}, or they were saved otherwise. Pass the states that all ranks "
+                "saved at the same step"
             )
+    if not first.batches and batch is None:
+        raise InvalidArgumentError(
+            "--from stateful needs --batch-size for a state whose snapshot lies before the first batch"
+        )
+    own = -(-first.rows // first.batches) if batch is None else -(-batch // len(ranks))
+    """Rows of a rank's batch."""
     if first.generator is None and (shuffle or len(ranks) > 1):
-        order = _distributed(rows, len(ranks), first.batch, epoch, shuffle=shuffle, seed=seed)
+        order = _distributed(rows, len(ranks), own, epoch, shuffle=shuffle, seed=seed)
     elif first.generator is None:
         order = np.arange(rows, dtype=np.int64)
     elif len(ranks) == 1:
@@ -62,10 +77,11 @@ def torchdata_epoch(paths: Sequence[Path], rows: int, epoch: int, *, shuffle: bo
             f"each of the {len(ranks)} states has a shuffle of its own over all rows, so the ranks repeat each other's "
             "rows: no position has each row once. Start the next epoch without a state"
         )
-    delivered = len(order) if first.ended else min(first.rows * len(ranks), len(order))
-    batch = first.batch * len(ranks)
-    steps = whole_steps(delivered, batch, len(order)) + epoch * -(-len(order) // batch)
-    return BegunEpoch(epoch, order, delivered, steps)
+    delivered = len(order) if first.ended else min((first.rows + first.after * own) * len(ranks), len(order))
+    step = whole_steps(delivered, own * len(ranks), len(order))
+    # after the last, incomplete batch its size is known only from the number of batches
+    steps = first.batches + first.after if delivered == len(order) else -(-len(order) // (own * len(ranks)))
+    return BegunEpoch(epoch, order, delivered, epoch * steps + min(step, steps))
 
 
 def _rank(path: Path) -> _Rank:
@@ -95,12 +111,9 @@ def _rank(path: Path) -> _Rank:
         )
     batches, yielded = count(path, main, "_sampler_iter_yielded"), count(path, inner, "samples_yielded")
     ended = state.get("_iterator_finished") is True
-    if not batches:
-        raise StateMismatchError(f"{path} lies before the first batch, where nothing is to be imported: start anew")
-    batch = -(-yielded // batches)
     sampler = inner.get("sampler_iter_state")
     generator = sampler.get("generator") if isinstance(sampler, Mapping) else None
-    return _Rank(batches + after, batch, yielded + after * batch, generator, ended)
+    return _Rank(batches, yielded, after, generator, ended)
 
 
 def _drawn(generator: Any, rows: int) -> Ints:

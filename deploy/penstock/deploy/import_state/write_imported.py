@@ -71,7 +71,10 @@ def _stateful(request: Request) -> tuple[BegunEpoch, int]:
 
     rows = request.needs("--rows", request.rows)
     seed = request.seed or 0  # DistributedSampler's own default
-    return torchdata_epoch(request.states, rows, request.epoch, shuffle=request.shuffle, seed=seed), rows
+    begun = torchdata_epoch(
+        request.states, rows, request.epoch, batch=request.batch, shuffle=request.shuffle, seed=seed
+    )
+    return begun, rows
 
 
 def _trainer(request: Request) -> tuple[BegunEpoch, int]:
