@@ -78,7 +78,19 @@ def grain(
     (folder / f"rows-{RANK}.json").write_text(json.dumps([row for got in delivered for row in got]))
 
 
+def energon(folder: Path, **arguments: Any) -> None:
+    import energon_resumed
+    import torch
+
+    loader = energon_resumed.loader(RANK, RANKS, **{**arguments, "steps": None})
+    passed, rows = iter(loader), []
+    for _ in range(arguments["steps"]):
+        rows += [int(text) for text in next(passed).text]
+    torch.save(loader.save_state_rank(), folder / f"state-{RANK}")
+    (folder / f"rows-{RANK}.json").write_text(json.dumps(rows))
+
+
 if __name__ == "__main__":
-    {"streaming": streaming, "grain": grain}[sys.argv[1]](Path(sys.argv[2]), **json.load(sys.stdin))
+    {"streaming": streaming, "grain": grain, "energon": energon}[sys.argv[1]](Path(sys.argv[2]), **json.load(sys.stdin))
     sys.stdout.flush()
     os._exit(0)

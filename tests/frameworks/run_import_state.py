@@ -8,11 +8,14 @@ delivers rows and saves its state there; `penstock import-state` and the job tha
 from __future__ import annotations
 
 import functools
+import io
 import json
 import os
 import socket
 import subprocess
 import sys
+import tarfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -259,3 +262,79 @@ def test_grain_errors(tmp_path: Path) -> None:
     ):
         (tmp_path / "changed").write_text(json.dumps({**state, **changed}))
         assert why in refused(tmp_path / "new", tmp_path / "changed", both[1], *given, "--batch-size", 8)
+
+
+# ---- Energon
+
+TAR_ROWS = 200
+
+
+@pytest.fixture(scope="module")
+def tars(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight tar files, prepared; sample i is i."""
+    folder = tmp_path_factory.mktemp("tars")
+    for number in range(8):
+        with tarfile.open(folder / f"{number:03}.tar", "w") as tar:
+            for row in range(number * 25, (number + 1) * 25):
+                info = tarfile.TarInfo(f"{row:05}.txt")
+                info.size = len(str(row))
+                tar.addfile(info, io.BytesIO(str(row).encode()))
+    energon = Path(python_of("energon")).with_name("energon")
+    options = ["--non-interactive", "--split-ratio", "1,0,0", "--sample-type", "CrudeWebdataset"]
+    done = subprocess.run([energon, "prepare", folder, *options], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+ENERGON = ["--from", "energon", "--loader", "energon_resumed:resumed"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "workers", "buffer", "every", "steps"),
+    [
+        (1, 0, 1, 0, 9),
+        (1, 0, 9, 0, 70),
+        (1, 2, 9, 0, 11),
+        (1, 2, 9, 4, 17),
+        (1, 2, 5, 4, 76),
+        (2, 0, 9, 0, 7),
+        (2, 2, 5, 4, 8),
+    ],
+)
+def test_energon_goes_on(
+    appliance: Appliance,
+    tmp_path: Path,
+    tars: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ranks: int,
+    workers: int,
+    buffer: int,
+    every: int,
+    steps: int,
+) -> None:
+    given = {"tars": str(tars), "workers": workers, "buffer": buffer, "every": every, "steps": steps}
+    rows = deliver("energon", tmp_path, ranks, **given)
+    monkeypatch.chdir(Path(__file__).parent)
+    states = [tmp_path / f"state-{rank}" for rank in range(ranks)]
+    options = [*ENERGON, "--batch-size", 4 * ranks, "--python", python_of("energon")]
+    report = import_state(tmp_path / "new", *states, *options)
+    times = Counter(rows)
+    assert (report["epoch"], report["step"]) == (len(rows) // TAR_ROWS, steps)
+    assert set(times[row] - report["epoch"] for row in range(TAR_ROWS)) <= {0, 1}
+    delivered = [row for row in range(TAR_ROWS) if times[row] > report["epoch"]]
+    assert report["rows_seen"] == len(delivered)
+    each_row_once(
+        delivered, rest_of(appliance, report, (1, 3), moved.rows, TAR_ROWS, 8, report["order_file"]), TAR_ROWS
+    )
+
+
+@pytest.mark.parametrize(("workers", "every", "steps"), [(0, 0, 50), (2, 0, 48), (2, 0, 52)])
+def test_energon_ends_of_epochs_are_refused(
+    tmp_path: Path, tars: Path, monkeypatch: pytest.MonkeyPatch, workers: int, every: int, steps: int
+) -> None:
+    """Where the shuffle buffer has samples of two epochs."""
+    deliver("energon", tmp_path, tars=str(tars), workers=workers, buffer=20, every=every, steps=steps)
+    monkeypatch.chdir(Path(__file__).parent)
+    options = [*ENERGON, "--batch-size", 4, "--python", python_of("energon")]
+    why = refused(tmp_path / "new", tmp_path / "state-0", *options)
+    assert "Pass a state that was saved some steps before or after" in why

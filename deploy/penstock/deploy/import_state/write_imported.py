@@ -48,6 +48,7 @@ class Request:
     index: Sequence[Path]
     algorithm: str
     block: int | None
+    loader: str | None
     python: str
     run_seed: int | None
 
@@ -114,11 +115,19 @@ def _grain(request: Request) -> tuple[BegunEpoch, int]:
     return grain_epoch(request.states, request.needs("--batch-size", request.batch), request.python)
 
 
+def _energon(request: Request) -> tuple[BegunEpoch, int]:
+    from penstock.deploy.import_state.from_energon import energon_epoch
+
+    batch, loader = request.needs("--batch-size", request.batch), request.needs("--loader", request.loader)
+    return energon_epoch(request.states, batch, loader, request.python)
+
+
 SOURCES: dict[str, Callable[[Request], tuple[BegunEpoch, int]]] = {
     "stateful": _stateful,
     "trainer": _trainer,
     "streaming": _streaming,
     "grain": _grain,
+    "energon": _energon,
 }
 """Value of --from -> reader of its states, which returns the epoch and the rows of the dataset."""
 

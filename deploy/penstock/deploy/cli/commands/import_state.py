@@ -21,6 +21,7 @@ class Library(StrEnum):
     TRAINER = "trainer"
     STREAMING = "streaming"
     GRAIN = "grain"
+    ENERGON = "energon"
 
 
 def import_state(
@@ -28,7 +29,7 @@ def import_state(
         list[Path],
         typer.Argument(
             metavar="STATE...",
-            help="Files with the states of all ranks (stateful, grain), with that of any rank (streaming), or the "
+            help="Files with the states of all ranks (stateful, grain, energon), with that of any rank (streaming), or the "
             "checkpoint's folder (trainer).",
         ),
     ],
@@ -46,7 +47,10 @@ def import_state(
     batch_size: Annotated[
         int | None,
         typer.Option(
-            "--batch-size", metavar="N", min=1, help="Rows of a step, of all ranks; streaming and grain need it."
+            "--batch-size",
+            metavar="N",
+            min=1,
+            help="Rows of a step, of all ranks; streaming, grain and energon need it.",
         ),
     ] = None,
     shuffle: Annotated[
@@ -81,8 +85,16 @@ def import_state(
         int | None,
         typer.Option("--shuffle-block-size", metavar="N", min=1, help="shuffle_block_size of the StreamingDataset."),
     ] = None,
+    loader: Annotated[
+        str | None,
+        typer.Option(
+            "--loader",
+            metavar="MODULE:NAME",
+            help="Function (state's path, rank, ranks) -> Energon's loader, restored; found in this folder.",
+        ),
+    ] = None,
     python: Annotated[
-        str, typer.Option("--python", metavar="PATH", help="Interpreter that has streaming or grain. Default: this.")
+        str, typer.Option("--python", metavar="PATH", help="Interpreter that has the library. Default: this.")
     ] = sys.executable,
     run_seed: Annotated[
         int | None,
@@ -128,6 +140,7 @@ def import_state(
         index=index or [],
         algorithm=shuffle_algo,
         block=shuffle_block_size,
+        loader=loader,
         python=python,
         run_seed=run_seed,
     )
