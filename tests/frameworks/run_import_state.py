@@ -114,7 +114,6 @@ def streaming_options(shards: Path, batch: int, **changed: Any) -> list[Any]:
     ],
     ids=["plain", "workers", "later epoch", "ranks", "blocks"],
 )
-@pytest.mark.parametrize("kind", ["rows", "shards"])
 def test_streaming_goes_on(
     appliance: Appliance,
     tmp_path: Path,
@@ -124,20 +123,16 @@ def test_streaming_goes_on(
     epochs: list[int],
     options: dict[str, Any],
     flags: dict[str, Any],
-    kind: str,
 ) -> None:
     loader = {"num_workers": workers}
     rows = deliver(
         "streaming", tmp_path, ranks, shards=str(shards / "all"), batch=4, epochs=epochs, loader=loader, **options
     )
     given = streaming_options(shards, 4 * ranks, **flags)
-    report = import_state(tmp_path / "new", tmp_path / "state-0", *given, input_fn=f"moved:{kind}")
+    report = import_state(tmp_path / "new", tmp_path / "state-0", *given, input_fn="moved:shards")
     assert (report["epoch"], report["rows_seen"]) == (len(epochs) - 1, len(set(rows))), report
     order = report["order_file"]
-    if kind == "shards":
-        rest = rest_of(appliance, report, (2, 2), moved.shards, str(shards / "all"), 8, order)
-    else:
-        rest = rest_of(appliance, report, (1, 3), moved.rows, ROWS, 8, order)
+    rest = rest_of(appliance, report, (2, 2), moved.shards, str(shards / "all"), 8, order)
     each_row_once(rows, rest, ROWS)
 
 
@@ -320,7 +315,7 @@ def test_energon_goes_on(
     report = import_state(tmp_path / "new", *states, *options)
     times = Counter(rows)
     assert (report["epoch"], report["step"]) == (len(rows) // TAR_ROWS, steps)
-    assert set(times[row] - report["epoch"] for row in range(TAR_ROWS)) <= {0, 1}
+    assert {times[row] - report["epoch"] for row in range(TAR_ROWS)} <= {0, 1}
     delivered = [row for row in range(TAR_ROWS) if times[row] > report["epoch"]]
     assert report["rows_seen"] == len(delivered)
     each_row_once(

@@ -32,7 +32,7 @@ def main() -> None:
         raise SystemExit(f"the loader must read one dataset of tar files, got {len(sources)}: {SEVERAL}")
     state = loader.save_state_rank()
     buffered = sum(dataset.size for dataset in found if type(dataset).__name__ == "ShuffleBufferDataset")
-    epoch = epoch_of(state, sources[0], buffered, request["rank"])
+    epoch = epoch_of(state, sources[0], buffered)
     for dataset in repeats:
         dataset.repeats = epoch + 1  # so that the loader ends with this epoch
     rest = [number for batch in loader for number in numbers(batch.__restore_key__)]
@@ -54,7 +54,7 @@ def datasets(dataset: Any) -> Iterator[Any]:
             yield from datasets(one)
 
 
-def epoch_of(state: Any, source: Any, buffered: int, rank: int) -> int:
+def epoch_of(state: Any, source: Any, buffered: int) -> int:
     """Return the epoch that all workers of a rank are in. With worker processes a state is a checkpoint and the number
     of batches since it, which may lie in a later epoch; so the epoch is known only where the shuffle buffer cannot have
     reached the next one."""
@@ -65,7 +65,7 @@ def epoch_of(state: Any, source: Any, buffered: int, rank: int) -> int:
         read = (0, 0) if since is None else (since * (state.micro_batch_size or 1),) * 2
         read = read if since is None else (max(0, read[0] - buffered), read[1] + buffered)
         repetition = next(fields(worker, "_repetition"), 0)
-        index, length = next(fields(worker, "_index"), 0), source.len_worker(rank * len(state.worker_states) + number)
+        index, length = next(fields(worker, "_index"), 0), source.len_worker(number)
         epochs |= {repetition + (index + rows) // length for rows in read}
     if len(epochs) != 1:
         raise SystemExit(

@@ -29,8 +29,8 @@ def import_state(
         list[Path],
         typer.Argument(
             metavar="STATE...",
-            help="Files with the states of all ranks (stateful, grain, energon), with that of any rank (streaming), or the "
-            "checkpoint's folder (trainer).",
+            help="Files with the states of all ranks (stateful, grain, energon), with that of any rank (streaming), "
+            "or the checkpoint's folder (trainer).",
         ),
     ],
     library: Annotated[Library, typer.Option("--from", help="Library that saved it.")],
