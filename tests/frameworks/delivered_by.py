@@ -7,6 +7,7 @@ Each process writes what it delivered into FOLDER/rows-RANK.json, and its state 
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -19,10 +20,10 @@ RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE",
 def streaming(folder: Path, shards: str, batch: int, epochs: list[int], loader: dict[str, Any], **options: Any) -> None:
     """Deliver `epochs[-1]` batches of the last epoch, after whole epochs."""
     import torch
-    from streaming import StreamingDataLoader, StreamingDataset
 
-    dataset = StreamingDataset(local=shards, batch_size=batch, **options)
-    made = StreamingDataLoader(dataset, batch_size=batch, **loader)
+    library = importlib.import_module("streaming")  # mypy would take an example of ours for it
+    dataset = library.StreamingDataset(local=shards, batch_size=batch, **options)
+    made = library.StreamingDataLoader(dataset, batch_size=batch, **loader)
     saved = folder / "before.json"
     if saved.is_file():
         made.load_state_dict(json.loads(saved.read_text()))
@@ -79,10 +80,9 @@ def grain(
 
 
 def energon(folder: Path, **arguments: Any) -> None:
-    import energon_resumed
     import torch
 
-    loader = energon_resumed.loader(RANK, RANKS, **{**arguments, "steps": None})
+    loader = importlib.import_module("energon_resumed").loader(RANK, RANKS, **{**arguments, "steps": None})
     passed, rows = iter(loader), []
     for _ in range(arguments["steps"]):
         rows += [int(text) for text in next(passed).text]
@@ -91,6 +91,7 @@ def energon(folder: Path, **arguments: Any) -> None:
 
 
 if __name__ == "__main__":
-    {"streaming": streaming, "grain": grain, "energon": energon}[sys.argv[1]](Path(sys.argv[2]), **json.load(sys.stdin))
+    libraries: dict[str, Any] = {"streaming": streaming, "grain": grain, "energon": energon}
+    libraries[sys.argv[1]](Path(sys.argv[2]), **json.load(sys.stdin))
     sys.stdout.flush()
     os._exit(0)

@@ -22,6 +22,7 @@ from typing import Any
 
 import moved
 import pytest
+from documented import REPO, blocks
 from moved_runs import TOPOLOGIES, each_row_once, import_state, refused, rest_of
 
 from penstock.client import Appliance
@@ -29,7 +30,6 @@ from penstock.data import MDSWriter
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore:.*was recovered")]
 
-REPO = Path(__file__).parents[2]
 MODULES = {"streaming": "streaming", "grain": "grain", "energon": "megatron.energon"}
 ROWS = 203
 
@@ -157,7 +157,13 @@ def test_streaming_on_any_topology(
 @pytest.fixture(scope="module")
 def streaming_state(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> tuple[Path, list[int]]:
     folder = tmp_path_factory.mktemp("state")
-    given = {"shards": str(shards / "all"), "batch": 4, "epochs": [13], "loader": {"num_workers": 2}, "shuffle": True}
+    given: dict[str, Any] = {
+        "shards": str(shards / "all"),
+        "batch": 4,
+        "epochs": [13],
+        "loader": {"num_workers": 2},
+        "shuffle": True,
+    }
     rows = deliver("streaming", folder, **given)
     return folder / "state-0", rows
 
@@ -279,6 +285,15 @@ def tars(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = subprocess.run([energon, "prepare", folder, *options], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     return folder
+
+
+def test_energon_samples_have_the_documented_numbers(tars: Path) -> None:
+    """The dataset in docs/migrate.md numbers samples as Energon does."""
+    (block,) = (block for block in blocks(REPO / "docs/migrate.md") if "class Tars" in block.text)
+    module: dict[str, Any] = {}
+    exec(block.text, module)
+    data = module["Tars"](tars)
+    assert [int(data[number]["txt"]) for number in range(len(data))] == list(range(TAR_ROWS))
 
 
 ENERGON = ["--from", "energon", "--loader", "energon_resumed:resumed"]

@@ -204,7 +204,7 @@ def train(folder: Path, steps: int, **arguments: Any) -> list[int]:
         str(folder), use_cpu=True, report_to="none", disable_tqdm=True, remove_unused_columns=False, **given
     )
     data = [{"number": torch.tensor(number)} for number in range(ROWS)]
-    Trainer(model, options, train_dataset=data).train()  # type: ignore[arg-type]
+    Trainer(model, options, train_dataset=data).train()
     return model.seen
 
 

@@ -58,7 +58,7 @@ def epoch_of(state: Any, source: Any, buffered: int) -> int:
     """Return the epoch that all workers of a rank are in. With worker processes a state is a checkpoint and the number
     of batches since it, which may lie in a later epoch; so the epoch is known only where the shuffle buffer cannot have
     reached the next one."""
-    epochs = set()
+    epochs: set[int] = set()
     for number, worker in enumerate(state.worker_states):
         since = getattr(worker, "offset", None)
         # what was read since the checkpoint: at least, and at most

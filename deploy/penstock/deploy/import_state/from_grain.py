@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from penstock.deploy.import_state.begun_epoch import BegunEpoch, Ints, whole_steps
+from penstock.deploy.import_state.begun_epoch import BegunEpoch, whole_steps
 from penstock.deploy.import_state.foreign_files import count, foreign_state
 from penstock.deploy.import_state.foreign_order import order_by
 from penstock.proto.errors import StateCorruptError, StateMismatchError, StateVersionError
@@ -60,7 +61,7 @@ class _Process:
         """Return the first index of this process that is not used yet."""
         return min(worker + len(self.used) * used for worker, used in enumerate(self.used))
 
-    def ahead(self, begin: int, length: int) -> Ints:
+    def ahead(self, begin: int, length: int) -> npt.NDArray[np.bool_]:
         """Return which of the indexes from `begin` on are used, as flags.
 
         Raises StateMismatchError if later ones are used as well.
@@ -74,7 +75,7 @@ class _Process:
                     "another one is not. Pass a state that was saved some steps before or after it"
                 )
             flags[own[own >= 0]] = True
-        return flags  # type: ignore[return-value]
+        return flags
 
 
 def grain_epoch(paths: Sequence[Path], batch: int, python: str) -> tuple[BegunEpoch, int]:

@@ -144,7 +144,7 @@ def _parts(numbers: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
 def _digest(epoch: int, numbers: npt.NDArray[Any]) -> int:
     digest = xxhash.xxh3_64(_EPOCH.pack(epoch, len(numbers)))
     for part in _parts(numbers):
-        digest.update(memoryview(part).cast("B"))
+        digest.update(np.ascontiguousarray(part).view(np.uint8).data)
     return digest.intdigest()
 
 
