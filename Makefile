@@ -28,6 +28,8 @@ BOXES ?=
 BATCHES ?= 200000
 # The fuzzer is made for few versions of Python, so it has an environment of its own.
 FUZZ_VENV := .fuzz-venv
+# The frameworks pin versions of datasets, transformers and fsspec that are older than those of development.
+FRAMEWORKS_VENV := .frameworks
 LOCK_VENV := .lock-venv
 MINUTES ?= 10
 FUZZ_ARGS ?=
@@ -47,7 +49,7 @@ $(BIN)/python -m grpc_tools.protoc \
 endef
 
 .PHONY: help setup lock dist proto proto-check proto-baseline manifests lint format format-check types docs collect pytest test simulate chaos fuzz demo
-.PHONY: soak demo-streaming signals slurm loaders node helm bench bench-peers storm peers pythons clean
+.PHONY: soak demo-streaming signals slurm loaders frameworks node helm bench bench-peers gpu storm peers pythons clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 16
@@ -142,6 +144,16 @@ loaders: $(STAMP) ## save and resume other libraries' loaders again and again, 3
 	$(BIN)/python -m pip install --no-deps litdata==0.2.76  # it asks for torchvision, which would bring another torch
 	$(BIN)/pytest -n 2 tests/loaders/run_third_party.py
 
+frameworks: $(FRAMEWORKS_VENV)/.setup-done ## train in torchtitan, Megatron-core, TRL and NeMo Automodel: kill, resume, other ranks (3 GB below .frameworks)
+	$(FRAMEWORKS_VENV)/bin/python -m pytest -n 1 tests/frameworks/run_*.py
+
+$(FRAMEWORKS_VENV)/.setup-done: pyproject.toml tests/frameworks/requirements.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install "$$(grep -oE 'torch==[0-9.]+' pyproject.toml | head -n 1)"
+	$(@D)/bin/python -m pip install --requirement tests/frameworks/requirements.txt
+	$(@D)/bin/python -m pip install --editable .
+	touch $@
+
 node: ## the packages of the Node example, 14 MB from npm; its test is skipped without them
 	npm ci --prefix examples/state_over_grpc --no-fund --no-audit --ignore-scripts
 
@@ -173,6 +185,9 @@ bench: $(STAMP) ## measure the whole path beside its peers, 10 minutes; BENCH_AR
 
 bench-peers: $(PEER_NAMES:%=$(PEERS)/%/.setup-done) ## make the peers' environments, 5 GB below PEERS
 
+gpu: $(STAMP) ## all checks that need a CUDA device, 10 minutes; writes docs/gpu.md
+	$(BIN)/python -m benchmarks.gpu
+
 storm: $(STAMP) ## many jobs opened at the same moment on two daemons: all of them must run; JOBS=50, or BOXES=200 of one job that save at once
 	$(BIN)/python -m benchmarks.storm $(if $(BOXES),--save --boxes $(BOXES),--jobs $(or $(JOBS),50))
 
@@ -188,5 +203,5 @@ $(PEERS)/%/.setup-done: benchmarks/peers/requirements/%.txt
 	touch $@
 
 clean: ## remove .venv, builds and caches
-	rm -rf $(VENV) $(FUZZ_VENV) .fuzz .peers benchmarks/out build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(FUZZ_VENV) $(FRAMEWORKS_VENV) .fuzz .peers benchmarks/out build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""What all tests share: where their modules are found, an environment without settings of ours, and their order."""
+"""Setup that all tests share: paths of their modules, an environment without settings of Penstock, and their order."""
 
 from __future__ import annotations
 
@@ -83,15 +83,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported and collected by now stays to the end. The garbage collector, which many tests call, would look
-    at it each time: half a second for thousands of tests, against a millisecond."""
+    """Freeze the objects that were imported and collected so far, because they stay to the end. The garbage collector,
+    which many tests call, would look at them each time: half a second with thousands of tests, instead of a
+    millisecond."""
     gc.freeze()
     gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """So does what the tests of a file made torch and others import, which is hundreds of thousands of objects."""
+    """Freeze the objects that a file's tests made torch and others import, after its last test. There are hundreds of
+    thousands of them."""
     yield
     if nextitem is None or nextitem.path != item.path:
         gc.collect()

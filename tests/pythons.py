@@ -37,7 +37,8 @@ TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
 
 
 def interpreter(version: str) -> str | None:
-    """On the path, or where pyenv puts it. One that does not start is none: pyenv's on the path often only say so."""
+    """Return the interpreter on the path, or where pyenv puts it. One that does not start does not count: pyenv's shims
+    on the path often only print an error."""
     installed = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
     for python in (shutil.which(f"python{version}"), *map(str, reversed(installed))):
         if python and subprocess.run([python, "-c", ""], capture_output=True).returncode == 0:
@@ -46,7 +47,7 @@ def interpreter(version: str) -> str | None:
 
 
 def requirements(with_torch: bool) -> list[list[str]]:
-    """What pip is asked for, one time after the other."""
+    """Return the requirements of pip's runs, one list for each."""
     with (REPO / "pyproject.toml").open("rb") as file:
         project = tomllib.load(file)["project"]
     pinned = project["optional-dependencies"]["dev"]
@@ -64,7 +65,7 @@ def run(*command: str) -> bool:
 
 
 def check(version: str, with_torch: bool) -> tuple[list[str], list[str]]:
-    """What failed, and what was not run."""
+    """Return what failed, and what was not run."""
     failed = [] if run(sys.executable, "-m", "mypy", "--python-version", version) else ["mypy"]
     base = interpreter(version)
     if base is None:

@@ -80,7 +80,7 @@ def stopped(checkpointer: AsyncCheckpointer) -> Iterator[None]:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_tensors_of_all_kinds_restore_bitwise(tmp_path: Path) -> None:
-    """By Penstock and by torch's own reader."""
+    """Restore with Penstock and with torch's own reader."""
     module, saved = nn.Linear(3, 4), tensors()
     with AsyncCheckpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"model": module, "all": saved, "numbers": {"lr": 0.5, "names": ["a", "b"]}})

@@ -149,7 +149,8 @@ def test_modules_in_another_order_are_restored(tmp_path: Path, kind: str, tied: 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("compiled", ["saved", "restored"])
 def test_compiled_modules_inside_and_plain_ones(tmp_path: Path, compiled: str) -> None:
-    """Nothing is compiled unless it is called; compiled modules are in others, and in one that is compiled itself."""
+    """Compile modules inside others, and inside one that is compiled itself. torch compiles nothing before the first
+    call."""
 
     def made(inside: bool) -> tuple[Any, Any]:
         net: Any = Net()

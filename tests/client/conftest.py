@@ -40,7 +40,7 @@ from penstock.proto.v1 import lane_pb2, records_pb2
 
 
 class FakeRunner:
-    """One slot in one generation."""
+    """Runner of one slot in one generation."""
 
     def __init__(self, slot: int, generation: int = 1, *, total: int = 0, epoch: int = 0) -> None:
         self.slot = slot
@@ -58,7 +58,7 @@ class FakeRunner:
         self.producer.attach(sock, hello)
 
     def room(self) -> bool:
-        """Whether the next batch finds a ring entry."""
+        """True if the ring has a free entry for the next batch."""
         producer = self.producer
         producer.take_acks()
         return producer.free_entries > 0 or producer.ring_entries == 0
@@ -106,7 +106,7 @@ class FakeRunner:
 
 
 class FakeRun:
-    """What a feed needs of a Run."""
+    """Part of a Run that the ordered reader needs."""
 
     def __init__(self, num_slots: int, runners: list[FakeRunner]) -> None:
         self.box = 0
@@ -128,7 +128,7 @@ class FakeRun:
             self.show(runner)
 
     def show(self, runner: FakeRunner, phase: pb.SlotPhase.ValueType = pb.READY, **changes: Any) -> None:
-        """What the watch thread does when the coordinator says where a slot is."""
+        """Do what the watch thread does when the coordinator reports where a slot is."""
         self.runners[runner.slot] = runner
         views = list(self.views)
         views[runner.slot] = pb.SlotView(
@@ -178,7 +178,7 @@ class Rig:
             self.reader = DeviceReader(run, position, "inputs:make", timeout_s, backend)
 
     def numbers(self, slot: int, *values: int) -> None:
-        """One batch for each number from a slot."""
+        """Send one batch for each number from a slot."""
         for value in values:
             assert self.runners[slot].send(torch.tensor([value]))
 
@@ -235,7 +235,7 @@ class ThreadRunner(FakeRunner):
         os.close(self._wake)
 
     def _wait(self) -> None:
-        """For a consumer, its acks, or the end."""
+        """Wait for a consumer, its acks, or the end."""
         producer = self.producer
         producer.flush()
         poll = select.poll()
@@ -352,7 +352,7 @@ class LoadedRun(FakeRun):
         return ready(self)
 
     def fetch_state(self, step: int, deadline_s: float) -> FetchedState:
-        """As of the progress that the loop reports, as a coordinator would."""
+        """Return the state at the progress that the loop reports, as a coordinator would."""
         self.fetched.append(step)
         position = self.progress.position()
         assert position is not None
@@ -418,5 +418,5 @@ def device() -> Iterator[FakeBackend]:
 
 @pytest.fixture
 def rig(rigs: Any, device: FakeBackend) -> Any:
-    """One slot, and copies that happen by `device.finish`."""
+    """Reader of one slot, with a device whose copies happen when `device.finish` is called."""
     return rigs(backend=device)

@@ -31,7 +31,8 @@ MOST = 10
 """Batches of a part of a life."""
 
 parts = st.lists(st.tuples(st.sampled_from(["steps", "epoch"]), st.integers(1, MOST), st.booleans()), max_size=4)
-"""What a loop takes: so many steps, or an epoch that it leaves after so many; and whether the job is restarted then."""
+"""Parts of a history: a number of steps, or an epoch that the loop leaves after a number of steps; and True if the job
+is restarted afterwards."""
 
 
 def plain(batch: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What is delivered is what was made, whatever the network and the memory in between do to it.
+"""Delivery of exactly the batches that were made, whatever the network and the memory in between do to them.
 
 The whole TCP lane, with the daemon's own doors and sender and the receiver's process, and a proxy that damages bytes
 and mends TCP's checksum; and the local lane, whose ring entries are written into.
@@ -52,7 +52,7 @@ def same(got: dict[str, Any], number: int) -> bool:
 
 
 class FarRunner(ThreadRunner):
-    """One whose consumers come by a daemon's doors, which have read their Hellos."""
+    """Runner whose consumers connect through a daemon's listeners, which have read their Hellos."""
 
     def __init__(self) -> None:
         self.greetings: deque[lane_pb2.Hello] = deque()

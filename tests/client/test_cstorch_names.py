@@ -1,4 +1,4 @@
-"""What loaders and executors tell of themselves, helpers for steps and batch sizes, states made by hand, records."""
+"""Attributes of loaders and executors, helpers for steps and batch sizes, states made by hand, records."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def backend(request: pytest.FixtureRequest) -> Any:
 
 
 def landed(event: Any) -> bool:
-    """Within a number of questions, for a device that has nothing else to do."""
+    """Return True if an event completes within a number of queries, for a device that has nothing else to do."""
     return any(event.query() for _ in range(1_000_000))
 
 
@@ -290,7 +290,7 @@ def test_the_mapping_is_there_when_it_is_unlocked() -> None:
 
 
 def is_mapped(address: int) -> bool:
-    """As part of a ring."""
+    """Return True if an address is mapped as part of a ring."""
     with open("/proc/self/maps") as file:
         for line in file:
             start, end = (int(part, 16) for part in line.split()[0].split("-"))

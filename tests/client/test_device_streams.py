@@ -76,7 +76,7 @@ def plain(value: Any) -> Any:
 
 
 def stream(where: Appliance, steps: int) -> tuple[list[Any], list[int | None], list[Any]]:
-    """What a loop sees: batches, digests of the stream so far, and the state at each step."""
+    """Return what a loop sees: batches, digests of the stream so far, and the state at each step."""
     batches, digests, states = [], [], []
     loader = DataLoader(streams.mixed, 4)
     executor = DataExecutor(loader, num_steps=steps, appliance=where)

@@ -103,7 +103,7 @@ def test_loop_that_drops_batches_gets_only_views(rigs: Any) -> None:
 
 @pytest.mark.parametrize("timeout_s", [0.05, 1e-9])
 def test_acks_come_in_groups_but_before_any_wait(rigs: Any, timeout_s: float) -> None:
-    """Also one that is over before it begins."""
+    """Send acks before each wait, also before one whose time is over when it begins."""
     rig = rigs(2, timeout_s=timeout_s)
     rig.numbers(0, *range(3))
     rig.numbers(1, 10)

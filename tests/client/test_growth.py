@@ -1,4 +1,4 @@
-"""Nothing grows with the number of batches: what the processes of a lane keep of each, to the byte.
+"""Bytes that the processes of a lane keep for each batch: none, because nothing may grow with the number of batches.
 
 All of a lane runs in this process, so that what malloc and Python have handed out can be asked for: a reused protobuf
 message kept 500 bytes of each batch with 40 dims that it parsed, and 57 of each with one. The real processes, for

@@ -1,4 +1,4 @@
-"""From a callable to a name: what can be an input_fn, and what each thing that cannot is told."""
+"""Conversion of a callable to a name: what can be an input_fn, and the error for each thing that cannot."""
 
 from __future__ import annotations
 
@@ -123,7 +123,8 @@ for module in ("pack.train", "pack"):
         sys.exit()
     os.wait()
 """
-"""What the interpreter calls for -m, in processes that have torch already: it takes two seconds to import."""
+"""Program that runs modules as the interpreter's -m does, in processes that have torch already: importing it takes two
+seconds."""
 
 
 def run(arguments: list[str], tmp_path: Path) -> str:

@@ -1,4 +1,4 @@
-"""What a run knows of its slots: replies of the coordinator come to two threads, in any order."""
+"""Views of its slots that a run has: the coordinator's replies come to two threads, in any order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which samples each step had, in a file that outlives its job."""
+"""Log of the samples of each step, in a file that outlives its job."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def make(methods: int = 4, *, boxes: int = 2, workers: int = 2, step: int = 5, a
 
 
 def through_a_file(value: Any) -> Any:
-    """What a checkpoint does to a state."""
+    """Return a state after it was written to a checkpoint and read back."""
     file = io.BytesIO()
     torch.save(value, file)
     file.seek(0)

@@ -210,7 +210,8 @@ def rows() -> Any:
 
 
 def test_ctrl_c_is_the_loops() -> None:
-    """And not an error of the input: what comes after it is what would have come."""
+    """Raise KeyboardInterrupt in the loop and not as an error of the input. The batches after it are those that would
+    have come anyway."""
     InterruptedOnce.pressed[:] = [0]
     with fake(num_workers_per_box=1, replay=True) as appliance:
         whole = [batch.tolist() for batch in DataExecutor(DataLoader(rows), num_steps=12, appliance=appliance)]

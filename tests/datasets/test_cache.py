@@ -29,7 +29,7 @@ Make = Callable[..., ShardCache]
 
 
 def names(folder: Path) -> set[str]:
-    """Of the dataset's files in the folder, and of temporary ones."""
+    """Return the names of the dataset's files in the folder, and of temporary ones."""
     return {path.name for path in (*folder.glob("*.*"), *folder.glob(".penstock/fetching/*"))} - {".penstock"}
 
 

@@ -1,4 +1,4 @@
-"""What goes when a cache's limit is reached, in which order, and what never does."""
+"""Eviction when a cache's limit is reached: which shards are evicted, in which order, and which never are."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_shard_above_the_limit_is_fetched(server: ShardServer, make: Make) -> No
 
 
 def test_ahead_takes_no_more_than_fits(server: ShardServer, make: Make, tmp_path: Path) -> None:
-    """And never drives out what was fetched ahead before it; what is held and released makes room."""
+    """Never evict shards that were prefetched before. Evicting a shard that was held and released makes space."""
     shards = make_shards(server.folder, 8, SIZE)
     cache = make(threads=2)
     with warnings.catch_warnings():
@@ -122,7 +122,7 @@ def test_ahead_takes_no_more_than_fits(server: ShardServer, make: Make, tmp_path
 
 
 def test_awaited_shard_evicts_prefetched_ones(server: ShardServer, make: Make, tmp_path: Path) -> None:
-    """Of another process, too; and what is still being fetched ahead is waited for."""
+    """Evict prefetched shards of another process, too, and wait for those that are still being fetched."""
     shards = make_shards(server.folder, 4, SIZE)
     server.faults[shards[2].name] = [Fault(bytes_per_s=2 * SIZE)]
     other = make(threads=3)
@@ -213,7 +213,7 @@ def test_failed_fetch_claims_no_bytes(server: ShardServer, make: Make, tmp_path:
 
 
 def test_room_goes_in_order(tmp_path: Path) -> None:
-    """Nobody asks for room while it is open whether there is some for an earlier shard; the transfers overlap."""
+    """Ask for no space while it is undecided whether there is some for an earlier shard; the transfers overlap."""
     shards = make_shards(tmp_path / "served", 3, SIZE)
     begun = [threading.Event() for _ in shards]
     go_on = [threading.Event() for _ in shards]

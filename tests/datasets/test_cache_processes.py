@@ -1,4 +1,5 @@
-"""One folder, several processes: each file fetched once, whoever dies; what a killed one leaves hinders nobody."""
+"""Use of one folder by several processes: each file is fetched once, whichever process dies, and what a killed one
+leaves does not block the others."""
 
 from __future__ import annotations
 
@@ -90,7 +91,8 @@ def test_killed_fetcher_is_taken_over(server: ShardServer, tmp_path: Path, limit
 
 
 def test_files_of_a_killed_process_are_completed(server: ShardServer, tmp_path: Path) -> None:
-    """What was whole is used; its temporary files go; its claims on the limit hinder nobody."""
+    """Use the complete files of a killed process and remove its temporary ones. Its claims on the limit block no other
+    process."""
     shards = make_shards(server.folder, 3, SIZE)
     server.faults[shards[1].name] = [Fault(silent_after=1000)]
     server.faults[shards[2].name] = [Fault(silent_after=1000)]
@@ -118,7 +120,7 @@ def test_files_of_a_killed_process_are_completed(server: ShardServer, tmp_path: 
 
 @pytest.mark.parametrize("removals", [0, 1])
 def test_killed_in_the_middle_of_an_eviction(server: ShardServer, tmp_path: Path, removals: int) -> None:
-    """Before the file is removed and after it, with its stamp still there."""
+    """Kill a process before it removes the file and after it, with the version file still there."""
     shards = make_shards(server.folder, 3, SIZE)
     arrived = tmp_path / "arrived"
 

@@ -213,7 +213,7 @@ def paste(image: Image.Image) -> None:
 
 
 def draft(image: Image.Image) -> None:
-    """Not loaded, and smaller."""
+    """Make an image draft: smaller, and not loaded."""
     image.draft("L", (8, 8))
 
 

@@ -61,7 +61,8 @@ def drawn(samples: list[Any]) -> list[Any]:
 
 
 def test_augmentation_depends_on_the_sample_alone(hundred: Path) -> None:
-    """Not to the process's generators, to workers, boxes or restarts; and a restore key names it too."""
+    """Make augmentation independent of the process's generators, of workers, boxes and restarts. A restore key gives
+    the same sample."""
 
     def loader(**changed: Any) -> StreamingLoader:
         return loader_of(dataset, global_batch_size=12, collate_fn=list, **changed)

@@ -1,4 +1,5 @@
-"""How a MapLoader reads: ahead in threads and processes, with randomness of each sample's own, and errors by name."""
+"""Reading of a MapLoader: ahead in threads and processes, with random generators for each sample, and errors that name
+the sample."""
 
 from __future__ import annotations
 
@@ -82,7 +83,7 @@ def test_order_and_state_are_those_of_one_thread(ahead: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("ahead", [{}, {"fetch_processes": 2}])
 def test_the_randomness_of_a_sample_is_its_own(ahead: dict[str, int]) -> None:
-    """It depends on neither workers, boxes, processes nor restarts, and differs from epoch to epoch."""
+    """Make a sample's randomness independent of workers, boxes, processes and restarts, and different in each epoch."""
     whole = [list(loader) for loader in [loader_of(global_batch_size=6, batch_size=None)] for _ in range(2)]
     flat = sorted(sample for epoch in whole for batch in epoch for sample in batch)
     assert [first[0] == second[0] for first, second in zip(flat[::2], flat[1::2], strict=True)] == [True] * 50
@@ -226,7 +227,8 @@ def with_a_key(samples: list[Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("ahead", [{"fetch_threads": 1}, *AHEAD[1:]])
 def test_batch_that_refuses_keys_is_not_skipped(ahead: dict[str, int]) -> None:
-    """With a fetcher the second try gave the next batch, and the state said that both were done."""
+    """Return the same batch at the second try. With a fetcher the second try gave the next batch once, and the state
+    said that both were done."""
     loader = loader_of(collate_fn=with_a_key, keys="key", shuffle=False, **ahead)
     stream = iter(loader)
     assert next(stream)["number"] == list(range(6))
@@ -294,7 +296,7 @@ def slowly(stream: Any, pause_s: float) -> None:
     ],
 )
 def test_ended_process_is_an_error_with_status(status: int, says: str, pause_s: float) -> None:
-    """Also where the loop takes its time: then a batch that was queued before cannot be had any more."""
+    """Raise the error also if the loop is slow, because a batch that was queued before cannot be received any more."""
     stream = iter(loader_of(Deadly(status), fetch_processes=2, batch_size=4, shuffle=False, collate_fn=torch.stack))
     with pytest.raises(RuntimeError, match=f"^a process that reads Deadly {says}") as caught:
         slowly(stream, pause_s)

@@ -156,7 +156,7 @@ def test_chains_of_rescales_saved_at_any_step(
 def test_carried_rows_survive_batches_and_skips(
     samples: int, legs: list[tuple[Shape, int, int, tuple[int, int]]]
 ) -> None:
-    """Nothing is lost at an epoch's end: the rows are those of all epochs laid end to end, but what was left out."""
+    """Lose nothing at an epoch's end: the rows are those of all epochs laid end to end, except the skipped ones."""
     skip: list[range] = []
     place = 0
     got: list[int] = []
@@ -228,7 +228,7 @@ def test_persistent_workers_begin_the_next_epoch() -> None:
 
 @pytest.mark.parametrize("done", [0, 3, 10])
 def test_state_after_counts_from_the_loaded_state(done: int) -> None:
-    """By whoever makes the batches, in the loop and behind it."""
+    """Count batches whether the loop makes them itself or not."""
     whole = [list(loader) for loader in [loader_of(50, batch_size=5)] for _ in range(3)]
     half = loader_of(50, batch_size=5)
     begun = iter(half)
@@ -399,7 +399,7 @@ def test_a_sole_workers_state_is_that_of_all() -> None:
 
 
 def ranks_of(length: int, count: int, state: Any = None, **options: Any) -> list[MapLoader]:
-    """By themselves, each from that state."""
+    """Return one loader for each rank, each with that state loaded."""
     loaders = [loader_of(length, rank=(rank, count), **options) for rank in range(count)]
     for loader in loaders:
         if state is not None:
@@ -408,13 +408,13 @@ def ranks_of(length: int, count: int, state: Any = None, **options: Any) -> list
 
 
 def next_rows(streams: list[Iterator[Any]]) -> list[int]:
-    """Of the next step of all ranks, in the order of the epoch; none at an epoch's end."""
+    """Return the rows of the next step of all ranks, in the order of the epoch; none at an epoch's end."""
     found: list[list[int]] = [next(stream, []) for stream in streams]
     return [found[at % len(found)][at // len(found)] for at in range(sum(map(len, found)))]
 
 
 def rows_from(loaders: list[MapLoader]) -> list[int]:
-    """Of this epoch and the next."""
+    """Return the rows of this epoch and the next."""
     rows = []
     for _ in range(2):
         streams = [iter(loader) for loader in loaders]
@@ -428,7 +428,8 @@ def rows_from(loaders: list[MapLoader]) -> list[int]:
 def test_only_workers_state_fits_any_topology(
     tail: Tail, ranks: int, batch: int, ranks_then: int, batch_then: int
 ) -> None:
-    """By itself, at every step of an epoch and a half: all ranks are as far as this one."""
+    """Resume from the state of a rank's only worker, saved at every step of an epoch and a half; all ranks have made as
+    many batches."""
     length = 23
     order = [row for epoch in range(6) for row in epoch_of(length, length, epoch)]
     loaders = ranks_of(length, ranks, tail=tail, global_batch_size=batch)

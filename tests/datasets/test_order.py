@@ -94,7 +94,7 @@ def test_epochs_seeds_and_streams_differ_in_order() -> None:
 @pytest.mark.parametrize("shares", [[70, 30], [997, 2, 1], [1, 10**6], [50, *[1] * 50]])
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_streams_take_turns_evenly(shares: list[int], shuffle: bool) -> None:
-    """At every prefix each stream is within half a sample of its share, for two streams; for more, within 1.68."""
+    """Check each stream's share of every prefix: to within half a sample for two streams, and within 1.68 for more."""
     found = order(*([share] for share in shares), interleave="samples", shuffle=shuffle)
     total = min(len(found), 50_000)
     starts = np.concatenate([[0], np.cumsum(shares)])

@@ -90,7 +90,8 @@ def test_several_members_are_one_file(name: str) -> None:
 
 @pytest.mark.parametrize("make", [lambda: zlib.decompressobj(31), bz2.BZ2Decompressor])
 def test_empty_members_cost_what_they_weigh(make: Callable[[], Any]) -> None:
-    """What is left behind a member is copied: each of them copied all the others."""
+    """Copy few bytes for each empty member. The rest of the data after a member is copied, and once each member copied
+    all the others."""
     copied = 0
 
     class Counted:

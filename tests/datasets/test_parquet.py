@@ -171,7 +171,7 @@ def test_row_group_with_more_text_than_an_array(tmp_path: Path, monkeypatch: pyt
 
 
 def test_large_list_row_groups_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it does with lists of more than 2 GiB of text; and with what it cannot read at all."""
+    """Make pyarrow fail as it does with lists of more than 2 GiB of text, and with files that it cannot read at all."""
     path = write(tmp_path / "a.parquet", ROWS[:100])
     several = pyarrow.parquet.ParquetFile.iter_batches
     parts: list[int] = []

@@ -35,7 +35,7 @@ def test_what_is_nearer(source: str, target: str, nearer: bool) -> None:
 
 
 def answers(server: ShardServer, location: str) -> None:
-    """To every request for "moved"."""
+    """Answer every request for "moved" with a redirect."""
     server.faults["moved"] = [Fault(status=302, headers=(("Location", location),), stays=True)]
 
 
@@ -60,7 +60,7 @@ def test_redirect_to_a_nearer_host_is_refused(
     real = socket.getaddrinfo
 
     def resolved(host: Any, *arguments: Any, **options: Any) -> Any:
-        """As the Internet has it, but for the check alone: nothing of it is connected to."""
+        """Return an Internet address, used only by the check; no connection to it is made."""
         if host in ("127.0.0.1", b"127.0.0.1"):
             return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("1.1.1.1", 0))]
         return real(host, *arguments, **options)

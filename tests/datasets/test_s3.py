@@ -74,7 +74,7 @@ def bucket(options: dict[str, Any], tmp_path: Path) -> Any:
 
 
 def test_a_dataset_is_written_into_a_bucket(bucket: Any, options: dict[str, Any], tmp_path: Path) -> None:
-    """In parts, merged there; and written again in mid-run, without hashes."""
+    """Write a dataset in parts and merge them in the bucket; then write it again while it is read, without hashes."""
     address = f"s3://{bucket.bucket}/written"
     for part in range(2):
         with MDSWriter(f"{address}/{part}", {"n": "int"}, size_limit=200, storage_options=options) as writer:
@@ -93,7 +93,7 @@ def test_a_dataset_is_written_into_a_bucket(bucket: Any, options: dict[str, Any]
 
 
 def test_a_dataset_in_a_bucket(bucket: Any, options: dict[str, Any], tmp_path: Path) -> None:
-    """Also from a forked child, which cannot use its parent's connections."""
+    """Read also from a forked child, which cannot use its parent's connections."""
     shards = make_shards(tmp_path / "served", 1, SIZE)
     shards += make_shards(tmp_path / "served", 2, SIZE, compression="zstd", first=1)
     cache = ShardCache(RemoteFolder(f"s3://{bucket.bucket}/data", options), tmp_path / "cache", validate=HASH)

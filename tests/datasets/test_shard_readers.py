@@ -249,7 +249,8 @@ def test_no_damage_is_more_than_an_error(
 
 
 def test_images_are_read_when_they_are_used(tmp_path: Path) -> None:
-    """As with mosaicml-streaming, so that a loader may shrink a JPEG while it is decoded."""
+    """Decode images on first use, as mosaicml-streaming does, so that a loader may shrink a JPEG while it is
+    decoded."""
     with MDSWriter(tmp_path, {"image": "jpeg"}) as writer:
         writer.write({"image": Image.effect_noise((64, 64), 50)})
     (shard,) = read_index((tmp_path / INDEX).read_bytes(), "here")

@@ -287,7 +287,8 @@ def test_a_damaged_shard_is_named(tmp_path: Path, damage: str) -> None:
 
 @pytest.mark.parametrize("at", [0, -1])
 def test_damaged_web_shard_names_address_and_file(tmp_path: Path, at: int) -> None:
-    """One that cannot be opened (its count is wrong), and one of which a sample cannot be read (it is no UTF-8)."""
+    """Read a shard that cannot be opened (its count is wrong), and one with a sample that cannot be read (it is not
+    UTF-8)."""
     web, cache = tmp_path / "web", tmp_path / "cache"
     with MDSWriter(web, {"text": "str"}) as writer:
         writer.write({"text": "one"})
@@ -336,7 +337,8 @@ def read_until_error(dataset: StreamingDataset, start: int) -> tuple[list[int], 
 
 @pytest.mark.parametrize("validate", [None, "sha1", False])
 def test_rewritten_dataset_is_never_mixed(tmp_path: Path, validate: Any) -> None:
-    """From the web, with the same sizes: by the hashes of its index, unless one says that nothing is verified."""
+    """Detect a dataset from the web that was rewritten with the same sizes by the hashes of its index, unless
+    validate_hash=False."""
     numbers(tmp_path / "web", 100, 0, hashes=["sha1", "xxh64"], exist_ok=True)
     with (
         ShardServer(tmp_path / "web") as server,
@@ -356,7 +358,8 @@ def test_rewritten_dataset_is_never_mixed(tmp_path: Path, validate: Any) -> None
 
 @pytest.mark.parametrize("moment", ["while", "after", "next run"])
 def test_rewritten_without_hashes_is_never_mixed(tmp_path: Path, moment: str) -> None:
-    """On the web, with the same sizes, and so the same index: by the index's age, also in a later process."""
+    """Detect a dataset on the web that was rewritten with the same sizes, and so the same index, by the index's age,
+    also in a later process."""
     web, cache = tmp_path / "web", tmp_path / "cache"
     numbers(web, 100, 0, exist_ok=True)
     os.utime(web / "index.json", (1, 1))
@@ -395,7 +398,7 @@ def test_rewritten_folder_is_never_mixed(tmp_path: Path, hashes: list[str], mome
 
 @pytest.mark.parametrize("hashes", [[], ["sha1"]])
 def test_index_rewritten_unchanged_has_no_effect(tmp_path: Path, hashes: list[str]) -> None:
-    """As by workers that each index the same files."""
+    """Rewrite the index as workers do that each index the same files."""
     numbers(tmp_path, 100, 0, hashes=hashes, exist_ok=True)
     with closing(StreamingDataset(local=tmp_path)) as dataset:
         for at in (0, 50, 99):

@@ -97,7 +97,7 @@ def test_every_sample_counted(
 
 
 def test_more_boxes_than_are_left() -> None:
-    """What began all of this: ten samples, three steps of three on one box, then three boxes."""
+    """Resume ten samples, after three steps of three on one box, on three boxes: a case that failed once."""
     for kind, made in LOADERS.items():
         by_epoch, _ = delivered(made(10), [((1, 1), 3, 3), ((3, 1), 3, 1)], "emit")
         assert sorted(by_epoch[0]) == list(range(10)), kind

@@ -268,8 +268,8 @@ def bucket() -> Iterator[str]:
 
 @pytest.mark.parametrize("compression", [None, "zstd"])
 def test_a_dataset_is_written_to_another_place(bucket: str, compression: str | None, tmp_path: Path) -> None:
-    """With an own folder for a moment, one that is emptied, or one that is kept: the same files as when it is written
-    here."""
+    """Write with a temporary local folder, one that is emptied, or one that is kept. The files equal those of a local
+    dataset."""
     write_numbers(tmp_path / "here", compression=compression)
     write_numbers(bucket, compression=compression)
     write_numbers((tmp_path / "emptied", f"{bucket}2"), compression=compression, upload_threads=1)

@@ -37,7 +37,7 @@ STARTED = re.compile(rb"INITED\s+cov: (\d+)")
 
 @dataclass
 class Outcome:
-    """What a run of one target brought."""
+    """Result of running one target."""
 
     name: str
     executions: int
@@ -70,7 +70,7 @@ def child(name: str, arguments: list[str]) -> None:
 
 
 def fuzz(name: str, seconds: int, out: Path) -> Outcome:
-    """One target, in a child process."""
+    """Fuzz one target in a child process."""
     from targets.every import EVERY
 
     corpus, found = out / "corpus" / name, out / "found"

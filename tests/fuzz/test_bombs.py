@@ -108,7 +108,7 @@ def _bombs() -> dict[str, Callable[[], object]]:
 
 
 def _explode() -> None:
-    """In the child: what became of each."""
+    """Decode each bomb in the child process, and print the result of each."""
     from penstock.proto.errors import PenstockError
 
     bombs = _bombs()

@@ -74,7 +74,7 @@ def opening(**base: Any) -> pb.OpenRunRequest:
 
 @pytest.mark.parametrize("base", [{"step": HUGE}, {"epoch": HUGE}, {"total": HUGE}, {"delivered": 2, "total": 1}])
 def test_start_beyond_counting_is_refused(base: dict[str, int]) -> None:
-    """Such a position overflowed the next message that was made of it: another's heartbeat."""
+    """Refuse a position that overflowed the next message made from it, another client's heartbeat."""
     world = FakeCluster()
     with pytest.raises(InvalidArgumentError):
         world.registry.open_run(opening(**base))

@@ -23,7 +23,8 @@ PATIENCE = 10
 
 
 SHARE = 0.5
-"""Of a target's examples that are tried here: the more are `make fuzz`'s, which knows what is new."""
+"""Share of a target's examples that are tried here; the rest belongs to `make fuzz`, which knows which inputs are
+new."""
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""What reading and fuzzing have found, each as a test of its own: lanes, and the children of a daemon."""
+"""Findings of code reading and fuzzing, each as a test of its own: lanes, and the children of a daemon."""
 
 from __future__ import annotations
 

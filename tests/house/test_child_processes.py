@@ -1,4 +1,5 @@
-"""One mechanism for child processes: whatever starts, watches or ends one goes through penstock.runtime.process."""
+"""Single mechanism for child processes: every call that starts, watches or ends one goes through
+penstock.runtime.process."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ FORBIDDEN = {
 """Module -> what nothing else may use of it. Of `subprocess`: all but ONE_SHOT."""
 
 ONE_SHOT = {"run", "DEVNULL", "PIPE", "STDOUT", "TimeoutExpired", "CompletedProcess"}
-"""Of `subprocess`: for another program that is run to its end, with a deadline."""
+"""Names of `subprocess` that are allowed: for another program that is run to its end, with a deadline."""
 
 
 def _allowed(module: str, name: str) -> bool:
@@ -32,7 +33,7 @@ def _allowed(module: str, name: str) -> bool:
 
 
 def breaches(source: str) -> Iterator[str]:
-    """What a module does to processes by itself."""
+    """Yield what a module does to processes without penstock.runtime.process."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             uses = [(node.value.id, node.attr)]

@@ -1,4 +1,4 @@
-"""One error tree, one catalogue: whatever can be raised can cross gRPC and comes out as what it was."""
+"""Error tree and its catalogue: every error that can be raised can cross gRPC, and arrives as the same error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may import whom: `appliance`, `worker` and `client` never know each other, and packages import one way.
+"""Rules of imports: `appliance`, `worker` and `client` never import each other, and packages import one way.
 
 Read from the syntax trees, not from what happens to be loaded: an import inside a function or under TYPE_CHECKING
 couples two packages as surely as one at the top of a module.
@@ -113,7 +113,7 @@ def _below(name: str, package: str) -> bool:
 
 
 def violations(module: str, source: str, *, is_package: bool = False) -> list[str]:
-    """What `module` imports against MAY_IMPORT."""
+    """Return the imports of `module` that MAY_IMPORT does not allow."""
     package = module.split(".")[1]
     allowed = {f"penstock.{name}" for name in MAY_IMPORT[package]} | EXCEPTIONS.get(module, set())
     if package == "data":
@@ -126,7 +126,7 @@ def violations(module: str, source: str, *, is_package: bool = False) -> list[st
 
 
 def _enters(name: str) -> bool:
-    """Whether an entry point is imported, or something out of it that is no module by itself."""
+    """Return True if an entry point is imported, or a name from one that is not itself a module."""
     return name in ENTRY_POINTS or (name not in modules() and name.rpartition(".")[0] in ENTRY_POINTS)
 
 
@@ -204,7 +204,8 @@ def test_modules_are_short() -> None:
 
 
 def test_module_names_stand_for_one_thing() -> None:
-    """In the whole tree; the commands of the command line are modules of their names."""
+    """Check module names of the whole tree, except the commands of the command line, whose modules have the commands'
+    names."""
     count = Counter(
         path.stem
         for path in modules().values()

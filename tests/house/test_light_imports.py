@@ -1,4 +1,4 @@
-"""What `import penstock.client` brings into a training job beyond torch: few packages, each of which is needed there.
+"""Packages that `import penstock.client` loads in a training job besides torch: few, and each is needed there.
 
 No time is measured here (`python -m benchmarks.import_time` does): a package that is not in this list is what makes
 imports slow, and is to be imported where it is used.

@@ -1,4 +1,4 @@
-"""Nothing in the tree unpickles: a pickle is a program, and bytes from a peer or a file are not to be run.
+"""Absence of unpickling in the tree: a pickle is a program, and bytes from a peer or a file must not be run.
 
 What unpickles in secret counts too (multiprocessing's pipes and queues, object collectives, arrays of objects), and so
 does what runs text: eval, exec, YAML with tags. Who uses none of them has nothing to keep safe.

@@ -31,7 +31,7 @@ class Pair(NamedTuple):
 
 
 class Items(Dataset[Any]):
-    """One of each kind of leaf, and some noise."""
+    """Dataset whose samples have each kind of leaf, and some noise."""
 
     def __init__(self, items: int) -> None:
         self.items = items
@@ -51,7 +51,7 @@ class Items(Dataset[Any]):
 
 
 def in_ring(tensor: torch.Tensor) -> bool:
-    """Whether its memory is that of a ring."""
+    """Return True if a tensor's memory belongs to a ring."""
     with open("/proc/self/maps") as maps:
         for line in maps:
             if "penstock-ring" in line:
@@ -340,7 +340,8 @@ def one_more(count: int, ours: bool) -> Iterator[Any]:
 
 
 def shared_by_torch(batches: int) -> Any:
-    """Whether torch's default_collate built them in shared memory of its own. Never asks who it is."""
+    """Return a loader whose batches tell whether torch's default_collate built them in shared memory of its own. The
+    loader never asks for its assignment."""
 
     def build(samples: list[Any]) -> Any:
         return default_collate([{"shared": default_collate(samples).is_shared()}])

@@ -1,4 +1,4 @@
-"""What is sent with compression."""
+"""Batches that are sent with compression."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 BATCHES = 12
-"""In an epoch."""
+"""Number of batches in an epoch."""
 
 
 def _order(seed: int) -> list[int]:
@@ -79,7 +79,8 @@ def draws_twice() -> DrawsTwice:
 
 
 class QueuesOrders(Ordered):
-    """Has the seeds of two epochs ahead, of which its state has one: the epoch after next is another one."""
+    """Loader that has the seeds of two epochs ahead, while its state has only one: after a resume the epoch after next
+    is another one."""
 
     fields = ("done", "seed", "ahead")
 
@@ -97,7 +98,7 @@ def queues_orders() -> QueuesOrders:
 
 
 class Grows(Ordered):
-    """From its fourth epoch on it yields another order; how many there were it does not save."""
+    """Loader that yields another order from its fourth epoch on; the number of epochs is not in its state."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -111,7 +111,8 @@ def counts_epochs(batches: int = 12) -> Shuffled:
 
 
 class OrdersShards(Shuffled):
-    """Only the order of its shards depends on the epoch; the first is the same in each, as if by chance."""
+    """Loader in which only the order of shards depends on the epoch; the first shard is the same in each, as if by
+    chance."""
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         if not self.resumed:

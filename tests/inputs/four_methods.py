@@ -121,7 +121,7 @@ def shard_per_worker(rows: int = ROWS) -> Any:
 
 
 class Resuming(ShardPerWorker):
-    """It goes on behind what was streamed, and begins each later epoch there again."""
+    """Loader that continues after what was streamed, and begins each later epoch there again."""
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for at in range(self.seen % self.rows, self.rows, 4):

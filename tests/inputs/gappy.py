@@ -44,5 +44,5 @@ def gappy(empty: int) -> Gappy:
 
 
 def late_slot(empty: int) -> Gappy:
-    """Only slot 1 has nothing in them."""
+    """Return a loader that has empty epochs in slot 1 only."""
     return Gappy(empty if current_assignment().slot == 1 else 0)

@@ -35,7 +35,7 @@ def waits_in_c() -> None:
 
 
 def tells_what_it_has(path: str) -> streams.Counter:
-    """What user code inherits, and what it can do to its worker's processes."""
+    """Return a loader that reports what user code inherits, and what it can do to its worker's processes."""
     try:
         os.kill(os.getppid(), 0)
         signalled = "done"
@@ -57,7 +57,7 @@ def waits_for_ever() -> None:
 
 
 class Hangs(streams.Counter):
-    """For ever, at one place, after a few batches where that can be."""
+    """Loader that hangs forever at one point, after a few batches where that is possible."""
 
     def __init__(self, where: str) -> None:
         super().__init__(100, first=1000 * current_assignment().global_worker_id)
@@ -293,7 +293,8 @@ def bad_in_scratch(how: str, batches: int = 3000) -> BadInScratch:
 
 
 def poisoned(kind: str, poison: list[int], shuffle: bool = False, items: int = 48) -> Any:
-    """Of 4 samples a batch, sharded by batch over the workers; the batches with these samples kill their process."""
+    """Return a loader with 4 samples a batch, sharded by batch over the workers; the batches with the samples `poison`
+    kill their process."""
     place = current_assignment()
     if kind == "own":
         return Skipping(items // 4, {sample // 4 for sample in poison})

@@ -58,7 +58,8 @@ class Request:
             self.function(*self.arguments)
 
     def write_elsewhere(self, *, sent: bool, kill: bool) -> None:
-        """In a process. sent: all that it needs is pickled and sent to it, as to one that was spawned."""
+        """Write in another process. sent: everything that it needs is pickled and sent to it, as to a spawned
+        process."""
         context = multiprocessing.get_context("fork")
         queue: Any = context.SimpleQueue()
         process = context.Process(target=_stop if kill else _receive if sent else self.write, args=(queue,) * sent)
@@ -126,7 +127,7 @@ def ranks_save(folder: str) -> list[str]:
 
 
 def ranks_save_by(package: str, persistent: bool, folder: str) -> str:
-    """With the scheduler of a package that wants CUDA: here it gets the CPU for it."""
+    """Save with the scheduler of a package that requires CUDA, which gets the CPU instead."""
     torch.cuda.synchronize = lambda *_: None
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
     core = importlib.import_module(package)

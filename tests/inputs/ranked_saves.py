@@ -1,4 +1,5 @@
-"""What ranks of a training job do with checkpoints, for tests: run by tests/support/ranked.py, each with its rank."""
+"""Functions that ranks of a training job run with checkpoints, for tests: started by tests/support/ranked.py, one for
+each rank."""
 
 from __future__ import annotations
 
@@ -174,7 +175,7 @@ class Refuses:
 
 
 def one_cannot_collect(folder: str, which: int) -> list[str]:
-    """One rank's state raises; the next save is good on all."""
+    """Save a state that raises on one rank; the next save succeeds on all."""
     said = []
     good: dict[str, Any] = {"x": torch.ones(3)}
     with AsyncCheckpointer(folder, timeout_s=30) as checkpointer:
@@ -190,7 +191,8 @@ def one_cannot_collect(folder: str, which: int) -> list[str]:
 
 
 def one_cannot_stage(folder: str, which: int) -> list[str]:
-    """One rank has no memory to stage in: the others have gone on by then, and learn it from their writers."""
+    """Save while one rank has no memory to stage in. The others have continued by then, and learn it from their
+    writers."""
 
     def full(nbytes: int) -> Any:
         raise CheckpointError(f"no memory for {nbytes} bytes")
@@ -209,7 +211,7 @@ def one_cannot_stage(folder: str, which: int) -> list[str]:
 
 
 def trying(act: Callable[[], None]) -> list[str]:
-    """What it raised."""
+    """Return the error that `act` raised, as text."""
     try:
         act()
     except Exception as error:
@@ -218,7 +220,7 @@ def trying(act: Callable[[], None]) -> list[str]:
 
 
 def stock_load(folder: str) -> list[float]:
-    """By torch's own reader, on any number of ranks."""
+    """Load with torch's own reader, on any number of ranks."""
     state = {"own-0": {"values": torch.zeros(1000)}}
     load(state, checkpoint_id=folder)
     return [float(value) for value in state["own-0"]["values"][:3]]
@@ -230,7 +232,8 @@ def sharded(values: torch.Tensor) -> Any:
 
 
 def stock_save(folder: str) -> None:
-    """By torch's own save: a large tensor of which each rank has a half, and small ones of its own, thrice as much."""
+    """Save with torch's own save: a large tensor of which each rank has a half, and each rank's own small ones, three
+    times as much."""
     state: dict[str, Any] = {"large": sharded(torch.arange(60000.0))}
     state |= {f"small-{dist.get_rank()}-{number}": torch.ones(3000) for number in range(30)}
     save(state, storage_writer=AsyncFileSystemWriter(folder, thread_count=2))

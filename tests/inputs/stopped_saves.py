@@ -35,7 +35,7 @@ def killed(folder: str, room: str, victim: int, every: int) -> list[dict[str, An
             return {f"{name} of {rank}": value for name, value in state.items()}
 
         def save(step: int) -> str:
-            """What `wait` says."""
+            """Save a step, and return the error message of `wait`."""
             checkpointer.save(step, named(state_of(10 * step + rank)))
             try:
                 checkpointer.wait()

@@ -163,7 +163,7 @@ def shared(batches: int = 30) -> Shared:
 
 
 class SharedNoisy(Shared):
-    """With randomness that is in no state of its own."""
+    """Loader with randomness that its state does not contain."""
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for batch in super().__iter__():
@@ -456,7 +456,7 @@ def slow(seconds: float, batches: int = 20) -> Iterator[torch.Tensor]:
 
 
 def surroundings() -> Iterator[dict[str, Any]]:
-    """What a runner's process is like, as user code finds it."""
+    """Yield what user code finds in a runner's process."""
     import random
     import sys
 

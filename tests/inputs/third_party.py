@@ -33,7 +33,7 @@ from penstock.proto.state.assignment import Assignment, assigned
 from penstock.worker import current_assignment
 
 BATCHES = 12
-"""Of a worker in an epoch, of most loaders here."""
+"""Number of batches of a worker in an epoch, for most loaders here."""
 ROWS = 4 * BATCHES
 
 
@@ -134,7 +134,7 @@ def _folder(name: str) -> Path:
 
 
 def _finish(partial: Path, folder: Path) -> None:
-    """What was written has its name from now on."""
+    """Give the written folder its final name."""
     try:
         partial.rename(folder)
     except OSError:  # another runner was first

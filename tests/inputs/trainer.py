@@ -97,7 +97,7 @@ def put_proxies_between() -> None:
 
 
 def fingerprint(batch: Any) -> int:
-    """Of a batch's content; the same in every process."""
+    """Return a digest of a batch's content, which is the same in every process."""
     return int(xxh3_64_intdigest(repr(_plain(batch)).encode()))
 
 

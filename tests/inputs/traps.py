@@ -26,7 +26,7 @@ from penstock.worker.runner import runner
 
 
 class Point(NamedTuple):
-    """Where a trap sits: in a method of a class, and what must hold for it to snap."""
+    """Point at which a trap is set: a method of a class, and the condition under which the trap acts."""
 
     owner: Any
     method: str
@@ -35,7 +35,7 @@ class Point(NamedTuple):
 
 
 def _total(number: int) -> Callable[[Any, tuple[Any, ...]], bool]:
-    """At the slot's batch of this number."""
+    """Return the condition that the slot is at the batch of this number."""
     return lambda self, args: bool(self.position.total == number)
 
 
@@ -46,7 +46,8 @@ def _recorded(number: int) -> Callable[[Any, tuple[Any, ...]], bool]:
 PASS = 12
 """Batches of an epoch of one worker."""
 CHECKPOINT = 7
-"""Of worker 0's batches the one at step 13, with two workers: a checkpoint step, after which a snapshot is taken."""
+"""Number of the batch of worker 0 that is step 13 with two workers: a checkpoint step, after which a snapshot is
+taken."""
 
 POINTS = {
     "iter": Point(PositionedLoader, "_iterate"),

@@ -89,7 +89,7 @@ def grows(batches: int) -> Iterator[torch.Tensor]:
 
 
 def many(wanted: int) -> list[torch.Tensor]:
-    """One batch: how many processes beside this one it could start, out of so many."""
+    """Return one batch: how many of `wanted` processes this one could start."""
     started = []
     try:
         for _ in range(wanted):

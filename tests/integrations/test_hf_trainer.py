@@ -49,7 +49,7 @@ def test_the_state_is_json(ahead: Lookahead) -> None:
 
 
 def test_it_can_be_made_anew_from_its_state(ahead: Lookahead) -> None:
-    """As the Trainer does with restore_callback_states_from_checkpoint=True."""
+    """Make the callback from its state, as the Trainer does with restore_callback_states_from_checkpoint=True."""
     callback = new()
     begin(callback, ahead, step=0)
     again: LoaderState = cast(Any, type(callback)).from_state(callback.state())

@@ -19,10 +19,10 @@ from kill_and_resume import Lines, Training
 pytestmark = pytest.mark.timeout(300)  # up to five starts, of up to four ranks each
 
 KILLED_AT, STEPS = 7, 33
-"""In the first epoch, which has 32 steps, and in the second."""
+"""Step at which the job is killed, in the first epoch of 32 steps, and the last step, in the second epoch."""
 OPTIONS = ("--checkpoint-every", "5")
 SEED = {"PENSTOCK_SEED": "1"}
-"""One for all, so that all runners are forked from one interpreter."""
+"""Seed of all jobs: the same, so that all runners are forked from one interpreter."""
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def through(cluster: Cluster, job: str) -> dict[str, str]:
-    """What tells a training job of these daemons."""
+    """Return the variables by which a training job finds these daemons."""
     return {"PENSTOCK_COORDINATOR": cluster.address, "PENSTOCK_TOKEN": TOKEN, "PENSTOCK_JOB": job, **SEED}
 
 
@@ -52,12 +52,12 @@ def check(killed: Lines, resumed: Lines, whole: Lines) -> None:
 
 
 def same(line: dict[str, Any]) -> dict[str, Any]:
-    """What of a line may not differ between two lives."""
+    """Return the fields of a line that may not differ between two lives of a job."""
     return {name: value for name, value in line.items() if name not in ("time", "waited_s")}
 
 
 def test_a_plain_loop_with_everything_embedded(cluster: Cluster, tmp_path: Path) -> None:
-    """And it goes on through a coordinator elsewhere, which is not to be noticed."""
+    """Resume through a coordinator elsewhere; the batches do not show it."""
     training = Training("integrations.plain", tmp_path / "killed", SEED)
     killed = training.killed(1, *OPTIONS, steps=STEPS, at=KILLED_AT)
     training.environment = through(cluster, "plain-resumed")

@@ -226,7 +226,7 @@ def test_bad_arguments() -> None:
 
 
 def test_it_goes_through_accelerates_files(appliance: Appliance, tmp_path: Path) -> None:
-    """And through torch's loader that executes nothing."""
+    """Save and load through accelerate's files, and with torch's loader that runs no code."""
     from accelerate import Accelerator
 
     loader = DataLoader(streams.counter, PASS // 2)

@@ -121,7 +121,7 @@ def test_what_is_not_supported_is_said_at_once(tmp_path: Path) -> None:
 
 
 def test_ranks_write_in_processes(tmp_path: Path) -> None:
-    """And a process that is killed fails the save of all, and not the one after it."""
+    """Write in processes. A process that is killed fails the save of all ranks, but not the next save."""
     for outcome in run(2, "phases:ranks_save", str(tmp_path)):
         assert outcome.value == ["saved", "rank 1: the process that writes", "saved"], outcome
 

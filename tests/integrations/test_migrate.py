@@ -28,11 +28,11 @@ IMPORT = "Moving in mid-run"
 PAGE = REPO / "docs/migrate.md"
 PYTHON = [block for block in blocks(PAGE) if block.language == "python"]
 BLOCKS = [block for block in PYTHON if block.note == "run by tests/integrations/test_migrate.py"]
-"""Those that this module runs: tests/docs looks here whether it does."""
+"""Blocks that this module runs; tests/docs checks that it does."""
 
 
 def programs() -> dict[str, list[Block]]:
-    """By their heading, the programs before and after."""
+    """Return the programs before and after the migration, by their heading."""
     headings = {n: line[3:] for n, line in enumerate(PAGE.read_text().splitlines(), 1) if line.startswith("## ")}
     found: dict[str, list[Block]] = {heading: [] for heading in headings.values() if heading != IMPORT}
     for block in PYTHON:
@@ -47,7 +47,7 @@ PROGRAMS = programs()
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where the programs lie and run, with the data that they read."""
+    """Yield the folder in which the programs are and run, with the data that they read."""
     folder = tmp_path_factory.mktemp("migrate")
     with MDSWriter(folder / "train", {"number": "int"}, size_limit=512) as shards:
         for number in range(320):
@@ -86,7 +86,7 @@ def module_name(section: str, which: str) -> str:
 
 
 class Program:
-    """One of them, imported, with its `step` and `save` listened to."""
+    """Program of the page, imported, with its calls of `step` and `save` recorded."""
 
     def __init__(self, section: str, which: str) -> None:
         self.module: ModuleType = importlib.import_module(module_name(section, which))
@@ -118,7 +118,7 @@ def test_every_program_is_there() -> None:
 
 
 def test_the_five_lines() -> None:
-    """They are numbered, and nothing else is new."""
+    """Check that the changed lines are numbered, and that no other line is new."""
     before, after = ([line for line in block.text.splitlines() if line.strip()] for block in PROGRAMS[TORCH])
     numbered = [line for line in after if re.search(r"  # \d$", line)]
     assert [line[-1] for line in numbered] == ["1", "2", "3", "4", "5"]
@@ -136,7 +136,7 @@ def test_a_torch_dataloader(appliance: Appliance, which: str) -> None:
 
 
 def test_a_stateful_dataloader_before(folder: Path) -> None:
-    """So that what the page says of it is true: with worker processes it goes on where it was."""
+    """Check what the page says of the StatefulDataLoader: with worker processes it continues where it was."""
     program = Program(STATEFUL, "before")
     whole = program.run()
     all_squares(whole)
@@ -145,7 +145,7 @@ def test_a_stateful_dataloader_before(folder: Path) -> None:
 
 @pytest.mark.parametrize("section", [STATEFUL, STREAMING, ENERGON, TF_DATA])
 def test_what_is_saved_goes_on(appliance: Appliance, section: str) -> None:
-    """On another number of workers."""
+    """Resume on another number of workers."""
     program = Program(section, "after")
     whole = list(program.run())
     with beside(appliance, num_workers_per_box=3):

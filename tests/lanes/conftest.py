@@ -115,7 +115,7 @@ class Runner:
 
 
 class Link:
-    """One kind of lane from `runner` to consumers that this test makes."""
+    """Lane of one kind from `runner` to the consumers that this test makes."""
 
     def __init__(self, kind: str, runner: Runner, receiver: Receiver, tls: Tls | None = None) -> None:
         self.kind, _, self.codec = kind.partition("+")
@@ -175,7 +175,7 @@ class Link:
 
 
 def content(total: int, size: int) -> bytes:
-    """What the runner puts into batch `total`: every fifth cannot be compressed."""
+    """Return the content that the runner puts into batch `total`; every fifth cannot be compressed."""
     rng = random.Random(total * 1_000_003 + size)
     if total % 5 == 0:
         return rng.randbytes(size)
@@ -185,12 +185,12 @@ def content(total: int, size: int) -> bytes:
 
 
 def digest(total: int) -> int:
-    """What the runner says of batch `total`."""
+    """Return the digest that the runner announces for batch `total`."""
     return total * 0x9E3779B97F4A7C15 % (1 << 64)
 
 
 def structure_bytes(structure: int, size: int) -> bytes:
-    """What the runner announces as this structure."""
+    """Return the bytes that the runner announces as this structure."""
     return random.Random(-structure).randbytes(size)
 
 
@@ -262,7 +262,7 @@ def count_rings(pid: int | str) -> int:
 
 
 def wait_for(condition: Callable[[], bool], what: str) -> None:
-    """For what happens in other processes and announces itself to nobody: ask again until the deadline."""
+    """Wait for an event in another process that no message announces: check the condition until the deadline."""
     deadline = time.monotonic() + DEADLINE_S
     while not condition():
         assert time.monotonic() < deadline, what
@@ -280,7 +280,7 @@ def _runners() -> Iterator[list[Runner]]:
 
 @pytest.fixture(scope="session")
 def receiver() -> Iterator[Receiver]:
-    """One receiver for all tests; whoever needs it after it was killed starts it again."""
+    """Yield one receiver for all tests; a test that needs it after it was killed starts it again."""
     receiver = Receiver()
     yield receiver
     receiver.stop()
@@ -300,7 +300,7 @@ def runner(_runners: list[Runner]) -> Runner:
 
 @pytest.fixture(scope="session")
 def lane_tls(tmp_path_factory: pytest.TempPathFactory) -> Tls:
-    """What both ends of a lane show and trust."""
+    """Return the certificates that both ends of a lane show and trust."""
     if shutil.which("openssl") is None:
         pytest.skip("the command openssl is not here to make certificates with")
     pki = Pki(tmp_path_factory.mktemp("lane-pki"))

@@ -27,7 +27,7 @@ Item = dict[str, Any]
 
 
 def content(total: int, size: int) -> bytes:
-    """What batch `total` holds: every fifth cannot be compressed."""
+    """Return the content of batch `total`; every fifth cannot be compressed."""
     rng = random.Random(total * 1_000_003 + size)
     if total % 5 == 0:
         return rng.randbytes(size)
@@ -104,7 +104,7 @@ class Child:
         return self.state()
 
     def make(self) -> None:
-        """As much work as there are slots for."""
+        """Make batches as long as the ring has free entries."""
         producer = self.producer
         for epoch in list(producer.abandoned)[self.left :]:
             self.work = deque(item for item in self.work if item.get("epoch", epoch + 1) > epoch)

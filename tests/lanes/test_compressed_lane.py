@@ -1,5 +1,4 @@
-"""What sender and receiver do with compressed payloads, each against a bare socket; the whole lane is in
-test_contract."""
+"""Sender and receiver with compressed payloads, each against a bare socket; the whole lane is in test_contract."""
 
 from __future__ import annotations
 

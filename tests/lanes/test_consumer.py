@@ -1,4 +1,5 @@
-"""What a consumer refuses: whatever a peer sends, it ends in a ProtocolError or LaneLostError and in nothing else."""
+"""Input that a consumer refuses: whatever a peer sends, it ends in a ProtocolError or LaneLostError and in nothing
+else."""
 
 from __future__ import annotations
 
@@ -282,7 +283,8 @@ def test_batch_must_have_announced_structure(pair: Pair) -> None:
 
 
 def test_structure_id_is_not_announced_twice(pair: Pair) -> None:
-    """Or its batches would be read by the layout that was compiled for the first."""
+    """Refuse a second structure with the same number, because its batches would be read by the layout that was compiled
+    for the first."""
     peer, consumer = pair
     for data in (b"one", b"one", b"two"):
         say(peer, kind=STRUCTURE, structure=1, inline=data, size=3)

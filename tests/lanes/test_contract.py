@@ -1,4 +1,4 @@
-"""What every lane keeps to, whatever lies between its two ends: run on the local lane, over TCP, with each codec."""
+"""Contract of every lane, whatever lies between its two ends: run on the local lane, over TCP, with each codec."""
 
 from __future__ import annotations
 

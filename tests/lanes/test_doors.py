@@ -1,4 +1,4 @@
-"""What a consumer hears that the daemon does not let in, on both lanes."""
+"""Errors of a consumer that the daemon does not let in, on both lanes."""
 
 from __future__ import annotations
 

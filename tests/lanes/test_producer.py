@@ -320,7 +320,8 @@ def test_random_acks_break_no_books(packets: list[bytes]) -> None:
 
 
 def test_random_walk_of_a_whole_life() -> None:
-    """Everything at once, in process: growth, reconnects, epochs left, held slots; content and books always right."""
+    """Mix everything in one process: growth, reconnects, abandoned epochs, held entries; content and counts are always
+    right."""
     rng = random.Random(7)
     producer = Producer(1 << 18)
     producer.know_structure(1, b"one")

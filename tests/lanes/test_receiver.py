@@ -27,7 +27,7 @@ SLOT = 1 << 20
 
 
 class Rig:
-    """One lane through the receiver; `far` is the daemon's end."""
+    """Lane through the receiver; `far` is the daemon's end."""
 
     def __init__(self, receiver: Receiver, **hello: object) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))

@@ -145,7 +145,7 @@ def test_a_message_longer_than_any_frame() -> None:
 
 
 def test_no_flipped_bit_of_a_message_is_missed() -> None:
-    """Also not one that makes it longer than it is: its reader would wait for bytes that nobody sends."""
+    """Detect also a bit that makes the message longer than it is: its reader would wait for bytes that nobody sends."""
     for at in range(8 * len(sealed(b"message"))):
         stream = bytearray(sealed(b"message"))
         stream[at // 8] ^= 1 << at % 8

@@ -23,7 +23,7 @@ from penstock.proto.errors import InvalidArgumentError, ProtocolError
 
 
 class Slot:
-    """One batch assembled as views, and the deque its token comes back to."""
+    """Batch assembled as views, and the deque to which its permit is returned."""
 
     def __init__(self, batch: Any, copy: bool = False) -> None:
         self.released: deque[int] = deque()

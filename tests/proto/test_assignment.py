@@ -1,4 +1,5 @@
-"""Who has asked for its assignment is each runner's own matter, also where one fork server forked them all."""
+"""Record of a runner having asked for its assignment: each runner has its own, also if one fork server forked them
+all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process in a cage can do to others."""
+"""Effects that a process in a sandbox can have on others."""
 
 from __future__ import annotations
 

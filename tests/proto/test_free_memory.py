@@ -1,4 +1,4 @@
-"""What a process may still take of memory, and that a ring is not made of more."""
+"""Memory that a process may still take, and the refusal to make a ring from more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What has a file's name in a folder that others can write to."""
+"""Objects that may have a file's name in a folder that others can write to."""
 
 from __future__ import annotations
 

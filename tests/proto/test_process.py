@@ -246,7 +246,7 @@ if fork(lambda: time.sleep(60)):
 
 
 def test_forked_children_end_with_all_they_left() -> None:
-    """And with their parent, however that ends."""
+    """End forked children with their parent, however the parent ends."""
     began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", FORKING], capture_output=True, text=True, timeout=50)
     lines = done.stdout.splitlines()

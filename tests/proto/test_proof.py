@@ -22,7 +22,7 @@ def verifier(text: str = f"client:{TOKEN}\nworker:{OTHER}") -> TokenVerifier:
 
 
 def met(prover: TokenProver, end: TokenVerifier) -> Caller | Challenged | None:
-    """What becomes of a caller that answers the challenge."""
+    """Return the result for a caller that answers the challenge."""
     challenged = end.caller(prover.shown.header)
     assert isinstance(challenged, Challenged)
     assert prover.answers(challenged.challenge, prover.shown)
@@ -55,7 +55,8 @@ def test_proof_is_worthless_at_another_start() -> None:
 
 
 def test_an_impostor_is_not_believed() -> None:
-    """One with another token, one that answers with what it heard, one that says nothing, one from before."""
+    """Reject impostors: one with another token, one that answers with what it heard, one that says nothing, one from
+    before."""
     prover, end = TokenProver(TOKEN), verifier()
     first = met(prover, end)
     assert isinstance(first, Caller)

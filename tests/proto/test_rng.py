@@ -54,7 +54,8 @@ def draw(names: list[str]) -> list[Any]:
 
 
 def test_a_seed_leaves_other_devices_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those that have not begun: torch would keep what it is asked for them, a little more with each stream."""
+    """Leave alone also devices that have not been initialized: torch would keep what it is asked for them, a little
+    more with each stream."""
     torch.manual_seed(2**64 - 1)
     expected = torch.get_rng_state()
     torch.default_generator.manual_seed(2**64 - 1)

@@ -151,7 +151,7 @@ def numpy_spec(dtype: np.dtype[Any]) -> str:
 
 
 def in_json(value: Any) -> Any:
-    """What the page says that JSON shows of it."""
+    """Return the JSON that the page documents for a value."""
     if isinstance(value, torch.Tensor):
         raw = fingerprint(value)[-1]
         dtype = str(value.dtype).removeprefix("torch.")

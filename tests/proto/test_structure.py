@@ -325,7 +325,7 @@ def test_random_json(value: Any) -> None:
 
 
 def accepted(data: bytes) -> None:
-    """It is refused by ProtocolError, or is a structure that holds together."""
+    """Check that the data are refused by ProtocolError, or are a consistent structure."""
     try:
         made = Structure.from_bytes(data)
     except ProtocolError:

@@ -85,7 +85,8 @@ def test_a_fleet_that_is_lost_goes_in_slices() -> None:
 
 
 def test_a_close_looks_at_no_other_box() -> None:
-    """To look at all of them with each close takes time with the square of their number."""
+    """Look at no other box when one is closed. Otherwise the time of all closes would grow with the square of their
+    number."""
 
     class Counted(dict[int, Any]):
         looks = 0

@@ -34,7 +34,7 @@ class Bomb(grpc.GenericRpcHandler):
 
 
 def call(kind: str, address: str) -> None:
-    """In the child: what a call costs it."""
+    """Make a call in the child process, and report what it costs."""
     from penstock.proto.errors import PenstockError
     from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient
     from penstock.proto.v1 import coordinator_pb2 as pb

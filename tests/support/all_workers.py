@@ -15,7 +15,7 @@ Shape = tuple[int, int]
 
 
 def saved(state: Any) -> Any:
-    """As it comes back from a checkpoint."""
+    """Return a state as it comes back from a checkpoint."""
     return decode_state(encode_state(state))
 
 

@@ -1,4 +1,4 @@
-"""What a caller shows that knows no proof: its token, as programs in other languages do."""
+"""Credentials of a caller that does not support the proof: its token, as programs in other languages send it."""
 
 from __future__ import annotations
 

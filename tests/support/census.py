@@ -1,4 +1,4 @@
-"""What a process and its descendants hold, counted from /proc: for tests that nothing of a fault stays behind."""
+"""Resources of a process and its descendants, counted from /proc: for tests that a fault leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def descendants(root: int) -> list[int]:
 
 
 def runners(daemon: int) -> list[int]:
-    """What the fork servers of a daemon forked: runners, and helper processes."""
+    """Return the processes that the fork servers of a daemon forked: runners, and helper processes."""
     return [child for fork_server in children(daemon, "fork_server") for child in children(fork_server)]
 
 
 def children(parent: int, sign: str = "") -> list[int]:
-    """Those children whose command line contains `sign`."""
+    """Return the children whose command line contains `sign`."""
     found = []
     for pid in descendants(parent):
         try:
@@ -84,7 +84,7 @@ def open_as(sign: str) -> list[str]:
 
 
 def alive(pids: list[int]) -> list[int]:
-    """Those of them that have not ended."""
+    """Return the processes among `pids` that have not ended."""
     return [pid for pid in pids if not _ended(pid)]
 
 
@@ -104,7 +104,7 @@ def _kind(target: str) -> str:
 
 
 def census(pid: int) -> Counter[str]:
-    """Of the process itself: threads, and open descriptors by kind; of what is below it: processes.
+    """Count threads and open descriptors, by kind, of the process itself, and its descendants.
 
     A fork server that waits for the next run is kept on purpose, for minutes: each is counted as "fork servers",
     and the socket, and pidfd, that belong to it are not counted.

@@ -27,7 +27,7 @@ LOST_AFTER = 4
 
 @dataclass(frozen=True)
 class Chain:
-    """Where a run is saved, and resumed by the next launch."""
+    """Steps at which a run is saved, and resumed by the next launch."""
 
     saves: tuple[int, ...]
     """Steps of the box, over all launches."""

@@ -27,11 +27,11 @@ from job import Job
 from proxy import Proxy
 
 SLOTS = 12
-"""Of each daemon: any one of them has room for all."""
+"""Number of slots of each daemon: any one of them has slots for all jobs."""
 GRACE_S = 90.0
-"""For the jobs to end after the last fault, beyond the time that their own pace takes."""
+"""Seconds for the jobs to end after the last fault, beyond the time that their own speed takes."""
 LEFT_S = 20.0
-"""For all that belonged to the jobs to be gone: a client's lease and a little."""
+"""Seconds for everything that belonged to the jobs to be gone: a client's lease and a little more."""
 MORE_MEMORY = 64 << 20
 """Bytes that a process may have beyond what it had before. Allocators kept 1 to 4 MiB (seeds 301 and 302)."""
 
@@ -290,7 +290,8 @@ def signal_all(pids: list[int], number: int) -> None:
 
 
 def chaos(seed: int, seconds: float) -> int:
-    """One run; how many faults there were. AssertionError if anything was not as without them."""
+    """Make one chaos run, and return the number of faults. Raises AssertionError if any result differs from one without
+    faults."""
     plan = plan_of(seed, seconds)
     with tempfile.TemporaryDirectory(prefix="penstock-chaos-") as name, ExitStack() as closing:
         folder = Path(name)

@@ -1,4 +1,4 @@
-"""What a chaos run does, as a function of its seed alone: the jobs, the machines, and which fault comes when.
+"""Plan of a chaos run, as a function of its seed alone: the jobs, the machines, and which fault comes when.
 
 Pure. What a fault hits is a number, reduced by the count of what there is at the time: the schedule is the same for a
 seed, what exists at a moment depends on timing.
@@ -44,7 +44,7 @@ FAULTS = {
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """One job and how it is run."""
+    """Training job and how it is run."""
 
     name: str
     input: str
@@ -59,7 +59,7 @@ class TrainingJob:
 
 @dataclass(frozen=True)
 class Fault:
-    """At `at_s` seconds from the start; put right `lasts_s` later."""
+    """Fault that occurs `at_s` seconds after the start, and ends `lasts_s` later."""
 
     at_s: float
     what: str

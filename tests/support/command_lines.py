@@ -1,4 +1,4 @@
-"""Whether a command that a page shows could be run: the command, its options, the make target, the module are there.
+"""Check of the commands that a page shows: the command, its options, the make target, the module exist.
 
 Values are not looked at, for a page may say HOST:PORT. Nothing is run.
 """

@@ -20,14 +20,14 @@ __all__ = ["FakeBackend", "FakeCopy", "FakeRuntime"]
 
 
 class FakeRuntime:
-    """What penstock.client.stream.cuda.PageLocks needs of torch.cuda.cudart()."""
+    """Fake of torch.cuda.cudart(), with what penstock.client.stream.cuda.PageLocks needs."""
 
     def __init__(self) -> None:
         self.locked: dict[int, int] = {}
         """Address -> bytes, of what is page-locked now."""
         self.unlocked: list[int] = []
         self.error = 0
-        """What the next registrations return; 0 = success."""
+        """Result of the next registrations; 0 = success."""
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         assert flags == 0

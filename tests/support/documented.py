@@ -42,12 +42,12 @@ class Block:
     page: str
     """Relative to the repository."""
     line: int
-    """Of its first line of text, from 1."""
+    """Number of the block's first line of text, from 1."""
     language: str
     """"{name}" for a directive of Sphinx."""
     text: str
     note: str
-    """What its comment says, "" without one."""
+    """Text of the block's comment; "" if it has none."""
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"

@@ -45,7 +45,7 @@ class Child:
         os.close(self._said)
 
     def join(self, timeout_s: float = 60) -> None:
-        """Until its end. Raises AssertionError with what it said if that was no good one, or did not come."""
+        """Wait for the child's end. Raises AssertionError with its output if it failed or did not end."""
         deadline = time.monotonic() + timeout_s
         while True:
             pid, code = os.waitpid(self.pid, os.WNOHANG)

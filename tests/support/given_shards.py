@@ -80,7 +80,7 @@ class _Cursor:
 
 
 def first(source: ShardedSource, count: int, *, shard: int = 0, epoch: int = 0, seed: int = 1) -> list[Any]:
-    """So many samples of a shard, or all there are."""
+    """Return the first `count` samples of a shard, or all if it has fewer."""
     cursor = source.open(shard, epoch, seed)
     samples = list(itertools.islice(cursor, count))
     cursor.close()

@@ -65,7 +65,7 @@ class Network:
         self.link(host, up=True)
 
     def inside(self, host: str) -> list[str]:
-        """What goes before a command that shall run there."""
+        """Return the prefix of a command that runs on a host."""
         return ["ip", "netns", "exec", f"{self._tag}-{host}"]
 
     def link(self, host: str, *, up: bool) -> None:
@@ -77,7 +77,7 @@ class Network:
             _ip("-n", namespace, "route", "replace", "default", "via", gateway)
 
     def drop(self, source: str, target: str) -> None:
-        """What `source` sends to `target` is lost from now on; the other way all is well."""
+        """Drop everything that `source` sends to `target` from now on; the other direction still works."""
         _ip("-n", f"{self._tag}-{source}", "route", "replace", "blackhole", f"{self.addresses[target]}/32")
 
     def pass_again(self, source: str, target: str) -> None:

@@ -47,7 +47,7 @@ class Forked:
         self._ended = ended
 
     def fileno(self) -> int:
-        """To wait for its end with select, before it is waited for."""
+        """Return a descriptor that becomes readable at the process's end, for select."""
         return self._ended
 
     def poll(self) -> int | None:

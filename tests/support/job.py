@@ -19,7 +19,8 @@ __all__ = ["Job"]
 
 
 class Job:
-    """One job; `batches` holds step -> fingerprint over all its lives, and a step that differs in two is an error."""
+    """Training job. `batches` maps step to fingerprint over all lives of the job; a step that differs between two is an
+    error."""
 
     def __init__(self, cluster: Cluster, python: Sequence[str] = (sys.executable,), **options: Any) -> None:
         """`python`: the interpreter, and what goes before it; `options`: the trainer's."""
@@ -57,7 +58,7 @@ class Job:
 
     @property
     def over(self) -> bool:
-        """It has ended, and all that it said was heard."""
+        """True if the job has ended and all its output was read."""
         if not self._open:
             return True
         if self.process.poll() is None:

@@ -32,7 +32,7 @@ DEADLINE_S = 120.0
 
 Line = dict[str, Any]
 Lines = dict[str, list[Line]]
-"""By the name of a rank's log."""
+"""Lines of each rank's log, by the log's name."""
 
 
 class Training:
@@ -45,7 +45,7 @@ class Training:
         out.mkdir(parents=True)
 
     def to_the_end(self, ranks: int, *options: str, steps: int) -> Lines:
-        """One start, up to this step; what it logged."""
+        """Run the job once, up to step `steps`; return what it logged."""
         heard, launched = self._launch(ranks, *options, "--steps", str(steps))
         try:
             deadline = time.monotonic() + DEADLINE_S
@@ -58,8 +58,8 @@ class Training:
         return heard.all()
 
     def killed(self, ranks: int, *options: str, steps: int, at: int) -> Lines:
-        """One start up to `steps`, killed when each rank has logged step `at`; what it had logged, which is up to 25
-        lines more."""
+        """Run the job once, up to `steps`, and kill it when each rank has logged step `at`. Returns what it had logged
+        by then, which may be up to 25 lines more."""
         heard, launched = self._launch(ranks, *options, "--steps", str(steps))
         try:
             deadline = time.monotonic() + DEADLINE_S
@@ -102,7 +102,7 @@ class Training:
 
 
 def run(module: str, arguments: Sequence[str]) -> None:
-    """What each rank does."""
+    """Run a module's main function, as each rank does."""
     sys.argv = [module, *arguments]
     sys.modules[module].main()
 
@@ -132,7 +132,7 @@ class _Heard:
         return said
 
     def all(self) -> Lines:
-        """What was said, once nobody says any more. Of a line that was cut off by a kill, nothing."""
+        """Return all lines, once no process writes any more. A line that a kill cut off is left out."""
         while self.listen([], 0):
             pass
         for pipe in self._pipes:

@@ -27,7 +27,7 @@ def refusing(error: PenstockError) -> Attach:
 
 @contextmanager
 def listeners(attach: Attach, tls: Tls | None = None) -> Iterator[tuple[LaneListeners, asyncio.AbstractEventLoop]]:
-    """Those of a daemon, and the event loop that they are in."""
+    """Yield the listeners of a daemon, and the event loop in which they run."""
     opened = LaneListeners(attach, tls)
     ready = threading.Event()
     loop: asyncio.AbstractEventLoop

@@ -30,7 +30,7 @@ Over = Callable[[ShardedSource], ShardedSource]
 
 
 def documents(*lengths: int, first: int = 0, **options: Any) -> Given:
-    """So many documents in each shard, of 1 to 9 tokens, no two alike."""
+    """Return a source with this many documents in each shard, of 1 to 9 tokens, all different."""
     shards = [
         [
             list(range(10 * (100 * (first + shard) + at), 10 * (100 * (first + shard) + at) + 1 + (7 * at + shard) % 9))

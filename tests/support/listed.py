@@ -25,7 +25,7 @@ class Listed:
         self.opened: list[tuple[int, int]] = []
         """(shard, index at which it was opened)."""
         self.tokens = 0
-        """That were asked for."""
+        """Number of tokens that were requested."""
 
     def described(self) -> dict[str, Any]:
         return {"kind": self._name, "lengths": list(self._lengths)}

@@ -42,7 +42,7 @@ class Pod:
 
     @property
     def container(self) -> dict[str, Any]:
-        """There is one."""
+        """Container of the pod, which has exactly one."""
         (container,) = self.spec["containers"]
         assert isinstance(container, dict)
         return container
@@ -54,7 +54,7 @@ class Pod:
 
 
 def pods(documents: tuple[dict[str, Any], ...]) -> list[Pod]:
-    """Of all documents."""
+    """Return the pods of all documents."""
     return [pod for document in documents for pod in _pods(document)]
 
 

@@ -24,11 +24,13 @@ while [ "$1" != -- ]; do mkdir -p "$1"; mount --bind "$kept${1#"$closed"}" "$1";
 umount "$kept"; rmdir "$kept"; shift
 exec "$@"
 """
-"""In a mount namespace of its own: nothing below the folder is there but what is named. Outside it nothing changes."""
+"""Script that hides everything below a folder except what is named, in a mount namespace of its own. Nothing changes
+outside it."""
 
 
 def opened() -> list[str]:
-    """What stands before a command for which other users shall be able to read our Python, say below /root."""
+    """Return the prefix of a command for which other users must be able to read this Python, which may be below
+    /root."""
     needed = {Path(sys.base_prefix).resolve(), Path(sys.prefix).resolve(), Path(__file__).resolve().parents[2]}
     closed = [
         folder for path in needed for folder in reversed(path.parents) if not folder.stat().st_mode & stat.S_IXOTH
@@ -41,7 +43,7 @@ def opened() -> list[str]:
 
 
 def with_capabilities(*names: str) -> list[str]:
-    """What stands before a command that shall have these capabilities at most, as root."""
+    """Return the prefix of a command that may have at most these capabilities, as root."""
     return ["setpriv", "--bounding-set", ",".join(["-all", *(f"+{name}" for name in names)]), "--inh-caps", "-all"]
 
 

@@ -42,7 +42,7 @@ class Pki:
         return pair
 
     def self_signed(self, name: str) -> Pair:
-        """One that no CA has signed."""
+        """Return a certificate that no CA has signed."""
         return self._made(name, "-x509", "-subj", f"/CN={name}")
 
     def _made(self, name: str, *how: str, out: Path | None = None) -> Pair:

@@ -24,7 +24,7 @@ class _Metadata(_Strict):
 
 
 class SecretKey(_Strict):
-    """One key of a Secret in the PodMonitor's namespace."""
+    """Reference to a key of a Secret in the PodMonitor's namespace."""
 
     name: Name
     key: str

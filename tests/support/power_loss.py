@@ -37,7 +37,7 @@ class _Folder:
     """Names, and what they are from then on; None: nothing."""
 
     def names(self, count: int | None = None) -> dict[str, _Node]:
-        """With the first `count` changes since it was synced; None: as programs see it."""
+        """Return the folder's entries with the first `count` changes since it was synced; None: as programs see it."""
         found: dict[str, _Node | None] = dict(self.synced)
         for change in self.since[:count]:
             found.update(change)
@@ -49,7 +49,7 @@ _Node = _File | _Folder
 
 @dataclass(frozen=True)
 class Loss:
-    """What becomes of that which was not synced.
+    """Effect of a power loss on data that was not synced.
 
     names: of so many changes in a folder, how many are there.
     write: what is there of a write: "all", "none", "some" or "zeros". truncation: whether it is there.
@@ -79,7 +79,7 @@ def at_random(seed: int) -> Loss:
 
 
 class Disk:
-    """Of which `root` is looked at. at_first: what is there, and was synced."""
+    """Disk of which only the folder `root` is tracked. at_first: what is there, and was synced."""
 
     def __init__(self, root: Path, at_first: Tree) -> None:
         self._root = str(root)
@@ -89,7 +89,7 @@ class Disk:
             self._folder(above).synced[name] = _Folder() if content is None else _File(content)
 
     def do(self, one: Operation) -> None:
-        """What is done above the root is not looked at."""
+        """Apply an operation. Operations outside of the root are ignored."""
         if one.kind in ("begin", "done") or not f"{one.path}/".startswith(f"{self._root}/"):
             return
         if one.kind == "sync":
@@ -114,11 +114,11 @@ class Disk:
             self._folder(folder).since.append(change)
 
     def now(self) -> Tree:
-        """As programs see it."""
+        """Return the files as programs see them."""
         return self.after(LOSSES["nothing"])
 
     def after(self, loss: Loss) -> Tree:
-        """As it is found after a loss of power."""
+        """Return the files as they are found after a power loss."""
         found: Tree = {}
 
         def look(folder: _Folder, path: str) -> None:

@@ -30,7 +30,7 @@ class Proxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._open = {"up": threading.Event(), "down": threading.Event()}
-        """By direction, "up" being towards the target: whether bytes pass."""
+        """Events that are set while bytes pass, by direction; "up" is towards the target."""
         for gate in self._open.values():
             gate.set()
         self.delay_s = 0.0

@@ -10,7 +10,7 @@ from penstock.proto.v1 import records_pb2
 
 
 def ask(box: FakeBox, step: int, **fields: object) -> StateQuery:
-    """As the box itself, with its progress."""
+    """Begin a state query as the box itself does, with its progress."""
     request = pb.FetchStateRequest(run=box.reply.run, attempt=box.reply.attempt, step=step, deadline_s=30)
     request.progress.CopyFrom(box.progress())
     request.MergeFrom(pb.FetchStateRequest(**fields))  # type: ignore[arg-type]

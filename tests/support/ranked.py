@@ -30,7 +30,7 @@ def run(size: int, function: str, *arguments: Any, timeout_s: float = 90) -> lis
 
 
 def work(function: str, arguments: Sequence[Any], rank: int, size: int, path: str) -> Any:
-    """What each of them does. path: of a file by which they find each other."""
+    """Run a function as one rank. path: path of a file through which the ranks find each other."""
     import torch.distributed as dist
     from torch._C._distributed_c10d import FileStore
 

@@ -1,4 +1,4 @@
-"""What a loop that gets its batches through something that reads ahead is compared with: a plain loop."""
+"""Comparison of a loop that gets its batches through something that reads ahead with a plain loop."""
 
 from __future__ import annotations
 

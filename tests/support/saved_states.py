@@ -15,7 +15,7 @@ __all__ = ["Position", "mark_of", "save_of", "state_of"]
 
 
 class Position:
-    """Where a loader is."""
+    """Position of a loader."""
 
     def __init__(self, mark: int) -> None:
         self.mark = mark

@@ -16,7 +16,7 @@ HASH = "xxh64"
 
 
 def raw_bytes(number: int, size: int) -> bytes:
-    """Of the raw file of a number; they compress to about half."""
+    """Return the bytes of the raw file with a number; they compress to about half."""
     half = random.Random(number).randbytes(size // 2)
     return half + bytes(size - len(half))
 

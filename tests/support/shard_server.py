@@ -23,7 +23,7 @@ __all__ = ["Fault", "ShardServer"]
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to an answer."""
+    """Fault of an answer."""
 
     status: int = 0
     """Answer with this status, and nothing else."""
@@ -40,7 +40,7 @@ class Fault:
     no_ranges: bool = False
     """The whole file, whatever was asked."""
     stays: bool = False
-    """For all requests from now on."""
+    """True if the fault stays for all later requests."""
     then: Callable[[], object] | None = None
     """Called when the fault is done."""
 
@@ -49,7 +49,7 @@ class ShardServer:
     def __init__(self, folder: Path, *, validators: bool = True) -> None:
         self.folder = folder
         self.validators = validators
-        """Whether answers have an ETag."""
+        """True if answers have an ETag."""
         self.requests: Counter[str] = Counter()
         """File -> requests that were answered, or not."""
         self.ranges: list[tuple[str, str]] = []

@@ -14,7 +14,7 @@ from penstock.worker.loader.restart_points import Launch, RestartPoint, StreamHi
 
 @dataclass(frozen=True)
 class History:
-    """What a slot did, as far as some place of it."""
+    """History of a slot, up to some position."""
 
     lengths: list[int]
     """Batches that each epoch has, were it not abandoned."""
@@ -22,7 +22,7 @@ class History:
     """Epoch -> batches in all where the loop left it."""
     target: Target
     points: list[RestartPoint]
-    """In any order; some may lie where the runner ran ahead of a loop that left the epoch."""
+    """Restart points in any order; some may lie where the runner ran ahead of a loop that left the epoch."""
     astray: frozenset[int] = field(default_factory=frozenset)
     """Numbers of the points from which a loader does not lead to the batches that were delivered."""
 
@@ -34,7 +34,8 @@ class History:
         return total
 
     def is_on_the_way(self, point: RestartPoint) -> bool:
-        """By the history itself, and not by what planning makes of it."""
+        """Return True if the target can be reached from a restart point, according to the history itself and not to the
+        planning code."""
         epoch, target = point.epoch, self.target
         if epoch > target.epoch or point.began != self.began(epoch):
             return False
@@ -42,7 +43,8 @@ class History:
         return point.began <= point.total <= last
 
     def walk(self, epoch: int, total: int, target: Target) -> tuple[int, int]:
-        """Where a loader comes to that goes the way from a place. Fails where it makes a batch not delivered."""
+        """Return the position at which a loader arrives that follows the plan from a position. Fails if it makes a
+        batch that was not delivered."""
         walker = _Walker(self, epoch, total)
         for leg in route(epoch, target):
             while walker.total < leg.total:

@@ -57,7 +57,7 @@ PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
 
 
 def wait_for(what: str, true: Callable[[], bool], deadline_s: float = 30.0) -> None:
-    """By asking again and again: what is asked is a process, and takes its time."""
+    """Wait by checking repeatedly; each check is a process, and takes its time."""
     deadline = time.monotonic() + deadline_s
     while not true():
         assert time.monotonic() < deadline, f"after {deadline_s:.0f} s still not: {what}"
@@ -111,7 +111,7 @@ class Slurm:
         self._daemons.append(daemon)
 
     def run(self, *command: str, check: bool = True, **environment: str) -> str:
-        """What a command of Slurm prints."""
+        """Run a command of Slurm, and return what it prints."""
         both = {**self.environment, **environment}
         done = subprocess.run(command, env=both, cwd=self.folder, capture_output=True, text=True, timeout=60)
         assert not check or done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
@@ -122,12 +122,12 @@ class Slurm:
         return self.run("sbatch", "--parsable", *arguments, check=True, **environment)
 
     def facts(self, job: str) -> dict[str, str]:
-        """What scontrol knows of it."""
+        """Return what scontrol reports of a job."""
         words = self.run("scontrol", "--oneliner", "show", "job", job).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def wait(self, job: str, state: str, deadline_s: float = 60.0) -> dict[str, str]:
-        """Until it is in this state."""
+        """Wait until a job is in this state."""
         wait_for(f"job {job} is {state}", lambda: self.facts(job)["JobState"] == state, deadline_s)
         return self.facts(job)
 

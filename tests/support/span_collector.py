@@ -15,7 +15,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 
 @dataclass(frozen=True)
 class Span:
-    """What came of one."""
+    """Span as the collector received it."""
 
     service: str
     name: str

@@ -31,20 +31,21 @@ ROOM = "TRACED_WRITER"
 """Environment variable: the folder for records."""
 THIS = Path(__file__)
 When = Literal["before", "within", "after"]
-"""Of an operation; within: half of what is written has been."""
+"""Moment of an operation; within: half of the data has been written."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One that took effect; `kind` "begin" and "done" are a save's, which is done once its writer can say so."""
+    """Operation that took effect. The kinds "begin" and "done" are those of a save, which is done once its writer can
+    report it."""
 
     kind: Literal["begin", "done", "create", "write", "truncate", "sync", "rename", "mkdir", "unlink", "rmdir"]
     path: str = ""
     to: str = ""
     """The new name, for "rename"."""
     number: int = 0
-    """Where it is written to, or the new length."""
+    """Offset of a write, or the new length."""
     data: bytes = b""
 
 
@@ -60,7 +61,7 @@ def forget(room: Path) -> None:
 
 
 def operations(room: Path, rank: int = 0) -> list[Operation]:
-    """What the writer has done so far."""
+    """Return the operations of the writer so far."""
     try:
         lines = (room / f"{rank}.record").read_text().splitlines()
     except FileNotFoundError:
@@ -88,7 +89,7 @@ class _Tracer:
         self._room = room
         self._lock = threading.Lock()
         self._record = -1
-        """Of the save under way; -1 between saves."""
+        """Descriptor of the record of the save in progress; -1 between saves."""
         self._number = 0
         self._stop: tuple[When, int] | None = None
 

@@ -21,10 +21,10 @@ __all__ = ["Forked", "Outcome", "fork"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a process."""
+    """Outcome of a process."""
 
     value: Any = None
-    """What its function returned, as JSON has it."""
+    """Return value of the process's function, as JSON."""
     raised: str = ""
     """The name of the class of what it raised; "killed" for a process that ended without a word."""
     message: str = ""
@@ -40,7 +40,7 @@ class Forked:
         self._outcome: Outcome | None = None
 
     def fileno(self) -> int:
-        """To wait for its end with select."""
+        """Return a descriptor that becomes readable at the process's end, for select."""
         return self._end
 
     @property
@@ -62,7 +62,7 @@ class Forked:
         return self._outcome
 
     def kill(self) -> None:
-        """With its group."""
+        """Kill the process and its group."""
         with contextlib.suppress(ProcessLookupError):  # it is over
             os.killpg(self.pid, signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""What penstock.proto.v1 promises to programs that were built against it, and what breaks that promise.
+"""Promise of penstock.proto.v1 to programs that were built against it, and the changes that break it.
 
 The promise is a file, `tests/proto/baseline.json`: each message's fields by number, each enum's values, each
 method's types. It is read from the descriptors of the generated code, so no tool and no download is needed. What was
@@ -36,7 +36,7 @@ Contract = dict[str, Any]
 
 
 def described() -> Contract:
-    """What the generated code says now."""
+    """Return the contract that the generated code has now."""
     contract: Contract = {
         "protocol": PROTOCOL,
         "lane_protocol": LANE_PROTOCOL,

@@ -1,5 +1,5 @@
-"""One embedded appliance for this folder's modules: real coordinator, worker daemon and lanes, started once in each
-process that runs them. Whoever kills or stops one of its daemons starts an appliance of its own."""
+"""Embedded appliance for this folder's modules: real coordinator, worker daemon and lanes, started once in each process
+that runs them. A test that kills or stops one of its daemons starts an appliance of its own."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def appliance() -> Appliance:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """It closes with the last test of this folder: to other tests an open one would be the default appliance."""
+    """Close the appliance after the last test of this folder: for other tests an open one would be the default
+    appliance."""
     if nextitem is None or Path(__file__).parent not in nextitem.path.parents:
         _shared.close()

@@ -1,4 +1,4 @@
-"""What every appliance keeps to, be it daemons and worker processes or this process alone: the same tests on both, and
+"""Contract of every appliance, with daemons and worker processes or in this process alone: the same tests on both, and
 states that go from one to the other."""
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def test_no_workers_give_the_stream_of_one(makes: dict[str, Make], name: str) ->
 
 
 def test_visible_states_are_equal(makes: dict[str, Make]) -> None:
-    """Of loaders whose states are aggregated: what the user's own code made of them."""
+    """Compare the states of loaders that are aggregated: the part that the user's own code made."""
     for name in ("four methods, all of one range", "a map of ours", "shards of ours"):
         states = []
         for kind in KINDS:
@@ -162,7 +162,7 @@ def test_workers_records_are_equal(makes: dict[str, Make]) -> None:
     "name", ["of unequal lengths", "four methods and noise", "a map of ours", "shuffled by torch's generator"]
 )
 def test_a_loop_that_breaks_begins_the_next_epoch(makes: dict[str, Make], name: str) -> None:
-    """And what comes then is the same on both, also from a state behind it."""
+    """Check that the batches of the next epoch are the same on both appliances, also from a state after the break."""
     streams_of = {}
     for kind in KINDS:
         loader, appliance = loader_of(name), makes[kind]()
@@ -183,7 +183,7 @@ def test_a_loop_that_breaks_begins_the_next_epoch(makes: dict[str, Make], name: 
 
 
 def test_two_boxes_save_one_state(makes: dict[str, Make]) -> None:
-    """In the fake each box makes the other's slots itself; the real ones run in lockstep."""
+    """Save with two boxes. In the fake each box makes the other's slots itself; the real ones run in lockstep."""
     name = "shards of ours"
     found = {}
     for kind in KINDS:
@@ -224,7 +224,7 @@ def test_the_last_step_counts(make: Make) -> None:
 
 @pytest.mark.parametrize("name", ["two methods", "four methods and noise", "shards of ours"])
 def test_earlier_steps_can_be_saved(make: Make, name: str) -> None:
-    """As Lookahead does, for loops that get their batches from something that reads ahead."""
+    """Save earlier steps, as Lookahead does for loops that get their batches from something that reads ahead."""
     with make() as appliance:
         loader = loader_of(name)
         batches, digest = take(loader, 9, appliance)
@@ -237,7 +237,7 @@ def test_earlier_steps_can_be_saved(make: Make, name: str) -> None:
 
 
 def test_a_failing_input_is_named_with_its_step(make: Make) -> None:
-    """After all batches that came before it; the run is over then."""
+    """Raise the error after all batches that came before it; the run is over then."""
     with make(num_workers_per_box=1):
         loader = DataLoader(mapped.mapped, broken=40, shuffle=False, batch_size=10)
         got: list[Any] = []

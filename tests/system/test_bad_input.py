@@ -143,7 +143,8 @@ def test_loading_while_an_executor_iterates(appliance: Appliance) -> None:
 
 
 def test_deaggregate_that_raises(appliance: Appliance) -> None:
-    """On the same shape the stream is counted and replayed; nothing else can tell what comes next on another one."""
+    """Count and replay the stream on the same topology; on another one only the failing method could tell what comes
+    next."""
     loader = DataLoader(streams.bad_deaggregate)
     drain(appliance, loader, steps=4)
     again = DataLoader(streams.bad_deaggregate)

@@ -56,7 +56,7 @@ def test_chain_equals_uninterrupted(appliance: Appliance, make: Callable[..., An
 def test_resumed_states_fit_other_worker_numbers(
     appliance: Appliance, launches: list[tuple[int, int]], announced: bool
 ) -> None:
-    """What a launch counts is added to what those before it did: nothing is lost, and nothing comes twice."""
+    """Add the counts of a launch to those of the launches before it: nothing is lost, and nothing comes twice."""
     alone = four_methods.summed()
     expected = [plain(batch) for _ in range(4) for batch in alone]
     state, start = None, 0
@@ -72,7 +72,7 @@ def test_resumed_states_fit_other_worker_numbers(
 
 
 def test_edited_state_is_followed(appliance: Appliance) -> None:
-    """Also from behind the end of an epoch, which other slots have passed and this one has not."""
+    """Follow an edited state also after the end of an epoch that other slots have passed and this one has not."""
     loader = DataLoader(four_methods.summed)
     assert len(list(DataExecutor(loader, num_steps=20, appliance=appliance))) == 20
     state = loader.state_dict()

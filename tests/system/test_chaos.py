@@ -1,4 +1,4 @@
-"""One short run of `make chaos`, and that a seed says what it does."""
+"""Short run of `make chaos`, and a check that a seed decides what it does."""
 
 from __future__ import annotations
 

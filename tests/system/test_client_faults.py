@@ -17,7 +17,7 @@ from penstock.proto.rpc.calls import CoordinatorClient
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 LEASE_S = 10.0
-"""Of a client (appliance/model/limits.py)."""
+"""Lease of a client (appliance/model/limits.py), in seconds."""
 OPTIONS: dict[str, Any] = {"input": "stateful", "arguments": [400]}
 LONG: dict[str, Any] = {"steps": 60_000, "pace_s": 0.01}
 FOR_EVER_S = 600.0
@@ -64,7 +64,7 @@ def test_killed_it_leaves_nothing_behind(cluster: Cluster, whole: dict[int, int]
 
 
 def _answered_at_once(address: str) -> None:
-    """Not when the query's time is over: no test runs that long."""
+    """Check that queries are answered at once and not at their deadlines, which no test would wait for."""
     with CoordinatorClient(address, TOKEN) as client:
         for run in ("auto/0", "tcp/0"):
             with pytest.raises(StateUnavailableError, match="box 0 has stopped reporting"):

@@ -22,7 +22,7 @@ STEPS = 90
 
 
 def digests(appliance: Appliance, input_fn: Any, *arguments: Any, steps: int | None = None) -> list[int]:
-    """Of all batches, each of which the loop then writes into."""
+    """Return the digests of all batches; the loop writes into each batch afterwards."""
     replay_digest = ReplayDigest(Flattener())
     got = []
     for batch in DataExecutor(DataLoader(input_fn, *arguments), num_steps=steps, appliance=appliance):
@@ -43,8 +43,8 @@ def scribble(batch: Any) -> None:
 
 @pytest.fixture(scope="module")
 def default(appliance: Appliance) -> list[int]:
-    """Of a StatefulDataLoader with torch's own function. These steps go over the end of an epoch of 102, of which each
-    worker's last batch is smaller."""
+    """Return the digests of a StatefulDataLoader with torch's own collate function. The steps cross the end of an epoch
+    of 102, in which each worker's last batch is smaller."""
     return digests(appliance, built.collated, "default", 404, 0, True, steps=150)
 
 

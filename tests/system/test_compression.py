@@ -22,7 +22,7 @@ BATCHES = 12
 
 
 def digests(batches: Any) -> Iterator[str]:
-    """One for each batch, in order."""
+    """Yield a digest of each batch, in order."""
     for batch in batches:
         digest = hashlib.sha256()
         for name, tensor in batch.items():

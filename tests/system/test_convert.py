@@ -45,7 +45,8 @@ def goes_on(
 
 @pytest.mark.parametrize("steps", [7, 30, 33])
 def test_converted_stream_equals_the_states(appliance: Appliance, other: Appliance, tmp_path: Path, steps: int) -> None:
-    """In the middle of an epoch, at its end, and in the next one; with randomness that no state holds."""
+    """Convert states in the middle of an epoch, at its end, and in the next one, with randomness that no state
+    contains."""
     state = saved(appliance, streams.shared_noisy, steps)
     source, target = tmp_path / "in", tmp_path / "out"
     source.write_bytes(encode_state({"model": torch.arange(3), "loader": state}))
@@ -62,7 +63,8 @@ def test_converted_stream_equals_the_states(appliance: Appliance, other: Applian
 
 
 def test_uneven_workers_in_the_middle_of_a_pass(appliance: Appliance, other: Appliance, tmp_path: Path) -> None:
-    """One has reached its end: 31 batches over two workers, of which the second has 15."""
+    """Convert a state in which one worker has reached its end: 31 batches over two workers, the second of which has
+    15."""
     state = saved(appliance, streams.shared, 31, 31)
     torch.save(state, tmp_path / "in.pt")
     (done,) = convert(tmp_path / "in.pt", tmp_path / "out.pt", 1, 3)

@@ -81,7 +81,7 @@ class Supervisor(threading.Thread):
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """With one worker. All jobs have one seed."""
+    """Yield a cluster with one worker. All jobs have one seed."""
     with running(tmp_path_factory.mktemp("state")) as cluster:
         cluster.add_worker(4, "--allow", "traps", name="first")
         yield cluster

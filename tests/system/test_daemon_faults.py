@@ -22,7 +22,7 @@ from penstock.client import DataExecutor, DataLoader
 pytestmark = pytest.mark.filterwarnings("ignore:.*was recovered:UserWarning")
 _numbers = itertools.count()
 _names: dict[int, str] = {}
-"""Of daemons, by process."""
+"""Names of daemons, by process."""
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 def cluster(shared: Cluster) -> Cluster:
-    """With one daemon: the one that the test before has left, whose fork server is up."""
+    """Return a cluster with one daemon: the one that the test before has left, whose fork server is up."""
     shared.workers = [worker for worker in shared.workers if worker.poll() is None]
     for other in shared.workers[1:]:  # a test has failed
         other.kill()
@@ -165,7 +165,7 @@ def test_killed_without_free_worker_and_restarted(cluster: Cluster) -> None:
 
 
 def test_two_of_three_killed_at_once(cluster: Cluster, tmp_path: Path) -> None:
-    """Under a job on each kind of lane."""
+    """Kill two of three daemons under a job on each kind of lane."""
     lanes = ("auto", "tcp")
     with ThreadPoolExecutor(len(lanes)) as pool:
         for _ in range(2):

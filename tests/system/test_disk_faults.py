@@ -44,7 +44,7 @@ def whole(cluster: Cluster) -> list[int | None]:
 
 
 def fill(disk: Path) -> Path:
-    """Until nothing more goes."""
+    """Fill the disk completely."""
     ballast = disk / "ballast"
     with open(ballast, "wb", buffering=0) as file:
         try:
@@ -68,8 +68,8 @@ def train(cluster: Cluster, job: str, at: dict[int, Any]) -> list[int | None]:
 
 @pytest.mark.parametrize("fault", ["full", "read-only"])
 def test_training_and_coordinator_continue(small_disk: Path, cluster: Cluster, whole: list[int], fault: str) -> None:
-    """What was stored meanwhile is worth something: at the end who streams is killed, a worker once and runners once,
-    and others go on from there."""
+    """Use what was stored during the fault: at the end the processes that stream are killed, a worker once and runners
+    once, and others continue from the stored state."""
     state = small_disk / "state"
 
     def break_it() -> None:
@@ -102,7 +102,7 @@ def test_training_and_coordinator_continue(small_disk: Path, cluster: Cluster, w
         return done.stderr
 
     def flip_a_bit() -> None:
-        """Of the first commit in the journal's log: behind the headers of the log and of its first page."""
+        """Flip a bit of the first commit in the journal's log, behind the headers of the log and of its first page."""
         with (state / "journal.db-wal").open("r+b") as file:
             file.seek(32 + 24 + 1000)
             (byte,) = file.read(1)

@@ -25,7 +25,7 @@ JOBS = itertools.count()
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """With one worker, which does what a worker can do besides what its test is about."""
+    """Yield a cluster with one worker, which does the normal work of a worker besides what a test is about."""
     with running(tmp_path_factory.mktemp("state"), options=["--balance-after-s", "1"]) as cluster:
         cluster.add_worker(4, allow="paced", name="kept")
         yield cluster
@@ -34,7 +34,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def paced_worker(
     cluster: Cluster, slots: int, *more: str, name: str, batch_s: float = 0
 ) -> AbstractContextManager[Daemon]:
-    """One that joins, and leaves with the end of the block."""
+    """Return a context in which another worker has joined; it leaves at the end of the block."""
     cluster.environment["PACED_S"] = str(batch_s)
     return cluster.joined(slots, *more, allow="paced", name=name)
 
@@ -95,7 +95,7 @@ def back(cluster: Cluster) -> None:
 
 @pytest.fixture(autouse=True)
 def no_warning() -> Iterator[None]:
-    """What moves in good order is nothing to warn of."""
+    """Turn warnings into errors: an orderly migration gives no warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield

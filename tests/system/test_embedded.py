@@ -67,7 +67,7 @@ def mark() -> str:
 
 
 def left_after(mark: str, seconds: float) -> dict[int, str]:
-    """What is still there when the time is over."""
+    """Return the processes that are still there after `seconds`."""
     until = time.monotonic() + seconds
     while (left := marked(mark)) and time.monotonic() < until:
         for pid in left:
@@ -99,7 +99,8 @@ def test_a_main_script_without_a_guard_says_so(tmp_path: Path) -> None:
 
 
 def test_python_minus_c() -> None:
-    """With importable input_fns, of which one prints; and with one of its own, which goes by value."""
+    """Run a program with importable input_fns, one of which prints, and with an input_fn of its own, which is sent by
+    value."""
     program = """
 import streams
 from penstock.client import DataLoader

@@ -17,7 +17,7 @@ from penstock.proto import errors
 
 
 def box(appliance: Appliance, number: int, boxes: int, workers: int, job: str) -> Appliance:
-    """One of a job's boxes, on the daemons that are there."""
+    """Return the appliance of one of a job's boxes, on the running daemons."""
     return beside(appliance, box=number, num_boxes=boxes, num_workers_per_box=workers, job=job)
 
 

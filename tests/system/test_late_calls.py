@@ -34,7 +34,8 @@ def train(shared: Appliance, job: str, at: dict[int, Any]) -> tuple[list[int | N
 
 
 async def say_late_things(address: str, token: str, worker: str) -> list[str]:
-    """Everything that a dead worker, an older attempt, or another client could still have under way; what each met."""
+    """Send everything that a dead worker, an older attempt, or another client could still have under way. Returns the
+    answer to each."""
     met: list[str] = []
 
     async def call(work: Any) -> None:

@@ -1,7 +1,6 @@
-"""What is no request, or too large a one, by a caller whose token is right and who keeps to none of our limits.
+"""Malformed and oversized requests of a caller whose token is right and who keeps to none of our limits.
 
-Refused, and the coordinator goes on. What gRPC itself holds of it until then is another matter: docs/limits.md says how
-much.
+They are refused, and the coordinator continues. docs/limits.md says how much of a request gRPC itself holds until then.
 """
 
 from __future__ import annotations

@@ -44,7 +44,8 @@ def train(
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more processes than processors
 def test_workers_boxes_and_processes_come_and_go(appliance: Appliance) -> None:
-    """In a plain process first; then over the ends of two epochs, each leg on another shape and read in another way."""
+    """Read in a plain process first; then over the ends of two epochs, each leg on another topology and read in another
+    way."""
     plain = mapped(**OPTIONS)
     whole = [rows_of(batch) for _ in range(3) for batch in plain]
     assert len(whole) * 12 == 3 * SAMPLES
@@ -71,7 +72,7 @@ def test_error_names_the_sample_in_the_job(appliance: Appliance) -> None:
 
 @pytest.mark.parametrize("when", ["before the run", "at the first step's eve"])
 def test_state_of_step_0_keeps_the_seeds_order(appliance: Appliance, when: str) -> None:
-    """Of a loader that takes its order from there, and not from a seed of its own."""
+    """Keep the order of a loader that takes its seed from the run, and not from an argument."""
     first = DataLoader(mapped, seed=None, **OPTIONS)
     with beside(appliance, seed=None) as one:
         state = first.state_dict() if when == "before the run" else None

@@ -51,8 +51,8 @@ def test_leaking_runner_is_replaced_exactly(cluster: Cluster) -> None:
 
 @room_to_leak
 def test_rare_snapshots_do_not_repeat_all_replays(cluster: Cluster) -> None:
-    """At 0.05 s a state they come every 5 s: the second runner is above the limit when it has replayed what the first
-    one made."""
+    """Take snapshots every 5 s, because a state takes 0.05 s: the second runner is above the limit when it has replayed
+    what the first one made."""
     with at(cluster, "dear") as appliance:
         executor = DataExecutor(DataLoader(hazards.leaks, 4, 0, 80, 0.05), appliance=appliance)
         with pytest.warns(UserWarning, match=r"was replaced .* above the limit of 150 MiB"):

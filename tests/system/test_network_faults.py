@@ -38,7 +38,7 @@ def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def between(coordinator: Cluster) -> Iterator[Proxy]:
-    """Between the coordinator and the first worker."""
+    """Yield a proxy between the coordinator and the first worker."""
     with Proxy(coordinator.address) as proxy:
         yield proxy
         coordinator.workers[0].terminate()  # while it can still say so
@@ -47,7 +47,7 @@ def between(coordinator: Cluster) -> Iterator[Proxy]:
 
 @pytest.fixture(scope="module")
 def cluster(coordinator: Cluster, between: Proxy) -> Cluster:
-    """With one worker."""
+    """Return a cluster with one worker."""
     coordinator.add_worker(4, allow="traps", name="first", through=between.address)
     return coordinator
 
@@ -60,7 +60,7 @@ def whole(cluster: Cluster) -> list[int | None]:
 
 @pytest.fixture
 def lanes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[Proxy]]]:
-    """From now on TCP lanes go through proxies, one for each worker."""
+    """Route TCP lanes through proxies from now on, one for each worker."""
     proxies: dict[str, Proxy] = {}
     dial = OpenRun.dial
 
@@ -147,8 +147,8 @@ def test_silent_lane_is_named_and_recovers(cluster: Cluster, whole: list[int], l
 
 
 def test_jobs_without_the_coordinator_continue(cluster: Cluster, whole: list[int]) -> None:
-    """For longer than their lease: of one nothing is heard, so its workers are taken from it, and given back; the other
-    one only hears no replies."""
+    """Cut two jobs off for longer than their lease. From one nothing is heard, so its workers are taken from it, and
+    given back; the other one only gets no replies."""
 
     def deaf(directions: tuple[str, ...]) -> list[int | None]:
         with Proxy(cluster.address) as proxy:
@@ -170,8 +170,8 @@ def test_jobs_without_the_coordinator_continue(cluster: Cluster, whole: list[int
 
 
 def test_worker_cut_off_is_replaced(cluster: Cluster, between: Proxy, whole: list[int]) -> None:
-    """In each direction, under a job on each kind of lane. It goes on sending batches, of a generation that nobody
-    listens to, until it hears of it."""
+    """Cut a worker off in each direction, under a job on each kind of lane. It goes on sending batches of an old
+    generation, which nobody reads, until it hears of it."""
     lanes = ("auto", "tcp")
     with Proxy(cluster.address) as other:
         proxies, daemons = [between, other], [cluster.workers[0]]

@@ -54,7 +54,7 @@ def stops() -> Any:
 
 
 def test_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even with an address, so that a job is debugged by one variable."""
+    """Start no process, not even with an address, so that a job is debugged by one variable."""
     monkeypatch.setenv("PENSTOCK_COORDINATOR", "nowhere.invalid:1")
     monkeypatch.setenv("PENSTOCK_NUM_WORKERS_PER_BOX", "0")
     before = children(os.getpid()), threading.active_count()

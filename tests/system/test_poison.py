@@ -43,7 +43,7 @@ def stream(appliance: Appliance, loader: DataLoader, steps: int | None = None) -
 
 
 def by_worker(batches: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
-    """What each of the two workers sent: their numbers lie apart."""
+    """Return what each of the two workers sent; their numbers lie apart."""
     return [b for b in batches if b[0] < 48], [b for b in batches if b[0] >= 48]
 
 

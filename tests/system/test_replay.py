@@ -39,7 +39,7 @@ SEED = 7
 
 @dataclass
 class Seen:
-    """What the loops were handed."""
+    """Batches and states that the loops got."""
 
     batches: dict[tuple[str, int], dict[int, bytes]] = field(default_factory=dict)
     """(job, box) -> step -> the batch, encoded."""
@@ -58,7 +58,7 @@ class Stage:
         return RunningArchive(CoordinatorClient(self.cluster.address, TOKEN))
 
     def replayed(self, archive: Archive | None, job: str, step: int, box: int = 0, **more: Any) -> dict[str, Any]:
-        """What replay found; the batch was compared with the one that was delivered."""
+        """Replay a batch, compare it with the one that was delivered, and return what replay found."""
         out = self.folder / f"{job}-{box}-{step}.pst"
         run = None if archive is None else job
         request = ReplayRequest(run, step, box, out=out, allow=["streams"], timeout_s=60, **more)
@@ -140,7 +140,8 @@ def test_it_is_the_batch_that_the_loop_was_handed(stage: Stage, job: str, box: i
 
 @pytest.mark.filterwarnings("ignore:.*was recovered")
 def test_lost_worker_is_replayed_from_snapshots(stage: Stage) -> None:
-    """Of a run that is at work; it goes on until the coordinator knows a place that snapshots lead to."""
+    """Replay from a run that is still going. It continues until the coordinator knows a position that snapshots lead
+    to."""
     got = stage.seen.batches["lost", 0] = {}
     with box_of(stage.cluster, "lost", retention_steps=2) as appliance, stage.archive() as archive:
         loader = DataLoader(streams.paced, 0.005)
@@ -186,7 +187,8 @@ def test_from_a_checkpoint(stage: Stage, job: str, args: str) -> None:
 
 @pytest.mark.parametrize(("job", "boxes", "workers"), [("two", 1, 2), ("four", 1, 3)])
 def test_an_attempt_that_went_on_from_a_state(stage: Stage, job: str, boxes: int, workers: int) -> None:
-    """On the same shape and on another; the attempt before it is remembered too."""
+    """Replay an attempt that was resumed from a state, on the same topology and on another; the attempt before it is
+    remembered too."""
     state = torch.load(stage.seen.states[job], weights_only=True)["loader"][0]
     first, got = stage.seen.batches[job, 0], {}
     loader = DataLoader(streams.stateful, 24) if job == "two" else DataLoader(streams.shared_noisy, 40)
@@ -248,7 +250,7 @@ def test_data_that_are_others_are_told(stage: Stage) -> None:
 
 
 def test_omitted_arguments_are_the_runs(stage: Stage) -> None:
-    """Of one run those with names, of another those without."""
+    """Omit the keyword arguments for one run, and the positional ones for another."""
     with stage.archive() as archive:
         assert stage.replayed(archive, "none", 4, args="[]")["verified"]
         assert stage.replayed(archive, "uneven", 4, kwargs="{}")["verified"]
@@ -257,7 +259,7 @@ def test_omitted_arguments_are_the_runs(stage: Stage) -> None:
 
 
 def test_a_file_that_cannot_be_written_is_said(stage: Stage) -> None:
-    """Before the replay, and where it is found out only behind it. Nothing is left."""
+    """Report the file before the replay, or after it if only then it is found. Nothing is left behind."""
     folder = stage.folder / "outs"
     folder.mkdir()
     request = ReplayRequest("two", 4, out=folder / "taken.pst", allow=["streams"])
@@ -273,7 +275,8 @@ def test_a_file_that_cannot_be_written_is_said(stage: Stage) -> None:
 
 
 def command(stage: Stage, *arguments: str) -> tuple[int, str, str]:
-    """Of `penstock replay` in this process: exit code, standard output, the last line of standard error."""
+    """Run `penstock replay` in this process; return the exit code, standard output, and the last line of standard
+    error."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("PENSTOCK_TOKEN", TOKEN)
         environment.setenv("PENSTOCK_COORDINATOR", stage.cluster.address)
@@ -334,7 +337,8 @@ def test_what_cannot_be_had_is_said(stage: Stage, arguments: list[str], code: in
 
 
 def test_files_of_a_stopped_coordinator(stage: Stage) -> None:
-    """As it ends, and as it is killed; of runs that had ended, and of one at work. Its files stay as they are."""
+    """Read the files of a coordinator that has ended, and of one that was killed, for runs that had ended and one that
+    had not. Its files stay as they are."""
     cluster, state_dir = stage.cluster, stage.cluster.state_dir
     with pytest.raises(errors.JournalError, match="in use by a running coordinator"):
         StoppedArchive(state_dir)

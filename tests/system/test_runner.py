@@ -19,8 +19,8 @@ from penstock.worker import current_assignment
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Any]:
-    """What a runner of an appliance of its own finds, with seed 8, where torchrun has started the training job. What it
-    was, is over."""
+    """Return what a runner finds on an appliance of its own, with seed 8, in a training job that torchrun has started.
+    The appliance is closed afterwards."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             patch.setenv(name, "0" if "RANK" in name else "1")

@@ -23,15 +23,16 @@ STARTING = ["input_fn", "iter", "epoch_start"]
 """Without a batch in between no more than three losses are forgiven, so these are a run of their own."""
 STREAMING = [point for point in traps.POINTS if point not in STARTING]
 WITH_PROCESSES = ["state_dict", "end of the epoch", "second epoch"]
-"""For loaders with worker processes, whose every start is dear: a death in each of the loader's own conditions, in the
-middle of an epoch, between two, and after the first. All points are reached with the same loaders without processes,
-and the code at a point does not know which it has."""
+"""Points at which loaders with worker processes die. Each start of such a loader is slow, so there is one death in each
+of the loader's own conditions: in the middle of an epoch, between two, and after the first. All points are tested with
+the same loaders without processes, and the code at a point does not know which kind it has."""
 WITH_STATES = {"state_dict"}
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """One that does not give a slot up though it dies at every point before the loop has got a batch of it."""
+    """Yield a cluster that does not give a slot up although it dies at every point before the loop has got a batch of
+    it."""
     losses = f"losses={len(traps.POINTS)}"
     with running(tmp_path_factory.mktemp("state"), "limited_coordinator", LIMITS=losses) as cluster:
         cluster.add_worker(8, allow="traps")
@@ -99,5 +100,5 @@ def test_killed_at_each_point(
 
 
 def user_state(state: dict[str, Any]) -> str:
-    """What the user's code put into it."""
+    """Return the part of a state that the user's code made."""
     return repr({key: value for key, value in state.items() if key != "__penstock__"})

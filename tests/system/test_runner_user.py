@@ -61,7 +61,7 @@ def secret(folder: Path) -> str:
 
 
 def refused(before: Sequence[str], *arguments: str) -> str:
-    """What a worker says that does not start."""
+    """Return the error of a worker that does not start."""
     command = [sys.executable, "-m", "penstock.worker", "--coordinator", "127.0.0.1:1", "--slots", "1", *arguments]
     environment = {**os.environ, "PENSTOCK_TOKEN": TOKEN}
     done = subprocess.run([*before, *command], env=environment, capture_output=True, text=True, timeout=60, check=False)
@@ -99,7 +99,7 @@ def test_no_capability_is_kept(tmp_path: Path, container: Sequence[str]) -> None
 
 @pytest.mark.filterwarnings("ignore:.*was recovered:UserWarning")
 def test_a_lost_runner_and_a_state_in_between(cluster: Cluster) -> None:
-    """At a step that was not announced: the state comes of a helper process, which is that user's too."""
+    """Save at a step that was not announced: the state comes from a helper process, which runs as the same user."""
     with cluster.box("lost", num_workers_per_box=1) as appliance:
         loader = DataLoader(users.tells, BATCHES, "/nowhere", 1)
         seen = []

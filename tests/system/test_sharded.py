@@ -79,7 +79,8 @@ def alone(kind: str, steps: int) -> list[list[Any]]:
 @pytest.mark.filterwarnings("ignore:.*was recovered")
 @pytest.mark.parametrize("kind", ["finite", "endless"])
 def test_killed_saved_and_resumed_elsewhere(appliance: Appliance, kind: str) -> None:
-    """With the same rows and keys; the finite one in its sixth epoch, and at its very end: 175 rows are 15 batches."""
+    """Resume with the same rows and keys; the finite source in its sixth epoch, and at its very end: 175 rows are 15
+    batches."""
     got, state, recoveries = train(appliance, kind, 1, 2, 85, None, kill_at=12)
     assert recoveries
     for boxes, workers, steps in ((2, 1, 5), (1, 3, 4)):

@@ -36,7 +36,8 @@ def test_refused_snapshot_costs_only_replay(tmp_path: Path) -> None:
             got: list[int] = []
 
             def refused() -> bool:
-                """After one more batch, for a runner that waits for the loop takes no snapshot."""
+                """Take one more batch, because a runner that waits for the loop takes no snapshot; then return True if
+                the log reports a refused one."""
                 got.append(next(executor)["number"])
                 return b"does not keep its snapshot, so a recovery replays" in log.read_bytes()
 
@@ -61,7 +62,8 @@ def test_unkept_first_snapshot_prevents_start(tmp_path: Path) -> None:
 
 
 def test_large_resumed_state_is_kept_once(tmp_path: Path, appliance: Appliance) -> None:
-    """By however many loaders; and a runner that is lost comes there again as the first one did."""
+    """Keep a resumed state once for any number of loaders. A runner that replaces a lost one gets there again as the
+    first one did."""
     size = 2 * LARGE
     loader = DataLoader(streams.heavy, 10**6, size)
     numbers = [number for first in range(1, 26) for number in (first, 1000 + first)]

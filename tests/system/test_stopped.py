@@ -35,7 +35,7 @@ def go_on(pids: Sequence[int]) -> None:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """With one worker daemon. All jobs have one seed, so it has one fork server for them all."""
+    """Yield a cluster with one worker daemon. All jobs have one seed, so it has one fork server for all of them."""
     options = ["--worker-lease-s", str(WORKER_LEASE_S), "--client-lease-s", str(CLIENT_LEASE_S)]
     with running(tmp_path_factory.mktemp("state"), options=options) as cluster:
         cluster.add_worker(8, "--allow", "traps", allow="streams", name="first")

@@ -60,7 +60,7 @@ def _in_order(rows: list[list[int]]) -> list[int]:
 
 @pytest.fixture(scope="module")
 def whole(appliance: Appliance, numbers: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
-    """One and a half epochs from one worker."""
+    """Return one and a half epochs from one worker."""
     got, _ = train(appliance, "whole", [loader_of(numbers, tmp_path_factory.mktemp("whole"))], 1, 65)
     assert sorted(row for batch in got[:42] for row in batch) == list(range(SAMPLES))
     return got

@@ -98,7 +98,7 @@ def test_shuffled_epochs_have_each_sample_once() -> None:
 
 
 def test_a_generator_gives_the_seed() -> None:
-    """In place of the run's."""
+    """Use the generator's seed in place of the run's."""
 
     def order(seed: int, of_run: int) -> list[Any]:
         generator = torch.Generator().manual_seed(seed)

@@ -33,7 +33,8 @@ HASTY_S = 5.0
 FLOODED = 9
 """Batches of the flood, half a second each."""
 STOP_S = 20.0
-"""For a runner that will not stop: its grace is half a second, and without that it would never end."""
+"""Seconds for a runner that does not stop by itself. Its grace period is half a second, and without that it would never
+end."""
 
 _jobs = itertools.count()
 
@@ -243,13 +244,14 @@ def _is_dead(pid: int) -> bool:
 
 
 def _litter() -> set[str]:
-    """What the dead have left in shared memory, and directories of torch's manager of it, which only runners here
-    start."""
+    """Return what dead processes have left in shared memory, and directories of torch's shared-memory manager, which
+    only runners start here."""
     return abandoned() | {name for name in os.listdir("/tmp") if name.startswith("torch-shm")}
 
 
 def _kept_for_children(daemon: int) -> list[str]:
-    """What is in the directory in which a daemon has one for each child: it holds that open, for the lock."""
+    """Return the names in the directory in which a daemon has one directory for each child. The daemon holds it open,
+    for the lock."""
     held = []
     for fd in Path(f"/proc/{daemon}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # it has closed that one just now

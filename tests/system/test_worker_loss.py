@@ -28,7 +28,7 @@ from penstock.proto.rpc.calls import CoordinatorClient
 
 @pytest.fixture(scope="module")
 def undisturbed(appliance: Appliance) -> list[Any]:
-    """What `streams.dies_at` gives if nobody dies."""
+    """Return the batches of `streams.dies_at` if nothing dies."""
     whole = list(map(plain, DataExecutor(DataLoader(streams.dies_at, 0, "/nonexistent/marker"), appliance=appliance)))
     assert len(whole) == 80
     return whole
@@ -90,7 +90,8 @@ def test_runners_killed_at_several_points(appliance: Appliance, input_fn: Any, a
 def test_runners_killed_right_behind_a_break(
     appliance: Appliance, lengths: tuple[int, ...], input_fn: Any, arguments: tuple[Any, ...]
 ) -> None:
-    """Nothing of the new epoch is durable yet; what is, was taken in the epoch before, maybe beyond the break."""
+    """Kill runners when nothing of the new epoch is durable yet. The durable snapshot was taken in the epoch before,
+    maybe beyond the break."""
 
     def passes(kill: bool) -> tuple[list[list[Any]], int | None]:
         before, loader = runners(), DataLoader(input_fn, *arguments)
@@ -196,7 +197,8 @@ def test_three_launches_of_an_adding_loader(appliance: Appliance) -> None:
 
 
 def test_late_starting_loader_saved_in_recovery(appliance: Appliance) -> None:
-    """There is hardly a durable snapshot yet: its state is found by replay from where the run began."""
+    """Save in a recovery when there is hardly a durable snapshot yet: the state is found by replay from where the run
+    began."""
     before = runners()
     loader = DataLoader(traps.slow_to_save, 10)
     executor = DataExecutor(loader, num_steps=60, appliance=appliance)
@@ -246,7 +248,8 @@ def test_state_after_a_break_of_killed_runners(appliance: Appliance, input_fn: A
 @pytest.mark.filterwarnings("ignore:.*was recovered")
 @pytest.mark.parametrize("empty", [1, 3])
 def test_runner_killed_after_its_empty_epochs(appliance: Appliance, empty: int) -> None:
-    """And behind one that the loop left before it had any of this slot's."""
+    """Kill a runner after its empty epochs, and after an epoch that the loop left before it had any of this slot's
+    batches."""
 
     def stream(kill: bool) -> list[Any]:
         before, loader = runners(), DataLoader(gappy.late_slot, empty)

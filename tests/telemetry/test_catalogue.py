@@ -38,7 +38,7 @@ def test_no_name_is_there_twice() -> None:
 
 
 def table() -> str:
-    """As docs/metrics.md has it."""
+    """Return the table of metrics as docs/metrics.md has it."""
     lines = []
     titles = {"coordinator": "Coordinator", "worker": "Worker", "client": "Training job"}
     for process, title in titles.items():

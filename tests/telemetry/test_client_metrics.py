@@ -1,4 +1,4 @@
-"""Where a training job's own metrics are served, and what stands against it."""
+"""Server of a training job's own metrics, and the conditions under which it is not started."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The coordinator: hands out the work and keeps the cluster state."""
+"""Coordinator: hands out the work and keeps the cluster state."""

@@ -1,9 +1,10 @@
-"""python -m penstock.appliance: start a coordinator without the command line, for programs that start one.
+"""Program `python -m penstock.appliance`: start a coordinator without the command line `penstock`, for programs that
+start a coordinator themselves.
 
-Imports are few (no torch, no Typer), so that it is ready within half a second. The token comes in PENSTOCK_TOKEN (or a
-file named by PENSTOCK_TOKEN_FILE), never as an argument, which every user of the machine can read. An error before it
-is ready is one line on standard error and exit status 2, or 16 if it was about to listen beyond this machine without
-TLS.
+The module imports little (no torch, no Typer), so that the coordinator is ready within half a second. It reads the
+token from PENSTOCK_TOKEN, or from the file that PENSTOCK_TOKEN_FILE names. The token is never an argument, because
+every user of the machine can read the arguments of a process. If the start fails, the process writes one line to
+standard error and ends with exit status 2, or with 16 if it was told to listen beyond this machine without TLS.
 """
 
 from __future__ import annotations

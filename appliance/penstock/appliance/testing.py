@@ -1,6 +1,6 @@
-"""A coordinator's state machine in virtual time, with workers and boxes that do what a test says.
+"""Simulated coordinator in virtual time, with workers and boxes that do what a test tells them.
 
-For tests of the registry, and of anything else that needs a coordinator without processes, sockets or real time.
+It is for tests of the registry, and of anything else that needs a coordinator without processes, sockets or real time.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ __all__ = ["FakeBox", "FakeCluster", "FakeWorker"]
 
 
 class FakeCluster:
-    """A coordinator without network and threads, for tests: its state machine, a clock that only the test advances, and
-    a list of the topics whose waiting calls a real coordinator would have woken."""
+    """Coordinator without network and threads, for tests: the state machine, a clock that only the test advances, and a
+    list of the topics whose waiting calls a real coordinator would have woken."""
 
     def __init__(self, limits: Limits | None = None, directory: StateDir | None = None) -> None:
         self.now = 1000.0
         self.wall = 0.0
-        """Seconds since the Unix epoch; only the test advances it."""
+        """Time in seconds since the Unix epoch. Only the test advances it."""
         self.limits = limits or Limits()
         self.topics: list[Topic] = []
         self.directory = directory
         self.host = "host-c"
-        """Host of the coordinator."""
+        """Name of the coordinator's host."""
         self.boot(directory)
 
     def boot(self, directory: StateDir | None) -> None:
-        """Start a new coordinator on the directory."""
+        """Start a new coordinator on the state directory; None: in memory."""
         self.journal = Journal(directory)
         weakref.finalize(self, self.journal.close)  # since Python 3.13 an unclosed database is a warning
         self.snapshot_index = SnapshotIndex(self.limits)
@@ -56,7 +56,7 @@ class FakeCluster:
         )
 
     def restart(self, *workers: FakeWorker) -> None:
-        """Restart the coordinator on its directory, and register these workers again."""
+        """Restart the coordinator on its state directory, and register these workers again."""
         self.journal.close()
         self.boot(self.directory)
         for worker in workers:
@@ -64,7 +64,7 @@ class FakeCluster:
             worker.ready()
 
     def run_for(self, seconds: float, alive: Iterable[FakeWorker | FakeBox] = ()) -> None:
-        """Advance time in steps of a quarter of a second; every peer in `alive` reports in each step."""
+        """Advance the time in steps of a quarter of a second. Every worker and box in `alive` reports in each step."""
         alive = list(alive)
         for _ in range(round(seconds * 4)):
             self.now += 0.25
@@ -83,8 +83,8 @@ class FakeCluster:
         return worker
 
     def open(self, box: int = 0, **fields: object) -> FakeBox:
-        """Open run "job/0" with 2 workers per box unless `fields` say otherwise; `retention` and `skip_poison` go into
-        the options."""
+        """Open run "job/0" with 2 workers per box and return the box. `fields`: other values of the request;
+        `retention` and `skip_poison` go into its options."""
         retention = fields.pop("retention", 100)
         skip_poison = bool(fields.pop("skip_poison", False))
         request = pb.OpenRunRequest(job="job", box=box, num_boxes=1, num_workers_per_box=2, host_id="host-a")
@@ -98,7 +98,7 @@ class FakeCluster:
 
 @dataclass
 class FakeWorker:
-    """A worker daemon without processes: it registers with a FakeCluster and reports what the test says."""
+    """Worker daemon without processes: it registers with a FakeCluster and reports what the test tells it."""
 
     world: FakeCluster
     name: str
@@ -107,7 +107,7 @@ class FakeWorker:
     capacity: int
     cores: int = 0
     answered: set[str] = field(default_factory=set)
-    """Ids of the state requests answered so far: a worker answers each once."""
+    """Ids of the state requests answered so far, because a worker answers each request once."""
 
     def register(self) -> None:
         request = pb.RegisterWorkerRequest(worker=self.name, session=self.session, host_id=self.host)
@@ -133,7 +133,7 @@ class FakeWorker:
         return report
 
     def ready(self) -> pb.HeartbeatReply:
-        """Report every assignment as ready."""
+        """Report that the runner of every assigned slot is ready."""
         return self.heartbeat(*(self.slot_report(assignment, pb.READY) for assignment in self.heartbeat().assignments))
 
     def lose(self, assignment: records_pb2.WorkerAssignment, message: str = "killed by SIGKILL") -> pb.HeartbeatReply:
@@ -145,7 +145,7 @@ class FakeWorker:
 
 @dataclass
 class FakeBox:
-    """A training process that has opened one box of a run on a FakeCluster."""
+    """Training process that has opened one box of a run on a FakeCluster."""
 
     world: FakeCluster
     request: pb.OpenRunRequest
@@ -169,7 +169,7 @@ class FakeBox:
         self.watch()
 
     def deliver(self, steps: int) -> None:
-        """Deliver that many more batches to the training loop, and report."""
+        """Deliver `steps` more batches to the training loop, and report it."""
         if self.position is None:
             self.position = start_of(self.request)
         for _ in range(steps):
@@ -177,7 +177,7 @@ class FakeBox:
         self.watch()
 
     def abandon_epoch(self) -> None:
-        """Abandon the epoch, as by a break, and report."""
+        """Abandon the epoch, as by `break`, and report it."""
         assert self.position is not None
         self.abandoned[self.position.epoch] = self.position.step
         self.position.abandon_epoch()
@@ -192,7 +192,7 @@ class FakeBox:
         self.world.registry.close_run(request)
 
     def refused(self) -> PenstockError:
-        """Return the error that a watch raises."""
+        """Return the error that a WatchRun call of the box raises."""
         try:
             self.watch()
         except PenstockError as error:

@@ -1,16 +1,17 @@
 """Coordinator and worker daemon as a child of the training process: started by `Appliance()` without an address.
 
-The two are one process (embedded_daemons.py) and communicate with this one over a Unix socket in a folder that is
-private to this user: there is no port to collide, and no other user can take the name first. The last process to end
-removes the folder. The child has a session of its own: a Ctrl-C in the terminal reaches only the training script, which
-may still save its state. It watches this process by its pidfd and ends with it, also when it is killed.
+Coordinator and worker daemon are one child process (embedded_daemons.py). It communicates with the training process
+over a Unix socket in a folder that is private to this user, so ports cannot collide, and no other user can take the
+name first. The last process to end removes the folder. The child has a session of its own: a Ctrl-C in the terminal
+reaches only the training script, which may still save its state. The child watches the training process by its pidfd
+and ends with it, also when the training process is killed.
 
-Its output, including that of user code in the runners, goes through a pipe to this process's stderr. The last lines are
-kept for the error of a child that does not start. The one thread of this module moves those lines and detects the
-child's death.
+The child's output, including that of user code in the runners, goes through a pipe to this process's stderr. The last
+lines are kept for the error message if the child does not start. The one thread of this module moves those lines and
+detects the child's death.
 
-The roles never import each other; embedded_daemons.py alone depends on the other two, and this module starts it by its
-path.
+Packages of client, coordinator and worker never import each other. Only embedded_daemons.py imports the coordinator and
+the worker, and this module starts it by its file's path.
 """
 
 from __future__ import annotations
@@ -40,21 +41,22 @@ __all__ = ["Embedded"]
 DAEMONS = Path(__file__).with_name("embedded_daemons.py")
 TAIL_LINES = 40
 STOP_S = 8.0
-"""Seconds for the daemons to end after SIGTERM."""
+"""Seconds within which the daemons must end after SIGTERM."""
 PROBE_S = 0.01
 
 NO_CAGE = "PENSTOCK_WORKER_NO_CAGE"
 """Environment variable that turns off an embedded worker's sandbox, like `penstock worker --no-cage`."""
 BUDGET = "PENSTOCK_COORDINATOR_BUDGET"
-"""Environment variable with the budget for snapshots, like `penstock coordinator --budget`."""
+"""Environment variable with the embedded coordinator's budget for snapshots, like `penstock coordinator --budget`."""
 _NOT_FOR_DAEMONS = (*TORCHRUN, "TORCH_NCCL_*", "PENSTOCK_*", "PYTHONHASHSEED")
 """Environment variables of the training process that the daemons do not inherit."""
 
 
 class Embedded:
-    """The process of the two daemons. `close` is idempotent and does nothing in a forked child.
+    """Child process with both daemons, coordinator and worker. `close` is idempotent and does nothing in a forked
+    child.
 
-    on_death: callback for a process that ends before `close`; called from this object's thread.
+    on_death: called, in this object's thread, if the process ends before `close`.
     """
 
     def __init__(self, on_death: Callable[[PenstockError], None]) -> None:
@@ -108,7 +110,7 @@ class Embedded:
     def wait_until_up(self, deadline: float, waiting: Callable[[], None]) -> None:
         """Wait until the coordinator answers. Raises PenstockError with the last output of the daemons if they ended.
 
-        deadline: a time.monotonic(). `waiting` is called again and again meanwhile.
+        deadline: a time of time.monotonic(). `waiting` is called repeatedly during the wait.
         """
         while True:
             if self._failure is not None:
@@ -147,7 +149,7 @@ class Embedded:
         self._on_death(self._failure)
 
     def _forward(self) -> bool:
-        """Forward the lines that have arrived. False at the end of the output."""
+        """Forward the lines that have arrived. Return False at the end of the output."""
         for line in self._out.read():
             text = line.decode(errors="backslashreplace")
             self._tail.append(text)
@@ -158,20 +160,22 @@ class Embedded:
         return not self._out.ended
 
     def _read_rest(self) -> None:
-        """Forward what was in the pipe when the process ended; runners may still hold it open."""
+        """Forward the output that is still in the pipe after the process has ended. The pipe may have no end, because
+        runners may still hold it open."""
         for _ in range(TAIL_LINES):
             if not readable(self._out.fileno(), 0) or not self._forward():
                 return
 
     def _last_words(self) -> str:
-        """Return the last lines of output, for an error."""
+        """Return the last lines of the daemons' output, for an error message."""
         lines = [*self._tail, self._out.rest.decode(errors="backslashreplace")] if self._out.rest else [*self._tail]
         return ":\n" + "\n".join(lines) if lines else " without output"
 
     # ---- closing
 
     def let_go(self) -> None:
-        """Send the daemons SIGTERM without waiting: for a finalizer, which may run in the garbage collector."""
+        """Send SIGTERM to the daemons without waiting for their end. A finalizer calls this, perhaps in the garbage
+        collector."""
         if os.getpid() == self._pid and not self._closing:
             self._closing = True
             self.process.send(signal.SIGTERM)

@@ -1,11 +1,11 @@
 """The process of embedded mode: coordinator and worker daemon in one event loop. embedded.py starts it.
 
-One interpreter instead of two: packages that both need are imported once, which saves 0.2 s of a processor, and neither
-is of use without the other. It starts the fork server before it imports anything else, because that one imports torch,
-and the first batch waits for it.
+Both run in one interpreter. Packages that both need are imported once, which saves 0.2 s of processor time, and neither
+daemon is of use without the other. The process starts the fork server before it imports anything else, because the fork
+server imports torch, and the first batch waits for it.
 
-It runs by its file's path, because `python -m` would import penstock.client, and with that torch. Its argument is a
-JSON object:
+The process runs this module by its file's path, because `python -m` would import penstock.client, and with that torch.
+Its argument is a JSON object:
 
     address: Unix socket that the coordinator listens on.
     folder_fd: descriptor of the training process's temporary folder, which is removed when this process ends.
@@ -26,7 +26,7 @@ from typing import Any
 from penstock.worker.processes.interpreters import StartedForkServer, start_fork_server
 
 SLOTS = 1024
-"""Worker slots of the daemon: the largest number that a coordinator accepts from one worker."""
+"""Number of worker slots of the daemon: the largest number that a coordinator accepts from one worker."""
 
 
 def main() -> int:
@@ -36,7 +36,7 @@ def main() -> int:
 
 
 def serve(given: dict[str, Any], fork_server: StartedForkServer) -> int:
-    """Run both until the training process ends, or SIGTERM comes. Return the exit status."""
+    """Run coordinator and worker until the training process ends or SIGTERM arrives. Return the exit status."""
     import asyncio
     import contextlib
     import faulthandler
@@ -56,7 +56,8 @@ def serve(given: dict[str, Any], fork_server: StartedForkServer) -> int:
     from penstock.worker.daemon.worker_settings import DaemonSettings
 
     async def run() -> None:
-        """Run the worker, and the coordinator for as long. If the coordinator ends by itself, the worker is stopped."""
+        """Run the worker, and run the coordinator until the worker ends. If the coordinator ends first, stop the
+        worker."""
         listening, stop = asyncio.Event(), asyncio.Event()
         limits = replace(Limits(), budget=bytes_of(given["budget"]) or MEMORY_BUDGET)
         coordinator = asyncio.create_task(

@@ -5,8 +5,9 @@ sockets or threads.
     InProcessReader  this box's batches, in the order of its position; each is made on request
 
 A state covers all boxes, and a slot's batches are a function of its position. So when a state is requested, the slots
-of other boxes are created here too. They are brought to the positions that those boxes have if their loops do the same
-as this one: take the same steps, and leave an epoch after the same step. With one box there is no such assumption.
+of other boxes are created here too. They are moved to the positions that those boxes have if their loops do the same as
+the loop of this box: take the same steps, and leave an epoch after the same step. With one box there is no such
+assumption.
 
 Only this module and embedded.py depend on penstock.worker: this one for its loaders, which are not copied here.
 `penstock.client.testing` is built on it.
@@ -54,23 +55,23 @@ from penstock.worker.runner.in_process_slot import InProcessSlot, MadeBatch
 __all__ = ["Fault", "InProcessReader", "InProcessRun"]
 
 HERE: Final = "this process"
-"""Name that stands for this process, in the place of a worker's name, in views, messages and figures."""
+"""Name of this process, used in place of a worker's name in views, messages and figures."""
 STRUCTURES_KEPT: Final = 64
 
 
 class Fault(Protocol):
-    """Fault that is injected into a run before a step."""
+    """Fault to inject into a run, for tests. It happens before a chosen step."""
 
     @property
     def step(self) -> int:
-        """Absolute step, from 1. The fault happens once, before the batch of this step is delivered."""
+        """Absolute step of the fault, from 1. The fault happens once, before the batch of this step is delivered."""
 
     def strike(self, reader: InProcessReader) -> None:
         """Inject the fault. If this raises an error, the training loop gets that error."""
 
 
 class _Box:
-    """State of one box: its position and its slots."""
+    """Position and slots of one box."""
 
     def __init__(self, number: int, start: BoxStart, slots: list[InProcessSlot], kept: int) -> None:
         self.number = number
@@ -80,7 +81,7 @@ class _Box:
         self._kept = kept
 
     def deliver(self, made: MadeBatch) -> None:
-        """Count the batch of the slot whose turn it is as delivered."""
+        """Count a batch as delivered. The batch is that of the slot whose turn it is."""
         self.position.deliver(made.digest)
         self._at[self.position.step] = self.position.copy()
         if len(self._at) > self._kept:
@@ -92,20 +93,21 @@ class _Box:
         return self.slots[slot].next(position.step + 1, position.epoch, position.total[slot])
 
     def exhaust(self, slot: int) -> bool:
-        """Mark the slot whose turn it is as without more batches in this epoch. Return True if that ended the epoch."""
+        """Record that the slot whose turn it is has no more batches in this epoch. Return True if that ended the
+        epoch."""
         if by_own_methods(self.slots[slot].capabilities):
             self.position.carry()
         return self.position.exhaust()
 
     def abandon_epoch(self) -> None:
-        """Abandon the epoch at this position."""
+        """Abandon the present epoch at the present position, and begin the next one."""
         for slot, total in zip(self.slots, self.position.total, strict=True):
             slot.leave(self.position.epoch, total)
         self.position.abandon_epoch()
 
     def go(self, step: int, last_epoch: int, abandoned: dict[int, int]) -> None:
-        """Take the steps up to this one, like a loop that abandons epochs at `abandoned` (epoch -> step) and opens no
-        epoch after `last_epoch`."""
+        """Make and count the batches of all steps up to `step`, like a loop that abandons epochs at `abandoned` (epoch
+        -> step) and opens no epoch after `last_epoch`."""
         position = self.position
         while position.step < step and position.epoch <= last_epoch:
             if abandoned.get(position.epoch) == position.step and any(position.delivered):
@@ -132,13 +134,13 @@ class _Box:
 
 
 class InProcessRun:
-    """Open run; see penstock.client.stream.stream_interfaces.StreamRun.
+    """Open run whose slots are in this process; see penstock.client.stream.stream_interfaces.StreamRun.
 
     Args:
-        name: "job/ordinal".
+        name: job and number of the loader within it, "job/ordinal".
         box, num_boxes, num_workers_per_box: number of this box, number of boxes, slots of each box.
         options: options of the loader.
-        opening: code, seed and start.
+        opening: the loader's code, seed and start.
         seed: seed of the run.
         on_closed: called when the run is closed.
     """
@@ -163,15 +165,16 @@ class InProcessRun:
         self.abandoned = False
         self.away_since: float | None = None
         self.lock = threading.RLock()
-        """Lock of process-wide state (random generators, for example). With it, slots run user code one at a time."""
+        """Lock of process-wide state, such as random generators. A thread that runs a slot's user code holds it, so
+        slots run one at a time."""
         self.last_epoch = 0
-        """Number of the last epoch that this box's loop opens."""
+        """Number of the latest epoch that this box's loop has opened."""
         self.abandoned_epochs: dict[int, int] = {}
         """Epoch -> step after which this box's loop abandoned it."""
         self._opening, self._options, self._on_closed = opening, options, on_closed
         self._boxes: dict[int, _Box] = {}
         self.failures: dict[int, PenstockError] = {}
-        """Errors of slots whose loaders could not be made."""
+        """Slots of this box whose loader could not be made -> the error."""
         self._closed = False
         self._owner = OwnerProcess()
 
@@ -189,7 +192,7 @@ class InProcessRun:
         self._owner.check(f"run {self.name}, box {self.box}")
 
     def box_of(self, number: int) -> _Box:
-        """Return the box, which is created at its first use."""
+        """Return the box with this number. It is created at its first use."""
         if number not in self._boxes:
             start = self._opening.start_of(number)
             slots = [self._slot(number, slot, start) for slot in range(self.num_slots)]
@@ -214,7 +217,8 @@ class InProcessRun:
         return InProcessSlot(assignment, self._opening.make, start.blob, noted=self._options.retention_steps + 2)
 
     def prepare(self) -> None:
-        """Create the loaders of this box's slots. A slot's failure is raised later, at its turn."""
+        """Create the loaders of this box's slots. If one fails, the error is raised later, when a batch of its slot is
+        due."""
         for view, slot in zip(self.views, self.box_of(self.box).slots, strict=True):
             if view.phase in (pb.READY, pb.FAILED):
                 continue
@@ -238,7 +242,7 @@ class InProcessRun:
         return ready(self)
 
     def report(self) -> None:
-        """Do nothing, because there is no coordinator."""
+        """No-op: there is no coordinator."""
 
     def fail(self, error: PenstockError) -> None:
         self.error = error
@@ -302,7 +306,7 @@ class InProcessReader:
     Args:
         run: run of the batches.
         label: name of the loader, for messages.
-        device: where tensors of batches arrive; "" or "cpu": in memory of the batch's own.
+        device: device on which the tensors of batches arrive; "" or "cpu": each batch has memory of its own on the CPU.
         timeout_s: deadline of a batch, for injected delays.
         faults: faults to inject into the run, with their steps.
     """
@@ -366,7 +370,8 @@ class InProcessReader:
         return batch
 
     def _make(self, box: _Box) -> MadeBatch | None:
-        """Make the batch that is due, and skip slots that have ended. Return None at the end of the epoch."""
+        """Make the batch of the slot whose turn it is. Skip slots that have no more batches in this epoch. Return None
+        at the end of the epoch."""
         while True:
             slot = box.position.turn
             view = self._run.views[slot]
@@ -408,7 +413,8 @@ class InProcessReader:
     # ---- errors and faults
 
     def failed(self, error: PenstockError) -> PenstockError:
-        """End the run with this error of the slot whose turn it is; return it with worker, box, slot and step."""
+        """End the run with an error of the slot whose turn it is. Return the error with worker, box, slot and step
+        added."""
         position, run = self.position, self._run
         run.error = placed(error, HERE, run.box, position.turn, position.step + 1)
         # the cause has this process's own traceback, which Python prints with the error
@@ -430,11 +436,12 @@ class InProcessReader:
 
     @property
     def due(self) -> InProcessSlot:
-        """Slot whose batch is due."""
+        """Slot whose turn it is to deliver a batch."""
         return self._box.slots[self.position.turn]
 
     def delay(self, seconds: float) -> None:
-        """Delay the batch. Raises DeadlineError after the timeout. The loop may then continue."""
+        """Delay the next batch by this time. Raises DeadlineError once `timeout_s` has passed; the loop may then
+        continue."""
         time.sleep(min(seconds, self._timeout_s))
         if seconds >= self._timeout_s:
             position, run = self.position, self._run
@@ -444,7 +451,7 @@ class InProcessReader:
             )
 
     def replace_worker(self, why: str) -> None:
-        """Replace the worker whose batch is due by another one, which continues at its position."""
+        """Replace the slot whose turn it is, as if its worker had been lost: a new one resumes at the same position."""
         run, slot = self._run, self.position.turn
         self.due.lose()
         run.views[slot].restarts += 1
@@ -460,7 +467,7 @@ class InProcessReader:
         self._run.last_epoch = max(self._run.last_epoch, limit)
 
     def announce(self, schedule: CheckpointSchedule, last: int | None) -> int | None:
-        """Do nothing, because no state is prepared ahead."""
+        """No-op: states are not prepared ahead."""
         return None
 
     def abandon_epoch(self) -> None:
@@ -486,4 +493,4 @@ class InProcessReader:
         return self.position.to_proto()
 
     def close(self) -> None:
-        """Do nothing, because batches have memory of their own."""
+        """No-op: batches have memory of their own."""

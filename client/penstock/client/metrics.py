@@ -4,8 +4,8 @@ A job that already exports metrics registers `collector()` in addition:
 
     REGISTRY.register(penstock.client.metrics.collector())
 
-Another job passes `Appliance(http="127.0.0.1:9400")`, or sets PENSTOCK_HTTP. That starts a small server, one for the
-process however many appliances it opens, which runs until the process ends.
+A job that exports no metrics yet passes `Appliance(http="127.0.0.1:9400")`, or sets PENSTOCK_HTTP. That starts a small
+server, which runs until the process ends. A process has one server, however many appliances it opens.
 
 A scrape reads, on its own thread, figures that the loop keeps anyway, so it costs the loop nothing.
 """
@@ -107,7 +107,7 @@ def _resident(pid: int) -> int:
 
 
 class _Server:
-    """The metrics server of this process, once it is started."""
+    """Holder of this process's metrics server. It is None until the server is started."""
 
     lock = threading.Lock()
     web: WebServer | None = None
@@ -115,14 +115,14 @@ class _Server:
 
 
 def open_web(listen: str, local_rank: int, tokens: str, tls: Tls | None) -> str:
-    """Serve metrics from now on, unless this process does so already. Returns the URL of the page.
+    """Start to serve metrics, unless this process does so already. Return the URL of the metrics page.
 
     Args:
         listen: "host:port". Ranks that torchrun starts on one host share this value: each takes port + its local rank.
             Port 0 takes a free one.
         local_rank: rank among the processes of this host.
         tokens: credential tokens, one of which readers from other machines must send; ignored on loopback.
-        tls: certificate and key for such readers; None: none.
+        tls: certificate and key of the server; None: no TLS.
 
     Raises:
         InvalidArgumentError: listen is not an address, or differs from the one that the process already serves at;

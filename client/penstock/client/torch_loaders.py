@@ -1,11 +1,12 @@
-"""torch's DataLoader, taken over: its arguments, or an existing one, as the input_fn of a Penstock loader.
+"""Conversion of torch's DataLoader, or of the arguments for one, into the input_fn of a Penstock loader.
 
     DataLoader(dataset, batch_size=32, shuffle=True) ──┐
                                                        ├── taken_over ──> input_fn and its arguments
     wrap(torch_loader) ────────────────────────────────┘
 
-An argument that says how torch makes batches ahead (`num_workers`, `pin_memory`, `prefetch_factor`, ...) has no meaning
-here and is left out. One that decides which samples come in which order, and cannot be kept, is refused by name.
+Arguments that control how torch makes batches ahead (`num_workers`, `pin_memory`, `prefetch_factor`, ...) have no
+meaning here and are ignored. If an argument decides which samples come in which order, and Penstock cannot reproduce
+that, it is refused with an error that names it.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ _AHEAD = {
     "prefetch_factor",
     "persistent_workers",
 }
-"""Arguments of torch that say how it makes batches ahead. Penstock's workers make them ahead, and `device` pins
-memory."""
+"""Arguments of torch that control how it makes batches ahead, which are ignored. Penstock's workers make batches ahead,
+and Appliance(device=) pins memory."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,8 @@ def taken_over(thing: Any, *args: Any, **kwargs: Any) -> TakenOver:
     """Return the input_fn for a torch DataLoader, or for a dataset and torch's arguments.
 
     Raises:
-        TypeError: `thing` is neither.
-        InvalidArgumentError: an argument cannot be taken over.
+        TypeError: `thing` is neither a torch DataLoader nor a dataset.
+        InvalidArgumentError: Penstock cannot reproduce the order that an argument requests.
     """
     if isinstance(thing, TorchLoader):
         return _from_loader(thing)
@@ -90,8 +91,8 @@ def _from_arguments(
     generator: torch.Generator | None = None,
     **ahead: Any,
 ) -> TakenOver:
-    """Return the input_fn for torch's arguments. `num_workers` and the like have no effect. The initial seed of a
-    `generator` becomes the seed of the order; without a generator the run's seed is used.
+    """Return the input_fn for torch's arguments. `num_workers` and the other arguments in `_AHEAD` have no effect. The
+    initial seed of a `generator` becomes the seed of the order; without a generator the run's seed is used.
 
     Raises:
         InvalidArgumentError: an argument cannot be taken over; names it.
@@ -116,7 +117,7 @@ def _from_arguments(
 def _from_loader(loader: TorchLoader[Any]) -> TakenOver:
     """Return the input_fn for an existing torch DataLoader. No batch is read from it.
 
-    Raises InvalidArgumentError if its sampler has an order that cannot be taken over.
+    Raises InvalidArgumentError if Penstock cannot reproduce the order of the loader's sampler.
     """
     of_torch = loader.collate_fn in (torch.utils.data.default_collate, torch.utils.data.default_convert)
     collate_fn = None if of_torch else loader.collate_fn
@@ -138,13 +139,13 @@ _INPUT_FN = (
 class _Order:
     shuffle: bool
     indices: Sequence[int] | None = None
-    """Numbers of the samples of the dataset that are read; None: all."""
+    """Numbers of the dataset's samples that are read, in this order before shuffling; None: all samples."""
     num_samples: int | None = None
-    """Number of samples of an epoch; None: all."""
+    """Number of samples in an epoch; None: one for each index."""
 
 
 def _ordered_by(sampler: Any) -> _Order:
-    """Return the order that replaces one of torch's own samplers. Raises InvalidArgumentError for other samplers."""
+    """Return the order that a sampler of torch's own classes gives. Raises InvalidArgumentError for other samplers."""
     if type(sampler) is SequentialSampler:
         return _Order(shuffle=False)
     if type(sampler) is RandomSampler and not sampler.replacement:

@@ -1,1 +1,1 @@
-"""Top layer: the command line and the launchers."""
+"""Command line of Penstock, and the launchers of its daemons."""

@@ -1,5 +1,5 @@
 """Command `penstock`, also as `python -m penstock.deploy`, for programs that start daemons with their own interpreter.
-The imports take a good part of a second; a Ctrl-C during them ends the command with the exit code of an interrupt."""
+The imports take a good part of a second. A Ctrl-C during them ends the command with the exit code of an interrupt."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Entry point."""
+    """Run the command `penstock`: the entry point of the package."""
     try:
         try:
             from penstock.runtime.process import linux_only  # noqa: F401

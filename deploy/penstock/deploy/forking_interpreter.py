@@ -1,8 +1,8 @@
-"""Forking interpreter: the command's side and the child's.
+"""Interpreter that forks child processes for a command, and the two sides of its use: the command's and the child's.
 
-`penstock doctor` and `penstock replay` run loaders as workers do: in processes forked from a fresh interpreter that has
-imported torch and seen no user code, with the hash seed of runners. Each child has a socket of its own to the command,
-for tasks and answers. The interpreter dies with the command, and its children with it.
+`penstock doctor` and `penstock replay` run loaders in the same way as workers: in processes forked from a fresh
+interpreter that has imported torch, has seen no user code, and has the hash seed of runners. Each child has a socket of
+its own to the command, for tasks and answers. The interpreter ends when the command ends, and its children with it.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from penstock.worker.tools.loader_children import (
 __all__ = ["ForkedChild", "ForkingInterpreter", "Task", "serve", "take_task", "wait_for_messages"]
 
 ABORT_S = 2.0
-"""Deadline for a child to print its stack and end, in seconds."""
+"""Longest time until a child has printed its stack and ended, in seconds."""
 EXIT_S = 2.0
-"""Longest time from the close of a child's socket to its end, in seconds."""
+"""Longest time from the closing of a child's socket to the child's end, in seconds."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """Task for a child."""
+    """Task for a child process."""
 
     kind: str
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -51,9 +51,10 @@ class Task:
 
 
 class ForkingInterpreter:
-    """Command's handle on the interpreter, with deadlines. Output of user code goes to standard error.
+    """Command's handle on the forking interpreter; its calls have deadlines. The output of user code goes to standard
+    error.
 
-    `module`: its `main` calls `serve`.
+    `module`: module that the interpreter runs; its `main` must call `serve`.
     """
 
     def __init__(self, module: str) -> None:
@@ -93,12 +94,13 @@ class ForkingInterpreter:
             raise
 
     def reap(self, pid: int) -> int:
-        """Return the exit status of a child that has ended, as Python represents it. Its descendants are killed."""
+        """Return the exit status of a child that has ended, in the form of Python's Popen.returncode. The child's
+        descendants are killed."""
         self._channel.send("reap", pid=pid)
         return int(self._receive_reply().fields["status"])
 
     def _receive_reply(self) -> ControlMessage:
-        """Return the interpreter's next message; raise WorkerLostError if it died."""
+        """Return the next message of the interpreter. Raises WorkerLostError if the interpreter has died."""
         until = time.monotonic() + START_DEADLINE_S
         try:
             while (message := self._channel.receive(wait=False)) is None:
@@ -112,8 +114,8 @@ class ForkingInterpreter:
 
 
 class ForkedChild:
-    """Command's handle on a child of the interpreter. A pidfd reports its end, because descendants may keep its socket
-    open after it has ended."""
+    """Command's handle on a child of the interpreter. A pidfd reports the child's end. The end of the socket would not,
+    because the child's descendants may keep it open."""
 
     def __init__(self, parent: ForkingInterpreter, channel: ControlChannel, pid: int) -> None:
         self.channel = channel
@@ -135,14 +137,15 @@ class ForkedChild:
         self.channel.close()
 
     def ask(self, task: Task) -> None:
-        """Send the child a task. If it has died, the next receive reports that."""
+        """Send a task to the child. If the child has died, the next receive reports that."""
         with contextlib.suppress(LaneLostError):
             self.channel.send(task.kind, task.payload, parts=len(task.parts), **task.fields)
             for part in task.parts:
                 self.channel.send("part", part)
 
     def poll(self) -> ControlMessage | None:
-        """Return the child's next message; None if there is none yet. Raises LaneLostError if the child has ended."""
+        """Return the next message of the child; None if none has arrived. Raises LaneLostError if the child has
+        ended."""
         ended = self.process.ended  # read first: messages sent before the end can still be read
         message = self.channel.receive(wait=False)
         if message is None and ended:
@@ -150,15 +153,15 @@ class ForkedChild:
         return message
 
     def receive(self, until: float) -> ControlMessage | None:
-        """Return the child's next message; None if none is received by this monotonic time. Raises LaneLostError if the
-        child has ended."""
+        """Wait for the next message of the child and return it; None if none arrives by the monotonic time `until`.
+        Raises LaneLostError if the child has ended."""
         while (message := self.poll()) is None:
             if not wait_for_messages([self], until):
                 return None
         return message
 
     def exit_description(self) -> str:
-        """Describe how the child ended. The caller has received its last message."""
+        """Return a text that says how the child ended. The caller must have received its last message."""
         if not self.process.wait(EXIT_S):
             return "closed its descriptors"
         status = self._parent.reap(self.process.pid)
@@ -166,14 +169,14 @@ class ForkedChild:
         return describe_exit(status)
 
     def show_stack(self) -> None:
-        """Make faulthandler print the stack of each thread of the child; this kills the child."""
+        """Send the child a signal at which faulthandler prints the stack of each thread. The signal ends the child."""
         self.process.send(signal.SIGABRT)
         self.process.wait(ABORT_S)
 
 
 def wait_for_messages(children: Iterable[ForkedChild], until: float) -> list[ForkedChild]:
-    """Wait until a child has sent a message or ended, and return those children; empty at the monotonic time
-    `until`."""
+    """Wait until at least one child has sent a message or ended, and return those children; empty if the monotonic time
+    `until` is reached."""
     by_fd = {fd: child for child in children for fd in (child.channel.fileno(), child.process.fileno())}
     return list(dict.fromkeys(by_fd[fd] for fd in wait_for_any(by_fd, until - time.monotonic())))
 
@@ -182,8 +185,8 @@ def wait_for_messages(children: Iterable[ForkedChild], until: float) -> list[For
 
 
 def serve(child: Callable[[ControlChannel], None]) -> None:
-    """Run in the interpreter: fork a child that calls `child` for each received socket, until the inherited one
-    closes."""
+    """Run the forking interpreter: for each socket that the command sends, fork a child that calls `child` with it.
+    Return when the command closes its own socket."""
     control = ControlChannel(socket.socket(fileno=int(sys.argv[1])))
     die_with_parent(int(sys.argv[2]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command handles Ctrl-C and ends this process
@@ -214,7 +217,7 @@ def _in_child(child: Callable[[ControlChannel], None], control: ControlChannel, 
 
 
 def take_task(channel: ControlChannel) -> Task:
-    """Wait for a task, in a child."""
+    """Wait for a task and return it, in a child."""
     message = cast(ControlMessage, channel.receive())
     parts = [cast(ControlMessage, channel.receive()).payload for _ in range(message.fields.pop("parts"))]
     return Task(message.kind, message.fields, message.payload, parts)

@@ -1,15 +1,15 @@
-"""`python -m penstock.deploy.probe ROLE live|ready`: check whether the daemon of this container is live or ready.
+"""Probe of a container, `python -m penstock.deploy.probe ROLE live|ready`: checks whether its daemon is live or ready.
 
-It is made for exec probes, because the gRPC probes of Kubernetes have no TLS, and because a worker has no gRPC server.
-It reads the same PENSTOCK_* variables as the daemon beside it. It runs every few seconds, so it must start quickly: it
-imports no torch, Typer or pydantic, and gRPC only for a coordinator.
+The probe is an exec probe, because the gRPC probes of Kubernetes do not support TLS, and because a worker has no gRPC
+server. It reads the same PENSTOCK_* variables as the daemon of its container. It is run every few seconds, so it must
+start quickly: it imports no torch, Typer or pydantic, and gRPC only for a coordinator.
 
-A coordinator is live if it answers at all, and ready if it answers SERVING. The probe connects as other callers do,
-with TLS, so a coordinator with an expired certificate is not live, and Kubernetes restarts it. A worker is live if its
+A coordinator is live if it answers at all, and ready if it answers SERVING. The probe connects with TLS, like other
+callers. So a coordinator with an expired certificate is not live, and Kubernetes restarts it. A worker is live if its
 heartbeat calls end, with or without an answer, and ready if the coordinator answers them: see
 penstock.runtime.process.liveness_file.
 
-Exit status: 0 yes, 1 no or unknown, 2 a mistake on the command line; 1 and 2 with a line on standard error.
+Exit status: 0 yes, 1 no or unknown, 2 a mistake on the command line. With 1 and 2 there is a line on standard error.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from penstock.proto.errors import DeadlineError, InvalidArgumentError, PenstockE
 __all__ = ["main"]
 
 ANSWER_S = 4.0
-"""Deadline of a coordinator's answer, in seconds. It is below the 5 s of a probe in the manifests, so that the error is
-printed."""
+"""Longest wait for a coordinator's answer, in seconds. It is below the timeout of 5 s of the probe in the manifests, so
+that the error is still printed."""
 ALIVE_S = 15.0
-"""Deadline of the liveness probe, which has 20 s: a busy daemon must not be killed."""
+"""Longest wait for an answer in a liveness probe, in seconds. Its timeout in the manifests is 20 s, because a busy
+daemon must not be killed."""
 LIVE_S = 120.0
-"""Longest time without the end of a worker's heartbeat call, in seconds. A call takes at most 15 s: 5 s of hold in the
-largest fleet, and its deadline of 10 s. The limit is several times that, for an overloaded machine."""
+"""Longest time in which no heartbeat call of a live worker ends, in seconds. A call takes at most 15 s: it is held for
+5 s in the largest fleet, and its deadline is 10 s later. The limit is several times that, for an overloaded machine."""
 READY_S = 30.0
 _ANY = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Parse, query, and turn the answer into an exit status."""
+    """Run the probe and return its exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m penstock.deploy.probe", description="Check whether this daemon is live or ready."
     )

@@ -1,1 +1,2 @@
-"""The contract: whatever two processes of Penstock must agree on."""
+"""Protocol between the processes of Penstock: messages, frames, formats and errors on which two processes must
+agree."""

@@ -1,4 +1,4 @@
-"""Every error of Penstock, as one tree, and the one catalogue that carries errors over gRPC.
+"""All errors of Penstock as one tree, and the catalogue by which they are sent over gRPC.
 
     PenstockError
     ├── InvalidArgumentError (ValueError)      an invalid value
@@ -50,8 +50,8 @@
         ├── LaneLostError (ConnectionError)    the peer is gone
         └── ProtocolError                      invalid bytes from a peer
 
-No `grpc.RpcError` leaves Penstock: `penstock.proto.rpc.channel` translates both ways with CATALOGUE. A remote
-traceback travels with its error and is shown with it; nothing is unpickled to rebuild an exception.
+No `grpc.RpcError` leaves Penstock: `penstock.proto.rpc.channel` translates both ways with CATALOGUE. The traceback of a
+remote error is sent and shown with it. Nothing is unpickled to rebuild an exception.
 """
 
 from __future__ import annotations
@@ -112,7 +112,8 @@ __all__ = [
 
 
 class PenstockError(Exception):
-    """Root of the tree. `remote_traceback`: the other process's traceback as text, "" for a local error."""
+    """Base class of all errors of Penstock. `remote_traceback`: traceback in the other process as text; "" for a local
+    error."""
 
     def __init__(self, message: str = "", *, remote_traceback: str = "") -> None:
         super().__init__(message)
@@ -127,7 +128,8 @@ class PenstockError(Exception):
 
 
 class InvalidArgumentError(PenstockError, ValueError):
-    """An argument, flag, variable or setting has an invalid value; names it, the allowed values and the one it got."""
+    """An argument, flag, variable or setting has an invalid value. The message names it, the allowed values and the one
+    it got."""
 
 
 class UnsafeBindError(InvalidArgumentError):
@@ -139,7 +141,7 @@ class PortTakenError(PenstockError, OSError):
 
 
 class ForkedProcessError(PenstockError, RuntimeError):
-    """An object is used in a forked child of the process that it belongs to; names both processes."""
+    """An object is used in a forked child of the process that it belongs to. The message names both processes."""
 
 
 class AmbiguousContextError(PenstockError, RuntimeError):
@@ -151,11 +153,11 @@ class JournalError(PenstockError):
 
 
 class UnsupportedLeafError(PenstockError, TypeError):
-    """A batch holds a value that is not a tensor, array or scalar; names the leaf's path and type."""
+    """A batch holds a value that is not a tensor, array or scalar. The message names the leaf's path and type."""
 
 
 class StructureChangedError(PenstockError):
-    """Strict mode: the tree or a dtype changed between two batches; names both."""
+    """The tree or a dtype changed between two batches in strict mode. The message names both."""
 
 
 class BatchTooLargeError(PenstockError):
@@ -171,19 +173,21 @@ class EmptyInputError(PenstockError, RuntimeError):
 
 
 class DatasetError(PenstockError):
-    """A dataset cannot be read; names its location and the cause."""
+    """A dataset cannot be read. The message names its location and the cause."""
 
 
 class ShardCorruptError(DatasetError):
-    """A shard's size, hash or content does not match the index; names the file, expected and found."""
+    """A shard's size, hash or content does not match the index. The message names the file, the expected and the found
+    value."""
 
 
 class ShardUnavailableError(DatasetError):
-    """A file of a dataset could not be fetched, or not in time; names its address, the tries, and the last reason."""
+    """A file of a dataset could not be fetched, or not in time. The message names its address, the attempts, and the
+    last reason."""
 
 
 class UnsupportedStateError(PenstockError, TypeError):
-    """A state holds an object that has no safe encoding; names its key path and type."""
+    """A state holds an object that has no safe encoding. The message names its key path and type."""
 
 
 class StateCorruptError(PenstockError, ValueError):
@@ -195,39 +199,40 @@ class StateVersionError(PenstockError):
 
 
 class StateMismatchError(PenstockError):
-    """A state belongs to another loader, seed or topology; names both."""
+    """A state belongs to another loader, seed or topology. The message names both values."""
 
 
 class StateUnavailableError(PenstockError, RuntimeError):
-    """No state is available for this step; names the available steps."""
+    """No state is available for this step. The message names the available steps."""
 
 
 class NotRestartableError(PenstockError, RuntimeError):
-    """The loader cannot be saved or restored as asked."""
+    """The loader cannot be saved or restored in the requested way."""
 
 
 class ReplayMismatchError(PenstockError):
-    """Batches of a restored loader differ from those delivered; names loader and step."""
+    """Batches of a restored loader differ from those delivered. The message names loader and step."""
 
 
 class CheckpointError(PenstockError, RuntimeError):
-    """A checkpoint could not be written or read; names the step, the rank, the file and the cause."""
+    """A checkpoint could not be written or read. The message names the step, the rank, the file and the cause."""
 
 
 class CheckpointCorruptError(CheckpointError):
-    """Files of a checkpoint do not match its manifest; names the file, expected and found."""
+    """A checkpoint's files do not match its manifest. The message names the file, the expected and the found value."""
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """A folder has no checkpoint, or not the requested one; names the existing ones."""
+    """A folder has no checkpoint, or not the requested one. The message names the existing checkpoints."""
 
 
 class InputFnError(PenstockError):
-    """User code raised on a worker; names worker, box, slot and step."""
+    """User code raised on a worker. The message names worker, box, slot and step."""
 
 
 class MemoryLimitError(PenstockError):
-    """A runner holds more memory than its worker allows, and a new one does too; names both and the remedy."""
+    """A runner holds more memory than its worker allows, and its replacement does too. The message names both amounts
+    and the remedy."""
 
 
 class InputFnNotFoundError(PenstockError):
@@ -255,7 +260,7 @@ class BoxTakenError(PenstockError):
 
 
 class SupersededError(PenstockError):
-    """A newer attempt or generation has replaced this one, whose messages are refused."""
+    """A newer attempt or generation has replaced this one. Messages of the older one are refused."""
 
 
 class TopologyError(PenstockError):
@@ -263,7 +268,7 @@ class TopologyError(PenstockError):
 
 
 class VersionSkewError(PenstockError):
-    """The two ends speak different protocol versions; names both and the remedy."""
+    """The two ends speak different protocol versions. The message names both versions and the remedy."""
 
 
 class AuthenticationError(PenstockError):
@@ -275,28 +280,29 @@ class NotPermittedError(PenstockError):
 
 
 class TlsError(PenstockError):
-    """A certificate or key is not usable or not trusted, or only one end uses TLS; names the file and remedy."""
+    """A certificate or key cannot be used or is not trusted, or only one end uses TLS. The message names the file and
+    the remedy."""
 
 
 class CoordinatorUnavailableError(PenstockError, ConnectionError):
-    """The coordinator cannot be reached; names the address."""
+    """The coordinator cannot be reached. The message names the address."""
 
 
 class OverloadedError(CoordinatorUnavailableError):
-    """The coordinator gets too many requests at a time. Nothing was changed; retry the call after `retry_after_s`."""
+    """The coordinator gets too many requests at a time. Nothing was changed. Repeat the call after `retry_after_s`."""
 
     LONGEST_S = 60.0
-    """Longest wait that a peer's hint can cause, seconds."""
+    """Largest number of seconds to wait that is accepted from a peer."""
     retry_after_s: float = 1.0
     """Seconds to wait before the call is repeated."""
 
 
 class DeadlineError(PenstockError, TimeoutError):
-    """A wait ran out; names the awaited process and the seconds."""
+    """A wait has reached its deadline. The message names the awaited process and the seconds."""
 
 
 class NoWorkersError(DeadlineError):
-    """No worker took the slots in time; names the number of missing ones."""
+    """No worker took some slots in time. The message states the number of these slots."""
 
 
 class WorkerLostError(PenstockError):
@@ -308,7 +314,7 @@ class LaneClosedError(PenstockError):
 
 
 class LaneLostError(PenstockError, ConnectionError):
-    """The lane's peer is gone without a close frame."""
+    """The other end of the lane is gone without a CLOSE frame."""
 
 
 class ProtocolError(PenstockError):
@@ -317,11 +323,11 @@ class ProtocolError(PenstockError):
 
 @dataclass(frozen=True)
 class CatalogueEntry:
-    """Row of the catalogue."""
+    """Row of the catalogue of errors."""
 
     error: type[PenstockError]
     status: str
-    """Name of the grpc.StatusCode."""
+    """Name of the grpc.StatusCode with which the error is sent."""
 
 
 # Keyed by the class name, which is also sent: a peer's name is looked up only here.
@@ -380,8 +386,8 @@ CATALOGUE: dict[str, CatalogueEntry] = {
 
 
 def error_named(name: str, message: str, remote_traceback: str = "") -> PenstockError:
-    """Return the error of the class that a peer named. An unknown name (of a newer peer) gives a PenstockError whose
-    message contains the name."""
+    """Return an error of the class with this name, which a peer sent. For an unknown name (of a newer peer) it is a
+    PenstockError whose message contains the name."""
     entry = CATALOGUE.get(name)
     if entry is None:
         return PenstockError(f"{name}: {message}", remote_traceback=remote_traceback)

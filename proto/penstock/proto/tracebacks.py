@@ -1,7 +1,8 @@
-"""Tracebacks as users read them: the frames of their own code, with the frames of Penstock around them folded.
+"""Shortened tracebacks for users, which show the frames of their own code and fold those of Penstock.
 
-A run of Penstock's frames is one line, or none at the outer end. The innermost run stays whole: there the error is
-Penstock's own. The same holds for the stacks that faulthandler writes, which have the innermost frame first.
+Consecutive frames of Penstock become one line, or none at the outer end. If the innermost frames are Penstock's, they
+are shown in full, because the error is then Penstock's own. The stacks that faulthandler writes, which begin with the
+innermost frame, are shortened in the same way.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ def _is_penstock(filename: str) -> bool:
 
 
 def format_remote(error: BaseException) -> str:
-    """Return the traceback text that travels with an error: this process's, after any that it already carries.
-    Penstock's frames are folded."""
+    """Return the traceback text to send with an error: the remote traceback that the error has already, followed by the
+    traceback in this process. Frames of Penstock are folded."""
     whole = traceback.TracebackException.from_exception(error)
     for one in _chain(whole):
         one.stack = _FoldedStack(one.stack)
@@ -46,7 +47,7 @@ def _chain(error: traceback.TracebackException) -> Iterator[traceback.TracebackE
 
 
 class _FoldedStack(traceback.StackSummary):
-    """The outermost frame comes first."""
+    """Stack of a traceback, outermost frame first, that is formatted with Penstock's frames folded."""
 
     def format(self, **options: Any) -> list[str]:  # 3.13 has options
         runs = [(ours, list(frames)) for ours, frames in groupby(self, key=lambda frame: _is_penstock(frame.filename))]
@@ -60,7 +61,7 @@ class _FoldedStack(traceback.StackSummary):
 
 
 def fold_stack(text: str) -> str:
-    """Return the text of faulthandler with Penstock's frames folded: in each thread, all but the innermost run."""
+    """Return a text of faulthandler with Penstock's frames folded. In each thread the innermost frames are kept."""
     lines: list[str] = []
     innermost = True
     for ours, group in groupby(text.splitlines(), key=_kind):
@@ -74,8 +75,8 @@ def fold_stack(text: str) -> str:
 
 
 def _kind(line: str) -> bool | None:
-    """Return whether a frame is Penstock's; None for a line that is no frame. The interpreter's entry counts as ours:
-    `<string>`, which starts the fork server."""
+    """Return whether a line is a frame of Penstock; None if it is not a frame. The interpreter's own entry counts as
+    Penstock's: `<string>`, which starts the fork server."""
     frame = _STACK_FRAME.match(line)
     return None if frame is None else _is_penstock(frame["file"]) or frame["file"] == "<string>"
 
@@ -86,7 +87,7 @@ def _folded(frames: Iterable[Any]) -> str:
 
 
 def warn_user(message: str) -> None:
-    """Issue a UserWarning that names the line of the user's code: the innermost frame that is not Penstock's."""
+    """Issue a UserWarning that names a line of the user's code: that of the innermost frame that is not Penstock's."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and _is_penstock(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1

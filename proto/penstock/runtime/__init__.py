@@ -1,1 +1,2 @@
-"""Parts that every process needs and peers do not see: settings, telemetry, processes, files."""
+"""Parts that every Penstock process uses: settings, telemetry, processes, files. Nothing here is part of the wire
+protocol."""

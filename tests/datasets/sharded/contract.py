@@ -1,4 +1,4 @@
-"""What every source in logical shards keeps to (sharded/protocol.py), as checks that take any of them.
+"""Contract of every source in logical shards (sharded/protocol.py), as checks that take any source.
 
 Those of CURSOR_CHECKS look at the source alone, those of LOADER_CHECKS at what a ShardLoader deals out of it. A check
 gets a factory: it is called anew wherever another process would be, so that nothing passes from one source to
@@ -33,12 +33,12 @@ MOST = 30
 
 
 def encoded(sample: Any) -> bytes:
-    """To compare samples of any kind."""
+    """Return a sample as bytes, so that samples of any kind can be compared."""
     return encode_state(sample)
 
 
 def epochs_of(source: ShardedSource) -> range:
-    """That are looked at."""
+    """Return the epochs of a source that the checks look at."""
     return range(1 if source.endless else 2)
 
 
@@ -51,7 +51,7 @@ def read(cursor: Cursor, most: int = MOST) -> list[bytes]:
 
 
 def samples_of(source: ShardedSource, epoch: int, seed: int = SEED) -> list[list[bytes]]:
-    """Of each shard."""
+    """Return the samples of each shard, encoded."""
     return [read(source.open(shard, epoch, seed)) for shard in range(source.num_shards)]
 
 
@@ -216,7 +216,7 @@ def can_be_closed_twice(make: Make) -> None:
 
 
 def uses_no_global_randomness(make: Make) -> None:
-    """What the process's generators hold neither decides anything nor is changed."""
+    """Check that the process's random generators neither decide samples nor are changed."""
     from penstock.proto.state.generators import capture_rng, restore_rng, seed_rng
 
     source, before = make(), capture_rng()
@@ -282,7 +282,7 @@ def stream_of(source: ShardedSource, epoch: int, count: int, block: int, partiti
 
 @dataclass(frozen=True)
 class Dealt:
-    """How a source is dealt out in these checks, and what is to come of it."""
+    """Way in which a source is divided in these checks, and the batches that are expected."""
 
     batch: int
     partitions: int

@@ -20,7 +20,7 @@ class Node:
 
 @pytest.fixture(autouse=True)
 def as_it_was() -> Iterator[None]:
-    """It is the process's, so each test shows that it is given back."""
+    """Check that each test restores the garbage collector's settings, which belong to the process."""
     gc.enable()
     gc.unfreeze()
     yield

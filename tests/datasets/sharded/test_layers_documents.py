@@ -74,7 +74,7 @@ def lines_by_hand(tokens: list[int], length: int, pad: int | None, bos: int | No
 def test_documents_in_lines(
     documents: list[list[int]], length: int, pad: int | None, bos: int | None, eos: int | None, skipped: int
 ) -> None:
-    """With BOS and EOS of lines: put there, or found there, where documents have them (0 and 1) anyway."""
+    """Pack documents with BOS and EOS of lines, which are added, or found if documents have them (0 and 1) anyway."""
     lines = lines_by_hand([token for document in documents for token in document], length, pad, bos, eos)
     cut_everywhere(Packed(Given([documents]), length=length, pad=pad, bos=bos, eos=eos), lines, skipped)
 
@@ -195,7 +195,7 @@ def test_a_document_longer_than_allowed() -> None:
 
 
 def test_a_token_that_no_int64_holds() -> None:
-    """It would come out negative."""
+    """Refuse a token that would become negative as an int64."""
     cursor = Packed(Given([[np.array([1, 1 << 63], np.uint64)]]), length=2).open(0, 0, 1)
     with pytest.raises(DatasetError, match="tokens must fit int64, got 9223372036854775808"):
         next(cursor)

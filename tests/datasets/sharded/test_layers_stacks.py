@@ -20,7 +20,7 @@ from penstock.proto.state.codec import encode_state
 
 MOST = 40
 STEPS = st.lists(st.tuples(st.booleans(), st.integers(0, 12)), min_size=1, max_size=8)
-"""Whether samples are passed over or read, and how many. Behind each step the stack is saved."""
+"""Steps: True if samples are skipped and not read, and their number. The stack is saved after each step."""
 
 
 def read(cursor: Cursor, count: int) -> list[bytes]:

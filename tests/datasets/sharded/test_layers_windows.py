@@ -44,7 +44,7 @@ def test_windows_go_on_across_epochs() -> None:
 
 
 def test_window_does_not_depend_on_places() -> None:
-    """As they do with the batch size, for what is still to come."""
+    """Change the positions of the samples that are still to come, as a new batch size does."""
     source = WindowShuffled(Mixture([Given([range(100)]), Given([range(100, 200)])], [1, 1], stop="last"), 8)
     for at in range(17):
         cursor = source.open(0, 0, 1, None, lambda index: index)

@@ -57,7 +57,7 @@ def test_every_line_is_in_one_range(
 
 
 def test_few_files_make_many_shards(tmp_path: Path) -> None:
-    """What failed: four files, twelve shards, again and again. And one file is as many shards as one likes."""
+    """Divide four files into twelve shards, repeatedly, which failed once. One file can become any number of shards."""
     for counts in ([40, 10, 90, 60], [200]):
         paths = write(tmp_path, *counts)
         source = Repeated(Mapped(source_of(paths, 12), lambda row: row["number"]))

@@ -91,7 +91,8 @@ def test_others_rows_are_skipped_and_not_made() -> None:
 
 
 def test_it_looks_ahead_only_as_far_as_needed() -> None:
-    """With boxes, fewer rows than boxes go with the batch before: so many are looked at. One box needs none."""
+    """Look ahead by one row for each box, because fewer rows than boxes are added to the batch before. One box needs no
+    look-ahead."""
     source = Listed([50, 50], known=False)
     stream = iter(loader_of(source, batch_size=4))
     next(stream)
@@ -143,7 +144,8 @@ def test_endless_through_any_chain_of_topologies(
 
 
 def test_first_state_leaves_the_block_to_loader() -> None:
-    """It is taken in the training process, by one box of one worker; batch_size is that of each box."""
+    """Load a state that was taken in the training process, as by one box with one worker; batch_size is that of each
+    box."""
     state = loader_of(Counting(8), batch_size=4).state_dict()
     loaded = loader_of(Counting(8), batch_size=4, rank=(0, 2))
     loaded.load_state_dict(state)
@@ -169,7 +171,7 @@ def test_endless_worker_opens_only_its_own_shards() -> None:
 
 
 def test_epoch_after_an_endless_one_differs(caplog: pytest.LogCaptureFixture) -> None:
-    """And the log says so once: other systems' iterators would go on."""
+    """Warn once in the log, because the iterators of other systems would continue."""
     loader = loader_of(Counting(4), batch_size=2)
     first = next(iter(loader))
     assert not caplog.records
@@ -242,7 +244,7 @@ def test_passed_batches_are_not_made() -> None:
 
 
 def test_batches_of_the_source_s_own() -> None:
-    """One for each box at each step."""
+    """Give each box one batch of the source at each step."""
     for known in (True, False):
         fleet = Fleet(lambda: Listed([4, 3], known=known), (3, 2), unbatched=True, tail="pad")  # noqa: B023
         steps = []

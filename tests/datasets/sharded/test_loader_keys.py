@@ -67,7 +67,7 @@ def test_key_does_not_depend_on_snapshots() -> None:
 
 
 def test_of_batches_that_grew_and_of_a_later_pass() -> None:
-    """What an endless source is told about a sample's place is the same again."""
+    """Pass an endless source the same position of a sample when it is read again by its key."""
     loader = loader_of(Counting(6), keys="key", partitions=3, batch_size=4)
     rows: list[tuple[Any, str]] = []
     for size in (4, 7, 5):

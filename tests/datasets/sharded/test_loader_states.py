@@ -96,7 +96,7 @@ def test_a_state_does_not_change_once_it_is_given() -> None:
 
 
 def test_shard_reopens_where_it_was_left() -> None:
-    """Nothing is passed over again but what was looked at ahead."""
+    """Skip nothing again except the samples that were looked at ahead."""
     for shape in [(1, 1), (1, 3), (3, 1), (3, 2)]:
         fleet = Fleet(lambda: Listed([100] * 6, known=False), shape, global_batch_size=6)
         fleet.take(60)
@@ -115,7 +115,7 @@ def test_shard_reopens_where_it_was_left() -> None:
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("tail", ["emit", "pad", "drop"])
 def test_other_workers_skip_an_epochs_end(known: bool, tail: Any) -> None:
-    """They begin the next one, where the same ones would find out that this one is over."""
+    """Begin the next epoch on other workers; the same workers would find out that this one is over."""
     fleet = Fleet(lambda: Listed([5, 4], known=known), (1, 2), global_batch_size=4, tail=tail)
     fleet.take(2 if tail == "drop" else 3)
     for shape, epoch in [((1, 2), 0), ((1, 3), 1), ((2, 1), 1)]:
@@ -205,7 +205,8 @@ def test_unreadable_padding_sample_is_retried() -> None:
 
 
 def test_workers_resume_at_their_own_positions() -> None:
-    """On the same shape exactly; on another one behind the last batch that all of them have done."""
+    """Resume each worker exactly on the same topology; on another one, after the last batch that all of them have
+    made."""
     for make in (lambda: Listed(UNEQUAL, known=False), lambda: Counting(6)):
         whole = Fleet(make, (1, 1), batch_size=3).take(12)
         fleet = Fleet(make, (1, 3), batch_size=3)
@@ -275,7 +276,7 @@ def test_differences_are_named_by_their_path() -> None:
 )
 @pytest.mark.parametrize(("ranks", "batch"), [(1, 3), (3, 6), (2, 4)])
 def test_only_workers_state_fits_any_topology(source: Any, ranks: int, batch: int) -> None:
-    """By itself, at every step of an epoch and a half."""
+    """Resume from the state of a rank's only worker, saved at every step of an epoch and a half."""
     loader = loader_of(source)
     whole = [row for _ in range(1 if source.endless else 3) for row in itertools.islice(flat(loader), 150)]
     loader, place = loader_of(source), 0
@@ -436,7 +437,7 @@ def numbers() -> Any:
     ],
 )
 def test_a_later_state_of_a_pass_is_arithmetic(make: Any, shape: Shape, then: Shape) -> None:
-    """None of the user's code runs for a state between two snapshots; on any topology it leads to the same batches."""
+    """Compute a state between two snapshots without running user code; on any topology it leads to the same batches."""
     fleet = Fleet(make, shape, global_batch_size=6)
     earlier = None
     for step in range(9):

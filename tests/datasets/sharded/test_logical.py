@@ -46,7 +46,7 @@ def opening(records: Any) -> Callable[[], Iterator[Any]]:
 
 
 class File:
-    """Of 100,000 documents, of which none is read."""
+    """File of 100,000 documents, none of which is read."""
 
     def __len__(self) -> int:
         return 100_000
@@ -292,7 +292,7 @@ def test_iterable_with_length_is_sequential() -> None:
 
 
 class Locked:
-    """It can be opened in another process, and not sent there."""
+    """Piece that can be opened in another process, but not sent to it."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -305,7 +305,7 @@ class Locked:
 
 
 def test_source_is_pickled_after_reading(hundred: Path) -> None:
-    """What is open stays behind."""
+    """Pickle a source without its open pieces."""
     for pieces in ([Lines(), [5, 6]], [[1, 2, 3], [4]], [StreamingDataset(local=hundred)], [partial(Locked), Locked]):
         source = LogicalShards(pieces, shards=2, shuffle=True)
         cursor = source.open(1, 0, SEED)

@@ -123,7 +123,7 @@ def test_closing_pieces_with_state_does_not_warn() -> None:
 
 
 def test_a_forked_child_opens_its_own(tmp_path: Path) -> None:
-    """What its parent opened has one position for both."""
+    """Open pieces anew in a forked child, because a file that its parent opened has one position for both."""
     path = tmp_path / "rows"
     path.write_text("".join(f"{number}\n" for number in range(100)))
 
@@ -404,7 +404,8 @@ def test_what_cannot_be_opened_is_named() -> None:
 
 
 def test_pieces_are_assigned_once_per_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an endless source each shard is in an epoch of its own, and to deal is to look at all pieces."""
+    """Assign pieces once for each epoch. Each shard of an endless source is in an epoch of its own, and an assignment
+    looks at all pieces."""
     dealings: list[int] = []
 
     def counted(*arguments: Any, epoch: int, **options: Any) -> list[list[int]]:

@@ -18,12 +18,12 @@ LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=8)
 
 
 def corpus(number: int, lengths: list[int]) -> Given:
-    """One shard of documents that consist of the source's number."""
+    """Return one shard of documents that consist of the source's number."""
     return Given([[[number] * length for length in lengths]])
 
 
 def within_one_document(documents: list[Any], parts: list[int]) -> None:
-    """At every prefix each source has its share of the tokens, to within the longest document so far."""
+    """Check that every prefix has each source's share of the tokens, to within the longest document so far."""
     tokens, longest = [0] * len(parts), max(map(len, documents), default=0)
     for document in documents:
         tokens[document[0]] += len(document)
@@ -44,7 +44,8 @@ def test_token_shares_are_exact_to_one_document(mixed: list[tuple[list[int], int
 
 
 def test_long_and_short_documents_share_lines() -> None:
-    """By samples, documents of 10 and of 1,000 tokens would have 1% and 99% of the tokens; so in many loaders."""
+    """Mix by tokens, because by samples documents of 10 and of 1,000 tokens would have 1% and 99% of the tokens, as in
+    many loaders."""
     sources = [corpus(0, [10] * 40), corpus(1, [1000] * 40)]
     tokens = torch.stack(first(Packed(Mixture(sources, [0.5, 0.5], by="tokens"), length=100), 400))
     assert abs(float((tokens == 0).double().mean()) - 0.5) < 0.03

@@ -1,4 +1,4 @@
-"""What a dataset from anywhere may hold: its index, its packed files, its shards."""
+"""Decoders of what an untrusted dataset may contain: its index, its packed files, its shards."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _index_seeds() -> list[bytes]:
 
 
 def _unpack(data: bytes) -> None:
-    """Which compression, then what is packed."""
+    """Unpack data: the first byte selects the compression, the rest is the packed data."""
     names = sorted(COMPRESSIONS)
     if not data:
         raise DatasetError("nothing")

@@ -130,7 +130,7 @@ def _consumer(data: bytes) -> None:
 
 
 def _read(lane: SlotLane, held: list[Any]) -> bool:
-    """What a loop would do with all that is there."""
+    """Do what a loop would do with all frames that have arrived."""
     consumer = lane.consumer
     assert consumer is not None
     while (frame := consumer.receive()) is not None:
@@ -408,7 +408,7 @@ def _receiver_seeds() -> list[bytes]:
 
 
 def _hello(data: bytes) -> None:
-    """As it comes over TCP."""
+    """Read a Hello as it comes over TCP."""
     peer, sock = _pair(socket.SOCK_STREAM)
     with peer, sock:
         peer.send(data[: 1 << 16])

@@ -32,7 +32,7 @@ __all__ = ["TARGETS"]
 
 
 HEAD = struct.Struct("<IQB")
-"""Of a control message: bytes of text, bytes of payload, descriptors."""
+"""Header of a control message: bytes of text, bytes of payload, descriptors."""
 
 
 # ---- children

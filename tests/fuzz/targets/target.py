@@ -1,4 +1,4 @@
-"""What a target of fuzzing is: one decoder of what a peer says, with the property that it shall keep.
+"""Target of fuzzing: one decoder of what a peer sends, with the property that it must keep.
 
 The property is one function, `hold`: the decoder returns, or raises an error of ours, whatever the bytes are. Two
 drivers use it: hypothesis in `make test` (tests/fuzz/test_decoders.py) and a coverage-guided fuzzer in `make fuzz`
@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Target:
-    """One decoder."""
+    """Fuzz target: one decoder."""
 
     name: str
     decode: Callable[[bytes], object]
@@ -32,7 +32,7 @@ class Target:
     most_s: float = 2.0
     """Processor seconds that one short input may take."""
     examples: int = 150
-    """For hypothesis: fewer where one takes long."""
+    """Number of examples for hypothesis; fewer for a slow decoder."""
 
 
 def hold(target: Target, data: bytes) -> bool:

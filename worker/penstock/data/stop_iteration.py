@@ -1,8 +1,4 @@
-"""Conversion of a StopIteration that a user's function raises into an error.
-
-A function that calls `next` on an empty iterator raises StopIteration. Inside another iterator this looks like the end
-of the data, and the rest of a shard or an epoch would silently be left out.
-"""
+"""Conversion of StopIteration into another error, if a user's function raises it."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ __all__ = ["forbid_stop_iteration", "stop_iteration_error"]
 
 
 def stop_iteration_error(what: str) -> DatasetError:
-    """Return the error to raise instead of a StopIteration. `what`: the function that raised it."""
+    """Return the error to raise instead of a StopIteration. `what`: name of the user's function that raised it."""
     return DatasetError(
         f"StopIteration came out of {what}, where it would look like the end of the data: call next() only on "
         "iterators that are not empty, or pass it a default"
@@ -24,7 +20,8 @@ def stop_iteration_error(what: str) -> DatasetError:
 
 @contextmanager
 def forbid_stop_iteration(what: str) -> Iterator[None]:
-    """Raise DatasetError for a StopIteration that a user's function raises."""
+    """Raise DatasetError in place of a StopIteration that the code in this context raises. `what`: name of the user's
+    function."""
     try:
         yield
     except StopIteration as error:

@@ -1,6 +1,6 @@
-"""A dataset of shards on any filesystem, read sample by sample as if it were local.
+"""Dataset of shards on any filesystem, read sample by sample as if it were local.
 
-This module is the data alone: samples by number, fetched on demand. StreamingLoader adds order, batches and prefetch.
+This module returns samples by number, and fetches shards on demand. StreamingLoader adds order, batches and prefetch.
 """
 
 from __future__ import annotations
@@ -43,16 +43,17 @@ __all__ = ["Stream", "StreamingDataset"]
 
 @dataclass(frozen=True)
 class Stream:
-    """Member of several datasets that a StreamingDataset reads together. Give at most one of proportion, repeat and
+    """Dataset among several that a StreamingDataset reads together. Give at most one of proportion, repeat and
     choose, and the same one for all streams."""
 
     remote: str | os.PathLike[str] | None = None
     """Folder of the dataset: a path, or any URL that fsspec opens (http://, s3://, ...). None: the data is in
     `local`."""
     local: str | os.PathLike[str] | None = None
-    """Folder on this machine that caches its files; None: one for this remote below the user's cache directory."""
+    """Folder on this machine that caches the dataset's files; None: a folder for this remote in the user's cache
+    directory."""
     split: str | None = None
-    """Folder below the remote and the local one."""
+    """Name of a subfolder that is appended to `remote` and `local`."""
     proportion: float | None = None
     """Weight of this stream's samples in an epoch, relative to the other streams'."""
     repeat: float | None = None
@@ -60,20 +61,20 @@ class Stream:
     choose: int | str | None = None
     """Number of samples that an epoch takes of this stream, or a text such as "100k"."""
     storage_options: Mapping[str, Any] = field(default_factory=dict)
-    """Options for fsspec: keys, endpoint, headers."""
+    """Keyword arguments for fsspec's filesystem: keys, endpoint, headers."""
     validate_hash: str | Literal[False] | None = None
-    """Hash to verify by, as in StreamingDataset; None: the dataset's setting."""
+    """Hash algorithm that verifies files, as in StreamingDataset; None: the dataset's setting."""
     keep_zip: bool | None = None
-    """True to keep compressed files too; None: the dataset's setting."""
+    """True to keep compressed files in the cache beside the decompressed ones; None: the dataset's setting."""
     timeout_s: float | None = None
     """Seconds to wait for a shard; None: the dataset's setting."""
 
 
 class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
-    """Map-style dataset of samples (dicts, column -> value) in shard files, which are downloaded to a local cache when
-    they are needed. Samples of the first stream come first.
+    """Map-style dataset of samples in shard files, which are downloaded to a local cache when they are needed. A sample
+    is a dict from column name to value. The samples of the first stream have the lowest numbers.
 
-    It works with any torch DataLoader. Give it to a StreamingLoader to read it at speed, in an order that can
+    It works with any torch DataLoader. Give it to a StreamingLoader to read it faster, in an order whose position can
     be saved. Subclasses may override `__getitem__`, for example to tokenize. Safe for threads, and for forked and
     spawned worker processes.
 
@@ -101,19 +102,20 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
     ) -> None:
         """
         Args:
-            remote, local, split, storage_options: of a single stream, see Stream; or give `streams`.
-            cache_limit: bytes, or a text such as "64gb", that all processes of the host together keep on disk. The
-                least recently used shards are evicted first, never one in use. Streams share the limit evenly. None: no
-                limit.
-            validate_hash: None verifies what is fetched, and unverified files found in the cache, by the fastest hash
-                in the index, if it has any. An algorithm such as "sha1" verifies by that one, also shards that are
-                read in place; the index must have it. False verifies nothing.
-            keep_zip: True to keep compressed files too.
+            remote, local, split, storage_options: arguments of a single Stream; give either these or `streams`.
+            cache_limit: largest number of bytes, or a text such as "64gb", that all processes of the host together keep
+                on disk. The least recently used shards are evicted first; a shard in use is never evicted. Streams
+                share the limit evenly. None: no limit.
+            validate_hash: None: verify fetched files, and unverified files found in the cache, by the fastest hash that
+                the index has, if any. Name of an algorithm, such as "sha1": verify by this hash, also shards that are
+                read in place; the index must have it. False: verify nothing.
+            keep_zip: True: keep compressed files in the cache beside the decompressed ones.
             timeout_s: seconds to wait for a shard.
             download_threads: number of shards that a stream fetches at a time.
-            cache_group: name or number of a group of users that share the cache folders. None: folders that another
+            cache_group: name or ID of a Unix group whose members share the cache folders. None: folders that another
                 user made or can write to are refused.
-            allow_unsafe_types: read columns of pickles. A pickle runs code when it is read: use trusted data only.
+            allow_unsafe_types: True: read columns of pickles. A pickle can run any code when it is read, so use this
+                only for data that you trust.
 
         Raises:
             ShardUnavailableError: an index cannot be fetched.
@@ -130,7 +132,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         limit = byte_count("cache_limit", cache_limit)
         remotes = [_remote_of(stream) for stream in self.streams]
         self.name = ", ".join(name for _, _, name in remotes[:3]) + (", ..." if len(remotes) > 3 else "")
-        """Name for messages."""
+        """Name of the dataset, for errors."""
         self._unsafe = allow_unsafe_types
         self._caches = [
             ShardCache(
@@ -162,7 +164,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
                     raise DatasetError(f"{name}: {error.message}") from None
         self._shards = [(number, shard) for number, own in enumerate(shards) for shard in own]
         self.sizes: list[Ints] = [np.array([shard.samples for shard in own], np.int64) for own in shards]
-        """Samples of each shard, for each stream."""
+        """Number of samples in each shard, for each stream."""
         self._bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate(self.sizes))])
         self._starts: list[int] = self._bounds.tolist()  # indexing a list is faster than an array for a single sample
         if not len(self):
@@ -185,7 +187,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         """Return a sample. Waits for its shard.
 
         Raises:
-            IndexError: the number is out of range.
+            IndexError: `index` is out of range.
             ShardUnavailableError, ShardCorruptError: the sample's shard cannot be fetched or read.
         """
         at = operator.index(index)
@@ -206,7 +208,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         return type(self).__getitem__ is not StreamingDataset.__getitem__
 
     def get_many(self, samples: Ints) -> list[dict[str, Any]]:
-        """Return samples by number, without checking that the numbers are in range."""
+        """Return the samples with these numbers, without checking that the numbers are in range."""
         if self.is_overridden:
             return [self._overridden(index) for index in samples.tolist()]
         shards = np.searchsorted(self._bounds, samples, side="right") - 1
@@ -215,7 +217,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         return [get(shard, opened)[offset] for shard, offset in zip(shards.tolist(), offsets.tolist(), strict=True)]
 
     def _overridden(self, index: int) -> dict[str, Any]:
-        """Return a sample from a subclass's `__getitem__`, which may raise any exception."""
+        """Return a sample by calling a subclass's `__getitem__`, which may raise any exception."""
         what = f"{type(self).__qualname__} for sample {index}"
         try:
             return self[index]
@@ -226,7 +228,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
             raise
 
     def fetch_ahead(self, shards: Ints) -> None:
-        """Fetch these shards in the background, in this order. Replaces the list of the call before."""
+        """Fetch these shards in the background, in this order. The list replaces the one of the call before."""
         self._open.most = max(MIN_OPEN, len(shards))
         wanted: list[list[Shard]] = [[] for _ in self._caches]
         for number in shards.tolist():
@@ -236,7 +238,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
             cache.fetch_ahead(ahead)
 
     def shares(self, epoch_size: int | None = None) -> list[int]:
-        """Return the samples of each stream in an epoch (of `epoch_size` samples, if given)."""
+        """Return the number of samples that an epoch takes of each stream. `epoch_size`: number of samples in the
+        epoch; None: as the streams' settings say."""
         totals = [int(sizes.sum()) for sizes in self.sizes]
         if self.streams[0].repeat is not None or self.streams[0].choose is not None:
             if epoch_size is not None:
@@ -272,8 +275,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         self._relieve_caches()
 
     def _relieve_caches(self) -> None:
-        """Let each cache close this dataset's open shards when the cache needs space. The cache has a weak reference,
-        so it does not keep the dataset alive."""
+        """Let each cache call a function of this dataset when it needs space; the function closes open shards. The
+        cache has only a weak reference, so it does not keep the dataset alive."""
         open_shards = weakref.ref(self._open)
 
         def relieve() -> None:
@@ -304,12 +307,12 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 def _hashed(shards: Sequence[Shard]) -> bool:
-    """Return True if each file has a hash, in its raw or packed form."""
+    """Return True if the index has a hash of each file, in its raw or packed form."""
     return all(file.raw.hashes or (file.packed and file.packed.hashes) for shard in shards for file in shard.files)
 
 
 def _remote_of(stream: Stream) -> tuple[RemoteFolder | None, Path, str]:
-    """Return (remote folder, cache folder, name for messages)."""
+    """Return the (remote folder, cache folder, name for errors) of a stream."""
     below = stream.split or ""
     if Path(below).is_absolute() or ".." in Path(below).parts:
         raise InvalidArgumentError(f"split must be a folder below the dataset's, got {stream.split!r}")
@@ -327,8 +330,8 @@ def _remote_of(stream: Stream) -> tuple[RemoteFolder | None, Path, str]:
 
 
 def _with_plain_weights(number: int, stream: Stream) -> Stream:
-    """Return the stream with Python's own numbers. A saved state contains the order's description, and must not contain
-    numpy types."""
+    """Return a stream whose weights are Python numbers. A saved state contains them, and must not contain numpy
+    types."""
     name = f"stream {number}: "
     choose = sample_count(f"{name}choose", stream.choose)
     proportion, repeat = _real(f"{name}proportion", stream.proportion), _real(f"{name}repeat", stream.repeat)
@@ -344,7 +347,7 @@ def _real(name: str, value: float | None) -> float | None:
 
 
 def _group(group: str | int | None) -> int | None:
-    """Return the group's number."""
+    """Return the ID of a Unix group, given by name or ID."""
     if not isinstance(group, str):
         return whole("cache_group", group)
     try:
@@ -372,7 +375,7 @@ def _check_weights(streams: Sequence[Stream]) -> None:
 
 
 def _apportioned(weights: Sequence[float], total: int) -> list[int]:
-    """Divide `total` by weight into whole numbers (method of largest remainders)."""
+    """Divide `total` into whole numbers in proportion to `weights`, by the method of largest remainders."""
     exact_weights = [Fraction(weight) for weight in weights]
     together = sum(exact_weights)
     if together <= 0:

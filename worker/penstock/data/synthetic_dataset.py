@@ -1,4 +1,4 @@
-"""Random samples, to try out a model, or to measure everything except the data."""
+"""Dataset of random samples, to try out a model, or to measure everything except the reading of data."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from penstock.proto.state.generators import derive_seed
 __all__ = ["SyntheticDataset"]
 
 HIGHEST = 128
-"""Exclusive upper bound of integer samples; they fit any dtype."""
+"""Exclusive upper bound of random integers in samples; they fit any dtype."""
 
 
 class SyntheticDataset(torch.utils.data.Dataset[Any]):
-    """A map-style dataset of random samples. Sample i is the same each time, in every process.
+    """Map-style dataset of random samples. Sample i is the same each time, in every process.
 
     For example::
 
@@ -30,9 +30,10 @@ class SyntheticDataset(torch.utils.data.Dataset[Any]):
     def __init__(self, sample_spec: Any, num_samples: int, *, seed: int = 0) -> None:
         """
         Args:
-            sample_spec: form of a sample: dicts, lists and tuples of tensors and functions. Of a tensor only shape and
-                dtype count (`torch.empty(...)` will do): floats are standard normal, integers 0 to 127, bools random.
-                A function `(index, generator) -> value` gets a numpy Generator of the sample's own.
+            sample_spec: form of a sample: dicts, lists and tuples of tensors and functions. Only the shape and dtype of
+                a tensor matter, so `torch.empty(...)` suffices: floats are standard normal, integers 0 to 127, bools
+                random. A function is called as `function(index, generator)` and returns the value; `generator` is a
+                numpy Generator seeded for this sample.
             num_samples: length of the dataset.
 
         Raises InvalidArgumentError for a spec that has anything else, or num_samples below 1.
@@ -43,7 +44,7 @@ class SyntheticDataset(torch.utils.data.Dataset[Any]):
 
     @property
     def fingerprint(self) -> str:
-        """Text that identifies the data in the states of a MapLoader."""
+        """Text that identifies this dataset in the states of a MapLoader."""
         return f"synthetic, seed {self._seed}: {_form(self._spec)}"
 
     def __len__(self) -> int:

@@ -1,4 +1,5 @@
-"""python -m penstock.worker: start a daemon without the command line, for programs that start one.
+"""python -m penstock.worker: start a worker daemon without the `penstock` command line. Programs that start a daemon
+use it.
 
 The exit status is 1 for a Penstock error, and 16 if the daemon refused to listen beyond this machine without TLS.
 """
@@ -20,11 +21,12 @@ from penstock.worker.daemon.worker_settings import DaemonSettings
 from penstock.worker.processes.child_processes import START_DEADLINE_S
 
 UNSAFE_BIND = 16
-"""Exit code UNSAFE_BIND of penstock.deploy.console.exit_codes."""
+"""Exit status if the daemon refused to listen beyond this machine without TLS; equals UNSAFE_BIND in
+penstock.deploy.console.exit_codes."""
 
 
 def main() -> int:
-    """Parse the arguments, serve, and turn Penstock errors into one line and an exit status."""
+    """Parse the arguments and run the daemon. Print a Penstock error as one line, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m penstock.worker")
     parser.add_argument("--coordinator", required=True)
     parser.add_argument("--slots", type=int, required=True)

@@ -1,23 +1,26 @@
-"""Balance: which slots should run elsewhere, as a function of measurements.
+"""Balance: decides from measurements which slots should move to another worker.
 
-A move costs a runner's start on another worker and a short replay, so it has two reasons only.
+A move costs the start of a runner on the new worker and a short replay. So a slot is moved for one of two reasons only.
 
-Stragglers. A box takes its slots' batches in turn, so one slow slot holds up the loop, whatever the others do.
-bottleneck.py finds that slot: the loop waits for it while the others have batches ready and take less time for each, or
-its batches arrive late. If it costs the loop a tenth of its time, it moves to a worker where it has not been, on
-another machine if one has free capacity: the usual cause is a machine, the other load on it, or the network. The cause
-may also be the slot's own data. So the wait before the next such move doubles each time, and their number is limited.
+Stragglers. A training loop takes the batches of its box's slots in turn, so one slow slot holds up the loop, however
+fast the other slots are. bottleneck.py finds such a slot in one of two ways. Either the loop waits for the slot while
+the other slots have batches ready and take less time for each batch, or the slot's batches are ready but arrive late. A
+slot that costs the loop a tenth of its time moves to a worker where it has not run before. A worker on another machine
+is preferred, because the usual cause is the machine, its other load, or its network. The cause may also be the slot's
+own data. So the wait before the next move of the same straggler doubles each time, and the number of its moves is
+limited.
 
-Load. When workers join, slots move from the fullest worker to the emptiest, as long as their loads differ by a quarter
-of a worker's capacity. A slot on the box's own host stays there, because a batch costs only one memcpy there. A slot
-does not move to a worker that stragglers of the same run have left: that worker is empty because it is slow, and the
-slot would leave it again.
+Load. When workers join, slots move from the fullest worker to the emptiest, as long as the loads of the two differ by
+at least a quarter of a worker's capacity. A slot that runs on its box's own host stays there, because a batch costs
+only one memcpy there. A slot does not move to a worker that stragglers of the same run were moved away from: that
+worker is empty because it is slow, and the slot would have to leave it again.
 
-A slot is not moved if its loader would replay its whole epoch, or if no snapshot has its random state: the replay would
-hold the loop up for longer than the move gains.
+A slot is not moved if its loader would have to replay the whole epoch, or if no snapshot holds its random state. In
+both cases the replay would hold up the loop for longer than the move gains.
 
-The work is done in slices, because it takes tens of milliseconds for thousands of slots. The cluster state may change
-between two slices, so a slice keeps only the lists of boxes and workers still to look at.
+The check of thousands of slots takes tens of milliseconds, so it is done in slices. The cluster state may change
+between two slices, so only the lists of boxes and workers that are still to be checked are kept from one slice to the
+next.
 
 Pure: the cluster state is read, never changed.
 """
@@ -36,13 +39,16 @@ from penstock.proto.state.allowed_modules import module_of
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 SLOTS_PER_MIGRATION = 100
-"""Slots of the fleet per concurrent migration for balance; one migration is always allowed."""
+"""Number of slots in the fleet per concurrent migration: balance migrates at most one slot in a hundred at a time. One
+migration is always allowed."""
 STRAGGLER_WAIT_SHARE = 0.10
-"""Share of its time that a loop must wait for a slot before the slot is moved."""
+"""Smallest share of its time that a loop waits for a slot before the slot is moved."""
 MAX_STRAGGLER_MOVES = 3
-"""Largest number of moves of a straggler: a slot that is slow on every worker has slow data."""
+"""Largest number of moves of one straggler. A slot that is slow on every worker has slow data, and moving it does not
+help."""
 SLICES = 4
-"""Slots per slice, in units of `slots_at_once`: checking a slot costs a quarter of what placing one costs."""
+"""Number of slots checked in one slice, as a multiple of `limits.slots_at_once`. Checking a slot costs a quarter of
+what placing one costs."""
 MIN_LOAD_DIFFERENCE = 0.25
 """Smallest difference in load that is worth a move, as a share of a worker's capacity."""
 
@@ -53,12 +59,13 @@ class SlotMove:
     worker: Worker
     why: str
     for_straggler: bool = False
-    """True if the slot moves because it is a straggler. If its own data is slow, no move helps."""
+    """True if the slot moves because it is a straggler, False if it moves to balance the load."""
 
 
 def look(cluster: ClusterState, now: float, budget: int) -> Iterator[SlotMove | None]:
-    """Yield at most `budget` moves, and None where a slice ends so that other tasks can run. The caller makes each move
-    before it takes the next. A slot or a worker is in at most one of the moves."""
+    """Yield at most `budget` moves, and None at the end of each slice, where the caller can let other tasks run. The
+    caller must make each move before it takes the next one. Each slot and each worker is in at most one of the
+    moves."""
     slots: set[SlotKey] = set()
     taken: set[str] = set()
     for move in chain(_stragglers(cluster, now), _levelled(cluster, now)) if budget > 0 else ():
@@ -73,15 +80,15 @@ def look(cluster: ClusterState, now: float, budget: int) -> Iterator[SlotMove | 
 
 
 class _Slice:
-    """Counter of the slots, boxes and workers that one call has checked. The next call continues there, because
-    checking a large fleet in one go would delay other calls."""
+    """Counter of the slots, boxes and workers checked since the last slice ended. When it reaches its limit, the slice
+    ends, because checking a large fleet in one go would delay other calls."""
 
     def __init__(self, cluster: ClusterState) -> None:
         self._most = SLICES * cluster.limits.slots_at_once
         self._looked = 0
 
     def ends(self, looked: int) -> bool:
-        """Count slots, boxes or workers that were looked at; return whether this call has looked at enough."""
+        """Add `looked` to the number of slots, boxes or workers checked; return whether the slice must end here."""
         self._looked += looked
         if self._looked < self._most:
             return False
@@ -90,7 +97,8 @@ class _Slice:
 
 
 def _settled(cluster: ClusterState, slot: Slot, now: float, times: int = 1) -> bool:
-    """Return whether the slot runs well where it is, has done so for long enough, and is cheap to move."""
+    """Return whether the slot may be moved: it has run normally on its worker for long enough, and a move is cheap.
+    `times`: factor of the time that it must have run there."""
     return (
         slot.phase == pb.READY
         and slot.target is None
@@ -102,8 +110,8 @@ def _settled(cluster: ClusterState, slot: Slot, now: float, times: int = 1) -> b
 
 
 def _is_cheap(slot: Slot) -> bool:
-    """Return whether moving the slot costs little, because its loader resumes from a snapshot. Without a snapshot the
-    new worker would replay the whole epoch, which costs more than the overload that the move is to cure."""
+    """Return whether moving the slot costs little, because its loader resumes from a snapshot. A loader that cannot
+    resume would replay the whole epoch on the new worker, which costs more than the move gains."""
     capabilities = slot.capabilities
     return (
         capabilities is not None
@@ -144,7 +152,8 @@ def _stragglers(cluster: ClusterState, now: float) -> Iterator[SlotMove | None]:
 
 
 def _acute_bottleneck(cluster: ClusterState, box: Box) -> list[Bottleneck]:
-    """Return the bottleneck if one slot holds the box up enough to act on; else an empty list."""
+    """Return a list with the box's bottleneck if one slot costs the loop enough time to be moved; else an empty
+    list."""
     finding = find([facts(cluster, box)])
     if finding is None or finding.kind not in ("straggler", "network") or finding.slot is None:
         return []
@@ -152,7 +161,8 @@ def _acute_bottleneck(cluster: ClusterState, box: Box) -> list[Bottleneck]:
 
 
 def _elsewhere(cluster: ClusterState, slot: Slot, slow: set[str]) -> Worker | None:
-    """Return a worker for a straggler, on another machine if possible. `slow`: workers that are excluded."""
+    """Return a worker that can take a straggler, on another machine if possible; None if there is none. `slow`: names
+    of workers that are excluded."""
     _, box = cluster.box_of(slot)
     opening = box.opening
     owner = cluster.workers.get(slot.worker)
@@ -166,7 +176,8 @@ def _elsewhere(cluster: ClusterState, slot: Slot, slow: set[str]) -> Worker | No
 
 
 def _far(cluster: ClusterState, box: Box) -> set[str]:
-    """Return the workers that the box could not reach lately."""
+    """Return the names of the workers that the box reported as unreachable within the last `limits.unreachable_s`
+    seconds."""
     return box.unreachable_since(cluster.events.now - cluster.limits.unreachable_s)
 
 
@@ -202,7 +213,8 @@ def _levelled(cluster: ClusterState, now: float) -> Iterator[SlotMove | None]:
 
 
 def _slow_for(attempt: Attempt) -> set[str]:
-    """Return the workers that the run's stragglers have left. A slot that is slow everywhere does not count."""
+    """Return the names of the workers that stragglers of this attempt were moved away from. A slot that was moved
+    MAX_STRAGGLER_MOVES times is not counted, because its own data is slow."""
     slots = (slot for box in attempt.boxes.values() for slot in box.slots)
     return {name for slot in slots if len(slot.was_slow_at) < MAX_STRAGGLER_MOVES for name in slot.was_slow_at}
 

@@ -1,11 +1,12 @@
-"""History of a box's stream, from which a delivered batch can be made again: `penstock replay`.
+"""History of a box's stream, from which `penstock replay` recreates a delivered batch.
 
-Batches are not stored. Each can be made again from the box's opening, the epochs that its loop abandoned, the batches
-that were skipped, and any restart point. A running coordinator has these in its cluster state; for attempts that are
-over, and for a stopped coordinator, they are in the journal.
+Batches are not stored. A batch can be recreated from the request that opened the box, the epochs that the loop
+abandoned, the skipped batches, and any restart point. A running coordinator has these in its cluster state. For
+attempts that are over, and for a stopped coordinator, they are in the journal.
 
-Reading the files of a stopped coordinator changes nothing in them. Its lock is held meanwhile, so that no coordinator
-starts on them. A running coordinator has newer state in memory: ask it instead.
+Reading the files of a stopped coordinator does not change them. The reader holds the lock of the state directory, so
+that no coordinator starts on the files meanwhile. The state of a running coordinator is newer than its files: query the
+coordinator instead.
 """
 
 from __future__ import annotations
@@ -34,13 +35,14 @@ from penstock.proto.v1 import records_pb2
 __all__ = ["BoxRecord", "StoppedCoordinator", "past", "track_of", "with_snapshots"]
 
 KNOWN = 8
-"""Approximate number of positions stored per box. With 65,536 slots in all, one position of every box takes 400 KB."""
+"""Approximate number of positions stored for each box. One position of every box takes 400 KB at 65,536 slots in
+all."""
 
 
 @dataclass(frozen=True)
 class BoxRecord:
-    """History of a box, copied from the cluster state at one moment and serialised later. Serialising all boxes of a
-    large attempt takes seconds, in which the event loop would receive no heartbeat."""
+    """History of a box, copied from the cluster state at one moment, so that it can be serialised later. Serialising
+    the histories of all boxes of a large attempt takes seconds, in which the event loop would receive no heartbeat."""
 
     attempt: int
     seed: int
@@ -50,7 +52,7 @@ class BoxRecord:
     known: Sequence[Position | records_pb2.BoxPosition]
     abandoned: Mapping[int, int]
     slots: Sequence[tuple[Mapping[tuple[int, int], int], records_pb2.LoaderCapabilities | None]]
-    """Skipped batches and capabilities, by slot."""
+    """Skipped batches and loader capabilities of each slot, by slot number."""
     snapshots: Mapping[SlotKey, Sequence[DurableSnapshot]] = field(default_factory=dict)
 
     def message(self) -> pb.History:
@@ -69,17 +71,17 @@ class BoxRecord:
         return history
 
     def thinned(self) -> BoxRecord:
-        """Return the record as it is stored: the last known position, and a few of those before it."""
+        """Return a copy for the journal, with the last known position and only a few of the earlier ones."""
         few = self.known[:-1][:: max(1, len(self.known) // KNOWN)]
         return replace(self, known=[*few, *self.known[-1:]])
 
     def kept(self) -> bytes:
-        """Return the record serialised for the journal. Snapshots have an index of their own."""
+        """Return the record as bytes for the journal. It has no snapshots, because they have an index of their own."""
         return self.message().SerializeToString()
 
 
 def track_of(attempt: Attempt, box: Box) -> BoxRecord:
-    """Return the box's record from the cluster state."""
+    """Return the history of a box of an open attempt, from the cluster state."""
     reports = box.presence is BoxPresence.LIVE and attempt.state is AttemptState.OPEN
     settled = (box.reported and (reports or box.presence is BoxPresence.CLOSED)) or box.settled
     slots = [(dict(slot.skips), slot.capabilities) for slot in box.slots]
@@ -89,7 +91,8 @@ def track_of(attempt: Attempt, box: Box) -> BoxRecord:
 
 
 def _known(box: Box) -> list[Position | records_pb2.BoxPosition]:
-    """Return the box's known positions, as recorded by this coordinator process and by those before it."""
+    """Return the known positions of the box, sorted by step, including those that earlier coordinator processes
+    recorded."""
     found: dict[int, Position | records_pb2.BoxPosition] = {at.step: at for at in box.earlier}
     found |= {at.step: at for at in box.history}
     if box.delivered.slots:
@@ -98,7 +101,7 @@ def _known(box: Box) -> list[Position | records_pb2.BoxPosition]:
 
 
 def with_snapshots(attempt: Attempt, box: Box, snapshot_index: SnapshotIndex) -> BoxRecord:
-    """Return the box's record with its stored snapshots."""
+    """Return the history of the box, with its durable snapshots."""
     snapshots = {slot.key: list(snapshot_index.snapshots(slot.key)) for slot in box.slots}
     return replace(track_of(attempt, box), snapshots=snapshots)
 
@@ -121,7 +124,7 @@ def _header(key: SlotKey, total: int, epoch: int, size: int, epoch_start: bool) 
 
 @contextmanager
 def _reading(path: Path, *, in_use: bool = False) -> Iterator[sqlite3.Connection]:
-    """Open a database of the coordinator read-only."""
+    """Open a coordinator's database read-only. Raises JournalError if it cannot be read."""
     try:
         with read_only(path, in_use=in_use) as db:
             (found,) = db.execute("PRAGMA user_version").fetchone()
@@ -132,7 +135,8 @@ def _reading(path: Path, *, in_use: bool = False) -> Iterator[sqlite3.Connection
 
 
 def _rows(db: sqlite3.Connection, table: str, **where: str | int) -> list[Any]:
-    """Return the rows with these values, by key; none if an older release wrote no such table."""
+    """Return the table's rows that have the values `where`, sorted by key. Return an empty list if the table does not
+    exist, because an older release wrote the database."""
     if not db.execute("SELECT 1 FROM sqlite_master WHERE name=?", (table,)).fetchone():
         return []
     condition = " AND ".join(f"{column}=?" for column in where)
@@ -143,13 +147,13 @@ def _rows(db: sqlite3.Connection, table: str, **where: str | int) -> list[Any]:
 
 
 def past(journal: Path, run: str, box: int, *, in_use: bool = True) -> list[pb.History]:
-    """Return the histories of the attempts that are over, oldest first."""
+    """Return the box's histories in all attempts of the run that are over, oldest first."""
     with _reading(journal, in_use=in_use) as db:
         return [pb.History.FromString(row["history"]) for row in _rows(db, "tracks", run=run, box=box) if row["over"]]
 
 
 class StoppedCoordinator:
-    """State directory of a coordinator that does not run."""
+    """State directory of a coordinator that is not running."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -186,7 +190,7 @@ class StoppedCoordinator:
         os.close(self._lock)
 
     def histories(self, run: str, box: int) -> list[pb.History]:
-        """Return the histories of all attempts, oldest first; empty for an unknown run or box."""
+        """Return the box's histories in all attempts of the run, oldest first; empty for an unknown run or box."""
         found = past(self._journal, run, box, in_use=False)
         with _reading(self._journal) as db:
             for row in _rows(db, "boxes", run=run, box=box):

@@ -1,4 +1,5 @@
-"""Progress in a box's report: its position, where epochs ended, and which snapshots are no longer needed."""
+"""Progress that a box reports to the coordinator: its position, the ends of its slots' epochs, abandoned epochs.
+Progress shows which snapshots are no longer needed."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 
 
 def advance(cluster: ClusterState, attempt: Attempt, box: Box, request: pb.WatchRunRequest, now: float) -> None:
-    """Record the box's position `request.delivered`, which must not be before the recorded one."""
+    """Record the box's newly reported position, `request.delivered`. It must not be before the recorded one."""
     position = Position.from_proto(request.delivered)
     steps, box.delivered = position.step - box.step, owned(request.delivered)
     _note_ends(cluster, attempt, box, position)
@@ -29,7 +30,8 @@ def advance(cluster: ClusterState, attempt: Attempt, box: Box, request: pb.Watch
 
 
 def note_abandoned(cluster: ClusterState, attempt: Attempt, box: Box, request: pb.WatchRunRequest) -> None:
-    """Record the epochs that the box's loop abandoned. Raises InvalidArgumentError above `abandoned_max`."""
+    """Record the epochs that the box's loop abandoned by `break`. Raises InvalidArgumentError above
+    `limits.abandoned_max` epochs."""
     touched: list[Box] = []
     for abandoned_epoch in request.abandoned:
         if abandoned_epoch.epoch in box.abandoned:

@@ -1,8 +1,8 @@
-"""Cluster state: all runs and workers, and the elementary changes to them. Each change keeps four things consistent:
+"""Cluster state: all runs and workers, and the operations that change them. Each operation keeps four things in step:
 the objects, the journal's rows, the versions that long polls compare, and the list of slots that wait for a worker.
 
-Changes are small and total: `move` takes a slot from its worker, `end` closes an attempt, and so on. Which calls may
-make one, and when, is in state_machine.py.
+The operations are small: `move` takes a slot from its worker, `end` closes an attempt, and so on. state_machine.py
+decides which call may make which change, and when.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
 BOX_COST = 4
-"""Cost of losing or releasing a box, counted in slots: its rows and its event take as long as this many slots."""
+"""Cost of releasing a box in addition to its slots (its rows and its event), counted in released slots."""
 FREE_AFTER_S = 5.0
-"""Seconds after an attempt's end from which no thread uses it any more."""
+"""Seconds after the end of an attempt until no thread uses its objects any more."""
 Topic = tuple[str | int, ...]
 """Subject of a change: ("worker", name), ("box", run, attempt, box) or ("state", run, attempt, step)."""
 
@@ -66,41 +66,42 @@ class ClusterState:
         self.workers: dict[str, Worker] = {}
         self.free_capacity = FreeCapacity(self.workers)
         self.fleet, self.fleet_at = 0, 0.0
-        """Number of workers that the lease policy follows, and since when: see `count_fleet`."""
+        """Number of workers that the lease policy assumes, and the time when it was set: see `count_fleet`."""
         self.load_factor = 1.0
         """Load factor, 1 = not overloaded: see lease_policy.updated_load_factor."""
         self.live_boxes = 0
         self.slots_held: Counter[str] = Counter()
-        """Slots of open attempts, by the digest of the credential token that opened them."""
+        """Number of slots in open attempts, by the digest of the credential token that opened them."""
         self.placed = 0
-        """Slots that workers have, as owners or as migration targets."""
+        """Number of slots that workers hold. A slot with a migration target counts twice."""
         self.appointed: dict[SlotKey, Slot] = {}
         """Slots that have a migration target."""
         self.waiting: dict[SlotKey, Slot] = {}
-        """Slots of live boxes that no worker has, in the order in which they began to wait."""
+        """Slots of live boxes that have no worker, in the order in which they began to wait."""
         self._to_place: deque[SlotKey] = deque()
-        """Slots of `waiting` that `place_waiting` has not yet looked at in its present round."""
+        """Slots of `waiting` that `place_waiting` has not yet tried in this round, which may take several calls."""
         self._is_round_unfinished = False
-        """The last call of `place_waiting` ended before it had looked at every slot."""
+        """True if the last call of `place_waiting` ended before it had tried every waiting slot."""
         self._stuck: set[str] = set()
-        """Each input_fn that no worker with free capacity may run, as found in this round."""
+        """Each input_fn for which no worker with free capacity was found in the present round."""
         self._ended: deque[tuple[Attempt, list[Box]]] = deque()
-        """Attempts that are over, each with the boxes whose slots are still to be released; the next box is the last in
-        its list."""
+        """Attempts that are over, each with the boxes whose slots are still to be taken from their workers. The last
+        box of the list is next."""
         self._discarded: deque[Box] = deque()
-        """Boxes of attempts that are over: see `free_discarded`."""
+        """Boxes of attempts that are over, whose memory `free_discarded` frees in pieces."""
         self._free_at = 0.0
-        """Time from which `_discarded` may be freed; inf: an attempt has ended since the last tick."""
+        """Monotonic time from which `_discarded` may be freed. It is inf between the end of an attempt and the next
+        tick, which sets the time."""
         self.touched: set[tuple[str, int, int]] = set()
-        """(run, attempt, box) whose slots or progress changed: their part of state queries is planned again."""
+        """Keys (run, attempt, box) of boxes that changed, so that state queries must plan them again."""
         self.tickets_expire = 0
-        """Expiry of tickets made from now on, in seconds since the Unix epoch: see rpc.credentials.tickets."""
+        """Expiry of tickets made from now on, in seconds since the Unix epoch: see credentials/tickets.py."""
         self._version = journal.boots << 32
 
     # ------------------------------------------------------------------------------------------------ small things
 
     def next_version(self) -> int:
-        """Return a version that is higher than any before, over all objects and all restarts."""
+        """Return a version number that is higher than all earlier ones, of every object and before every restart."""
         self._version += 1
         return self._version
 
@@ -118,8 +119,9 @@ class ClusterState:
         return of_workers(max(self.fleet, len(self.workers)), self.load_factor, self.limits)
 
     def count_fleet(self, now: float) -> None:
-        """Count the fleet for the lease policy. Growth counts at once, shrinkage after a while: else a coordinator that
-        lost workers because it was overloaded would ask the others for more frequent calls, and lose them too."""
+        """Set the number of workers from which the lease policy is computed. A larger fleet counts at once, a smaller
+        one only after `limits.shrinks_after_s`. Otherwise an overloaded coordinator that lost workers would ask the
+        remaining ones for more frequent heartbeats, and lose them too."""
         if len(self.workers) >= self.fleet or now - self.fleet_at > self.limits.shrinks_after_s:
             self.fleet, self.fleet_at = len(self.workers), now
 
@@ -138,8 +140,8 @@ class ClusterState:
         self.touched.add((attempt.run, attempt.number, box.number))
 
     def lane_key(self, key: SlotKey, generation: int) -> bytes:
-        """Return the key with which a worker checks tickets. It is derived from the journal's secret, so it survives a
-        restart without being stored."""
+        """Return the key with which a worker verifies the tickets of a slot's lane. The key is derived from the
+        journal's secret, so it survives a restart without being stored."""
         return lane_key(self.journal.secret, *key, generation)
 
     def ticket(self, key: SlotKey, generation: int) -> str:
@@ -149,7 +151,8 @@ class ClusterState:
     # ----------------------------------------------------------------------------------------------------- finding
 
     def attempt(self, run_name: str, number: int) -> Attempt:
-        """Return the open attempt of that number. Raises UnknownRunError, SupersededError."""
+        """Return the run's open attempt, which must have this number. Raises UnknownRunError if there is no such run or
+        attempt, SupersededError if the attempt is over."""
         run = self.runs.get(run_name)
         if run is None:
             raise UnknownRunError(f"the coordinator has no run {run_name!r}")
@@ -176,7 +179,7 @@ class ClusterState:
 
     @property
     def is_between_slices(self) -> bool:
-        """True if slots are still to be released or placed, which the next call continues."""
+        """True if a round of releasing or placing slots was interrupted, so that the next call must continue it."""
         return bool(self._ended) or self._is_round_unfinished
 
     def is_open(self, slot: Slot) -> bool:
@@ -211,18 +214,18 @@ class ClusterState:
         self.journal.put("abandoned", journal_rows.abandoned_row(attempt, box, epoch))
 
     def save_track(self, attempt: Attempt, box: Box) -> None:
-        """Save the box's history, from which `penstock replay` makes batches of an attempt that is over again."""
+        """Save the box's history in the journal, for `penstock replay` after the attempt's end."""
         self.journal.put("tracks", _track_row(attempt, box))
 
     def track(self, run_name: str, box_number: int) -> box_history.BoxRecord | None:
-        """Return the box's history in the open attempt, if it has that box."""
+        """Return the box's history in the run's open attempt; None if there is no such attempt or box."""
         run = self.runs.get(run_name)
         attempt = run.current if run is not None else None
         box = attempt.boxes.get(box_number) if attempt is not None else None
         return None if attempt is None or box is None else box_history.with_snapshots(attempt, box, self.snapshot_index)
 
     def forget(self, run: Run) -> None:
-        """Drop everything about a run that will not be opened again."""
+        """Remove a run that will not be opened again from memory and from the journal."""
         for table in TABLES:
             self.journal.drop(table, run=run.name)
         del self.runs[run.name]
@@ -261,10 +264,10 @@ class ClusterState:
         return box
 
     def end(self, attempt: Attempt, state: AttemptState, why: str) -> None:
-        """End the attempt: its calls are refused with `why`, and after a restart none of its slots has a worker.
-        Workers keep their slots of it until `release_ended`; none of it changes any more.
+        """End the attempt. From now on its calls are refused with the reason `why`. After a restart none of its slots
+        has a worker; without a restart, workers keep the slots until `release_ended` takes them.
 
-        It does not visit each box, because a run may have 16,384 and other calls wait meanwhile.
+        The method does not visit each box, because a run may have 16,384 boxes and other calls would wait meanwhile.
         """
         run = self.runs[attempt.run]
         attempt.state, attempt.why = state, why
@@ -297,9 +300,8 @@ class ClusterState:
         self.snapshot_index.drop_attempt(attempt.run, attempt.number)
 
     def release_ended(self) -> bool:
-        """Take the slots of attempts that are over from their workers, about `slots_at_once` in one call, and wake
-        their boxes. Return whether all are taken. Until then no slot is placed, because the capacity is not yet
-        free."""
+        """Take the slots of ended attempts from their workers, about `limits.slots_at_once` in one call, and wake their
+        boxes. Return whether all are taken. Until then no slot is placed, because the capacity is not free yet."""
         left: set[str] = set()
         taken = 0
         while self._ended and taken < self.limits.slots_at_once:
@@ -321,10 +323,10 @@ class ClusterState:
         return not self._ended
 
     def free_discarded(self, now: float) -> None:
-        """Free boxes of attempts that are over, with about `slots_at_once` slots in one call.
+        """Free the memory of boxes of ended attempts, with about `limits.slots_at_once` slots in one call.
 
-        Freeing a box takes some 10 us, and Python frees an attempt with all its boxes at once: 0.2 s for 16,384.
-        So boxes are kept here until the journal's thread has written them and no other reference is left.
+        Freeing a box takes some 10 us, and Python would free an attempt with all its boxes at once: 0.2 s for 16,384
+        boxes. So they are kept until the journal's thread has written them and no other reference is left.
         """
         if self._free_at == math.inf:
             self._free_at = now + FREE_AFTER_S
@@ -333,7 +335,7 @@ class ClusterState:
             freed += BOX_COST + len(self._discarded.popleft().slots)
 
     def vacate(self, attempt: Attempt, box: Box, presence: BoxPresence, note: str) -> None:
-        """Free the box's workers at once: its client is lost or has closed."""
+        """Take all slots of the box from their workers, because its client is lost or has closed it."""
         attempt.set_presence(box, presence)
         kind = "box lost" if presence is BoxPresence.GONE else "box closed"
         self.events.add(kind, note, run=attempt.run, attempt=attempt.number, box=box.number)
@@ -353,7 +355,7 @@ class ClusterState:
         self.bump_box(attempt, box)
 
     def revive(self, attempt: Attempt, box: Box, now: float) -> None:
-        """Mark a lost client as live again: it has reported, and no newer attempt was opened meanwhile."""
+        """Mark the box's client as live again: it has reported after its lease had ended."""
         attempt.set_presence(box, BoxPresence.LIVE)
         text = f"the training job of box {box.number} reported again"
         self.events.add("box back", text, run=attempt.run, attempt=attempt.number, box=box.number)
@@ -367,12 +369,13 @@ class ClusterState:
     # ------------------------------------------------------------------------------------------------------- slots
 
     def _add_slot_event(self, kind: str, text: str, slot: Slot, worker: str) -> None:
-        """Add an event about a slot."""
+        """Add an event about a slot to the recent events."""
         place = {name: value for name, value in slot.key._asdict().items() if name != "run"}
         self.events.add(kind, text, run=slot.key.run, worker=worker, generation=slot.generation, **place)
 
     def _take(self, slot: Slot) -> str:
-        """Take the slot from its worker and return the worker's name. The caller bumps its version."""
+        """Take the slot from its worker and return the worker's name. The caller must raise the worker's version, so
+        that its long poll is answered."""
         name = slot.worker
         worker = self.workers.get(name)
         if worker is not None:
@@ -382,7 +385,7 @@ class ClusterState:
         return name
 
     def _detach(self, slot: Slot) -> bool:
-        """Take the slot from its worker; return false if it had none."""
+        """Take the slot from its worker and raise the worker's version. Return False if the slot has no worker."""
         if not slot.worker:
             return False
         worker = self.workers.get(self._take(slot))
@@ -391,10 +394,10 @@ class ClusterState:
         return True
 
     def move(self, slot: Slot, note: str, loss_at: float | None, making: records_pb2.Skip | None = None) -> None:
-        """Take the slot from its worker, to be placed again under the next generation.
+        """Take the slot from its worker. The slot is placed again under the next generation, unless it has failed.
 
-        `loss_at`: the time, if something died; None for an orderly move, which does not count as a loss.
-        `making`: the position of the batch that the runner was making when it died.
+        `loss_at`: monotonic time of the loss if a runner, worker or client died; None for an orderly move, which does
+        not count as a loss. `making`: position of the batch that the runner was making when it died.
         """
         attempt, box = self.box_of(slot)
         loser = slot.worker
@@ -425,7 +428,7 @@ class ClusterState:
         self.bump_box(attempt, box)
 
     def _give_up(self, box: Box, slot: Slot) -> None:
-        """Fail a slot that was lost too often, or quarantine the batch that killed its runners."""
+        """Fail a slot that was lost too often; or quarantine a batch that killed the slot's runner each time."""
         place = quarantine.common_position(slot.losses)
         if place is None or not box.opening.loader.options.skip_poison:
             error = quarantine.loss_error(box, slot, place, self.limits.loss_window_s)
@@ -439,8 +442,8 @@ class ClusterState:
         self._add_slot_event("batch quarantined", slot.note, slot, "")
 
     def fail(self, slot: Slot, error: records_pb2.ErrorDetail) -> None:
-        """Fail the slot for good. It stays on its worker, because the batches before the error are delivered from its
-        ring."""
+        """Mark the slot as failed for good. It stays on its worker, because the batches made before the error are still
+        delivered from the worker's ring."""
         attempt, box = self.box_of(slot)
         self.dismiss(slot)
         # shortened, because every view of the slot contains it
@@ -450,7 +453,8 @@ class ClusterState:
         self.bump_box(attempt, box)
 
     def note_rate(self, slot: Slot, report: pb.SlotReport, now: float) -> None:
-        """Record how fast the slot's runner is, and how far ahead; or its position in the start queue and its stage."""
+        """Record a report's figures of the slot's runner: its speed and how many batches it is ahead of the loop;
+        before it is ready, its place in the start queue and its start stage."""
         slot.batches_per_s, slot.batch_s = report.batches_per_s, report.batch_s
         slot.batch_cpu_s, slot.batch_delay_s = report.batch_cpu_s, report.batch_delay_s
         _, box = self.box_of(slot)
@@ -467,8 +471,8 @@ class ClusterState:
             self._add_slot_event("slot recovered", text, slot, slot.worker)
 
     def place_waiting(self) -> None:
-        """Give waiting slots to workers with free capacity, in the order in which they began to wait. One call looks at
-        `slots_at_once` of them and the next call continues, because placing 16,384 at once would delay other calls."""
+        """Give waiting slots to workers with free capacity, in the order in which they began to wait. One call tries
+        `slots_at_once` slots and the next call continues, because placing 16,384 at once would delay other calls."""
         self._is_round_unfinished = True
         begun = False  # whether this call has begun a round
         for _ in range(self.limits.slots_at_once):
@@ -508,8 +512,8 @@ class ClusterState:
             self.bump_box(attempt, box)
 
     def drop_silent(self, now: float, patience_s: float = 0.0) -> None:
-        """Drop workers whose leases ended more than `patience_s` seconds ago. Stop for this call once
-        `limits.slots_at_once` slots have been moved."""
+        """Drop workers whose leases ended more than `patience_s` seconds ago. Stop once `limits.slots_at_once` slots
+        have been taken from such workers; the next call continues."""
         moved = 0
         for worker in [worker for worker in self.workers.values() if worker.lease_until + patience_s <= now]:
             if moved >= self.limits.slots_at_once:
@@ -522,7 +526,7 @@ class ClusterState:
             self.drop_worker(worker, note, now)
 
     def drop_worker(self, worker: Worker, note: str, loss_at: float | None) -> None:
-        """Move all slots of the worker; the worker itself stays in `workers`."""
+        """Take all slots from the worker. The worker itself stays in `workers`."""
         for key in sorted(worker.slots):
             slot = self.slot(key)
             if slot is not None and slot.worker == worker.name:
@@ -534,8 +538,8 @@ class ClusterState:
     # ------------------------------------------------------------------------------------------- migration targets
 
     def appoint(self, slot: Slot, worker: Worker, why: str, now: float) -> None:
-        """Appoint a worker as the slot's migration target. The slot stays on its present worker until the target is
-        ready: see migration.py."""
+        """Set a worker as the slot's migration target. The slot stays on its present worker until the target is ready:
+        see migration.py."""
         attempt, box = self.box_of(slot)
         slot.reserved = slot.next_generation
         attempt.note_generation(slot.reserved)
@@ -573,7 +577,7 @@ class ClusterState:
         self.bump_box(*self.box_of(slot))
 
     def _succeed(self, slot: Slot) -> None:
-        """Give the slot, which no worker has, to its target."""
+        """Give the slot to its migration target. The slot must have been taken from its worker before."""
         target, slot.target = slot.target, None
         assert target is not None
         del self.appointed[slot.key]

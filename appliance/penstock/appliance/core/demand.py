@@ -1,17 +1,17 @@
-"""Number of workers that the open runs need, from measurements.
+"""Demand: the number of workers that the open runs need, computed from measurements.
 
-Demand. A loop that took r steps a second and waited for a share w of the time would take r / (1 - w) steps a second if
-it never waited. Supply. A slot whose batches take b seconds of work each makes 1 / b batches a second. So a box needs
-r / (1 - w) * b slots, and some more, because batches do not all take equally long. Time in which a runner waited for a
-processor does not count as work, because more slots would only wait more.
+Demand. A loop that makes r steps per second and waits for a share w of the time would make r / (1 - w) steps per second
+if it never waited. Supply. A slot whose batches take b seconds of work each makes 1 / b batches per second. So a box
+needs r / (1 - w) * b slots, and some more, because batches do not all take equally long. The time in which a runner
+waits for a processor does not count as work, because additional slots would only wait more.
 
-Cores. A slot that takes c seconds of processor time for b seconds of work keeps c / b cores busy. So n cores carry
-n * b / c slots, and more slots on the same machines add no throughput.
+Cores. A slot that takes c seconds of processor time for b seconds of work keeps c / b cores busy. So n cores can run n
+* b / c slots at full speed, and more slots on the same machines do not raise the throughput.
 
-A run's number of workers is fixed while it is open, so the advice is for its next start
-(`Appliance(num_workers_per_box=)`), on the present machines. The recommended number of worker daemons has capacity for
-all slots that open runs have or need, whichever is more. Cores do not limit that number, because new machines bring
-their own. An autoscaler may follow it: penstock_workers_recommended in docs/metrics.md.
+A run's number of workers is fixed while the run is open. So the advice for a run is the number of slots per box for its
+next start, `Appliance(num_workers_per_box=)`, on the present machines. The recommended number of worker daemons has
+enough capacity for all slots that the open runs have or need, whichever is more. Cores do not limit this number,
+because new machines bring their own. An autoscaler can use it: see penstock_workers_recommended in docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -27,23 +27,25 @@ from penstock.appliance.policies.bottleneck import LEAST_S
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 MAX_GROWTH = 4
-"""Largest factor of recommended over present workers, because measurements of few slots do not predict many more."""
+"""Largest ratio of the recommended number of slots to the present one. Measurements of few slots do not predict the
+behaviour of many more."""
 HEADROOM = 1.25
-"""Factor of spare slots, because batches do not all take equally long."""
+"""Factor by which the recommended number of slots exceeds the computed one, because batches do not all take equally
+long."""
 MAX_WAIT_SHARE = 0.98
-"""Largest share of waiting that counts: a loop that only waits would need any number of workers."""
+"""Largest share of waiting used in the computation. A loop that only waits would need an infinite number of workers."""
 
 
 @dataclass(frozen=True)
 class WorkerAdvice:
-    """Advice for one run; all 0 if too little is measured yet."""
+    """Advice for one run. All fields are 0 if too little is measured yet."""
 
     needed: int = 0
-    """Slots that a box needs if there are enough cores."""
+    """Number of slots that each box needs if there are enough cores."""
     workers_per_box: int = 0
-    """Recommended slots of a box on the present machines."""
+    """Recommended number of slots per box on the present machines."""
     busy_cores: int = 0
-    """Cores of these machines, if the slots that the run has keep them all busy; else 0."""
+    """Number of cores of the workers' machines if the run's slots keep all of them busy; else 0."""
 
 
 def advise(attempt: Attempt, cores: int) -> WorkerAdvice:
@@ -59,9 +61,10 @@ def advise(attempt: Attempt, cores: int) -> WorkerAdvice:
 
 
 def cores(workers: Iterable[Worker]) -> int:
-    """Return the number of cores of all machines with workers that take slots; 0 if one did not report it.
+    """Return the number of cores of all machines that have workers which take slots; 0 if a worker did not report its
+    cores.
 
-    The daemons of one machine share its cores.
+    Daemons on the same machine share its cores, so each machine counts once.
     """
     found: dict[str, int] = {}
     for worker in workers:
@@ -73,7 +76,8 @@ def cores(workers: Iterable[Worker]) -> int:
 
 
 def daemons(cluster: ClusterState) -> int:
-    """Return the number of worker daemons that all open runs need, each of the median capacity of the present ones."""
+    """Return the number of worker daemons that all open runs need, if each daemon has the median capacity of the
+    present ones."""
     slots = 0
     for attempt in cluster.open_attempts():
         slots += len(_live(attempt)) * max(attempt.num_workers, advise(attempt, 0).needed)
@@ -95,11 +99,11 @@ def _needed(attempt: Attempt, boxes: list[Box], slots: list[Slot]) -> int:
 
 
 def _carried(cores: int, slots: list[Slot]) -> float:
-    """Return how many slots like these keep `cores` cores busy."""
+    """Return how many slots with the measurements of `slots` keep `cores` cores busy."""
     cpu_s = fmean(slot.batch_cpu_s for slot in slots)
     return cores * fmean(map(_work_s, slots)) / cpu_s if cores and cpu_s else math.inf
 
 
 def _work_s(slot: Slot) -> float:
-    """Return the seconds that the slot would take for a batch if it had a core of its own."""
+    """Return the seconds of work that the slot would need for a batch if it had a core of its own."""
     return max(slot.batch_s - slot.batch_delay_s, min(slot.batch_cpu_s, slot.batch_s))

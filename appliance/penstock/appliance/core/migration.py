@@ -1,15 +1,16 @@
 """Planned migration of slots to another worker, without a loss and with hardly any delay for the loop.
 
-    appointed   a target worker prepares: its runner builds the loader and waits
-    ready       the slot's worker makes a snapshot durable, so that the target has little to replay
-    taken over  the slot is the target's, under the generation that was reserved when it was appointed
+    appointed   the target worker prepares: its runner builds the loader and waits
+    ready       the present worker makes a snapshot durable, so that the target has little to replay
+    taken over  the slot belongs to the target, under the generation that was reserved for it
 
-Until the last step the slot stays where it is and its batches flow. If its worker is lost meanwhile, the target takes
-over at once; if the target is lost, or does not get ready in time, the slot stays. A worker that did not get ready is
-the last choice for a drain, after a while, and is never a target for balance again.
+Until the last step the slot stays on its present worker and its batches are delivered. If the present worker is lost
+meanwhile, the target takes over at once. If the target is lost, or does not get ready in time, the slot stays where it
+is. A target that did not get ready is then chosen only as the last resort when a worker drains, and never again for
+balance.
 
-Three reasons: its worker drains; it is a straggler; or workers have joined that have more free capacity (see
-balance.py). A slot's output does not depend on where it runs, so none of them changes the stream.
+A slot migrates for one of three reasons: its worker drains; it is a straggler; or workers with more free capacity have
+joined (see balance.py). A slot's output does not depend on where it runs, so a migration never changes the stream.
 """
 
 from __future__ import annotations
@@ -25,18 +26,19 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 
 
 class Migrations:
-    """Decides which slots migrate, and follows each migration to its end."""
+    """Planned migrations: decides which slots migrate, and follows each migration to its end."""
 
     def __init__(self, cluster: ClusterState) -> None:
         self._cluster = cluster
         self._balanced_at = 0.0
         self._look: Iterator[balance.SlotMove | None] | None = None
-        """The balance under way, one slice per tick; None between two of them."""
+        """Iterator over the moves of the present balance check, of which each tick takes one slice; None if no check is
+        under way."""
 
     # ---- reports of workers
 
     def target_reported(self, slot: Slot, report: pb.SlotReport, now: float) -> None:
-        """Process the report of a target about the slot that it prepares for."""
+        """Record a report of a slot's migration target about the runner that it prepares."""
         target = slot.target
         assert target is not None
         if report.phase == pb.FAILED:
@@ -50,14 +52,14 @@ class Migrations:
                 self._cluster.bump_worker(worker)  # its next assignments ask it to prepare the migration
 
     def migrated(self, slot: Slot, now: float) -> None:
-        """Complete the migration: the slot's worker reports that what the target needs is durable."""
+        """Complete the slot's migration: its present worker reported that the snapshot for the target is durable."""
         if slot.target is not None and slot.target.ready_at:
             self._cluster.take_over(slot, slot.target.why, now)
 
     # ---- periodic checks
 
     def tick(self, now: float) -> None:
-        """Check migrations under way, draining workers, and the balance."""
+        """Check the migrations under way, the draining workers, and the balance of the fleet."""
         cluster, limits = self._cluster, self._cluster.limits
         for slot in list(cluster.appointed.values()):
             target = slot.target
@@ -100,7 +102,8 @@ class Migrations:
                 self._cluster.move(slot, why, None)
 
     def _elsewhere(self, slot: Slot, worker: Worker, now: float) -> Worker | None:
-        """Return a worker for a slot of a draining worker; one that failed to prepare for it is the last choice."""
+        """Return a worker that can take a slot of a draining worker. A worker that failed to prepare for the slot, or
+        that the box cannot reach, is chosen only if there is no other."""
         cluster = self._cluster
         _, box = cluster.box_of(slot)
         host_id, input_fn = box.opening.host_id, box.opening.loader.input_fn
@@ -113,20 +116,22 @@ class Migrations:
         return other
 
     def owned(self, worker: Worker) -> list[Slot]:
-        """Return the worker's slots, without those for which it is only the target."""
+        """Return the slots that run on the worker, without those for which it is only the migration target."""
         slots = [self._cluster.slot(key) for key in sorted(worker.slots)]
         return [slot for slot in slots if slot is not None and slot.worker == worker.name]
 
     def stuck(self, worker: Worker, now: float) -> int:
-        """Return the number of slots that stay on a draining worker: failed, or without capacity elsewhere."""
+        """Return the number of slots that cannot leave a draining worker: those that failed, and those for which no
+        other worker has free capacity."""
         staying = [slot for slot in self.owned(worker) if slot.target is None]
         return sum(slot.phase == pb.FAILED or self._elsewhere(slot, worker, now) is None for slot in staying)
 
     def order(self, request: pb.DrainWorkerRequest, now: float) -> pb.DrainWorkerReply:
-        """Drain a worker, end its drain, or only look, for an operator. Raises UnknownWorkerError.
+        """Carry out an operator's request: drain a worker, end its drain, or only report its state. Raises
+        UnknownWorkerError.
 
-        A worker that has not reported since the coordinator's start may be draining without the coordinator knowing.
-        Until it reports, the reply never states that it does not drain, and its drain cannot be undone.
+        After a restart the coordinator does not know whether a worker drains until the worker reports. Until then the
+        reply always says that the worker may drain, and a request to end its drain is refused.
         """
         worker = self._cluster.workers.get(request.worker)
         if worker is None:
@@ -148,7 +153,8 @@ class Migrations:
         )
 
     def set_draining(self, worker: Worker, draining: bool, now: float) -> None:
-        """Drain the worker (it gets no new slots, and its own migrate), or let it take slots again."""
+        """Start or end the drain of a worker. A draining worker gets no new slots, and the slots that it has
+        migrate."""
         if draining == worker.draining:
             return
         worker.draining = draining

@@ -1,12 +1,14 @@
-"""Decision about an OpenRun call: a repeated call, a box that joins the open attempt, or the next attempt.
+"""Decision about an OpenRun request: is it a repeated request, does a box join the open attempt, or does the next
+attempt begin?
 
-Each rule decides whether the opener belongs to the launch that holds the run, or to its successor. An attempt key
-decides it directly. Without a key, an opener of a free box in an attempt whose boxes are all alive belongs to a launch
-that is still starting. If a box is lost, the opener belongs to a successor, because no process can rejoin a launch
-whose slots have moved on. Opening a box that a live client holds looks the same as a mistake, so it is an error. The
-exception is a run of one box: there the successor never has to wait for its dead predecessor's lease.
+Each rule decides whether the sender belongs to the launch that holds the run, or to the next launch. An attempt key in
+the request decides this directly. Without a key, a request for a free box of an attempt in which all boxes are alive
+comes from the same launch, which is still starting. If a box of the attempt is lost, the request comes from the next
+launch, because no process can rejoin a launch whose slots have moved to other workers. A request for a box that a live
+client holds is an error, because it may be a mistake. The exception is a run with one box: there the next launch never
+has to wait until the lease of the dead one ends.
 
-Pure functions over the cluster state, which is not changed here.
+Pure functions: the cluster state is read, not changed.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ from penstock.runtime.telemetry.units import topology
 
 @dataclass(frozen=True)
 class RepeatedOpening:
-    """A repeated opening: the first one was carried out, but its client did not get the answer."""
+    """Decision that the request repeats an earlier one, which was carried out, but whose client did not get the
+    reply."""
 
     box: Box
 
@@ -46,7 +49,7 @@ class JoinAttempt:
 
 @dataclass(frozen=True)
 class OpenAttempt:
-    """Decision to open the next attempt; an open one is superseded."""
+    """Decision to open the next attempt. The open attempt, if there is one, is superseded."""
 
 
 def run_name(request: pb.OpenRunRequest) -> str:
@@ -54,7 +57,8 @@ def run_name(request: pb.OpenRunRequest) -> str:
 
 
 def validate(request: pb.OpenRunRequest, limits: Limits) -> Position:
-    """Check what can be checked without the cluster state; return where the box starts."""
+    """Check everything in the request that can be checked without the cluster state; return the position where the box
+    starts."""
     if not request.job or not request.loader.input_fn:
         raise InvalidArgumentError("a request to open a run must name a job and an input_fn, got an empty name")
     if request.num_boxes < 1 or request.num_workers_per_box < 1:
@@ -82,7 +86,8 @@ def validate(request: pb.OpenRunRequest, limits: Limits) -> Position:
 
 
 def start_of(request: pb.OpenRunRequest) -> Position:
-    """Return where the box starts: at the position of a saved state, or with all of its workers at the beginning."""
+    """Return the position where the box starts: that of a saved state, or the beginning of an epoch with all
+    workers."""
     start = request.start
     if start.slots:
         return Position.from_proto(start)
@@ -94,7 +99,8 @@ def resumes(request: pb.OpenRunRequest) -> bool:
 
 
 def without_secret(request: pb.OpenRunRequest) -> tuple[str, pb.OpenRunRequest]:
-    """Return the client's digest and the opening without its secret client_id, which is stored nowhere."""
+    """Return the digest of the client's secret, and the request without the secret (client_id), which is never
+    stored."""
     if not request.client_id:
         raise InvalidArgumentError("a request to open a run must have a client_id, got an empty one")
     kept = pb.OpenRunRequest()
@@ -106,8 +112,11 @@ def without_secret(request: pb.OpenRunRequest) -> tuple[str, pb.OpenRunRequest]:
 def check_limits(
     request: pb.OpenRunRequest, run: Run | None, runs: int, snapshot_index: SnapshotIndex, limits: Limits
 ) -> None:
-    """Raise an error for an opening above the limits, which would delay every other call. Openings in the journal are
-    not checked: another release may have accepted them. `runs`: number of known runs."""
+    """Raise an error if the request exceeds a limit, because it would delay every other call. `runs`: number of known
+    runs.
+
+    Requests that are in the journal are not checked again, because another release may have accepted them.
+    """
     if run is None and runs >= limits.runs_max:
         raise OverloadedError(
             f"the coordinator already keeps {runs} runs, the most it may: start it with another --state-dir"
@@ -136,8 +145,11 @@ def check_limits(
 def check_capacity(
     request: pb.OpenRunRequest, credential: str, superseded: Attempt | None, slots_held: Counter[str], limits: Limits
 ) -> None:
-    """Raise OverloadedError if another box would exceed the limits on open slots. `superseded`: an attempt that
-    ends first. `slots_held`: slots of open attempts, by credential."""
+    """Raise OverloadedError if one more box would exceed a limit on open slots.
+
+    `superseded`: attempt that ends before the box opens. `slots_held`: number of slots in open attempts, by credential
+    token.
+    """
     count, held, all_held = request.num_workers_per_box, slots_held[credential], slots_held.total()
     if superseded is not None:
         all_held -= len(superseded.boxes) * superseded.num_workers
@@ -156,7 +168,8 @@ def check_capacity(
 def decide(
     run: Run | None, request: pb.OpenRunRequest, client: str, now: float
 ) -> RepeatedOpening | JoinAttempt | OpenAttempt:
-    """Raises BoxTakenError, SupersededError, TopologyError, StateMismatchError, InvalidArgumentError."""
+    """Decide what the request opens. Raises BoxTakenError, SupersededError, TopologyError, StateMismatchError,
+    InvalidArgumentError."""
     if run is None:
         return OpenAttempt()
     for past in run.past.values():
@@ -246,7 +259,7 @@ def _next(run: Run, request: pb.OpenRunRequest) -> OpenAttempt:
 
 
 def seed_of(run: Run | None, request: pb.OpenRunRequest, fresh: Callable[[], int]) -> int:
-    """Return the seed of the next attempt."""
+    """Return the seed of the next attempt: the requested one, else the run's, else a new one from `fresh`."""
     if request.has_seed:
         if run is not None and request.seed != run.seed and not resumes(request):
             raise InvalidArgumentError(

@@ -1,12 +1,13 @@
-"""Workers that a box cannot reach, although both can reach the coordinator.
+"""Workers that a box cannot reach, although both the box and the worker can reach the coordinator.
 
-A lane goes from the training host to the worker's host and never through the coordinator, so only the box can see a
-broken route or a firewall between these two. It reports the slots whose lanes it could not open or keep while it had
-contact with the coordinator, that is, while its own network worked. Such a slot moves to a worker that is not known to
-be unreachable from the box, as long as one has free capacity; else it stays, and the box keeps trying the lane.
+A lane goes from the training host directly to the worker's host, so only the box can notice a broken route or a
+firewall between the two. The box reports the slots whose lanes it could not open or keep while its connection to the
+coordinator worked, which shows that its own network worked. Such a slot moves to a worker that the box can reach, if
+one has free capacity. Otherwise the slot stays where it is, and the box keeps trying to open the lane.
 
-A box's report moves its own slots only. A box that can reach no worker must not move its slots through the whole fleet,
-with a runner started in vain each time. So its reports count for only a few workers at a time (`unreachable_max`).
+A report moves only the slots of its own box. A box that can reach no worker at all must not move its slots through the
+whole fleet, with a runner started in vain each time. So the reports of a box count for only a few workers at a time
+(`limits.unreachable_max`).
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from penstock.appliance.model.entities import Attempt, Box, Slot, Worker
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 _MAX_REASON = 300
-"""Longest reason taken from a box's report, in characters."""
+"""Largest number of characters taken from the reason in a box's report."""
 
 
 def note(cluster: ClusterState, attempt: Attempt, box: Box, request: pb.WatchRunRequest, now: float) -> None:
-    """Move the slots whose lanes the box reports as cut off, where another worker has free capacity for them."""
+    """Record which workers the box reports as unreachable, and move its slots from them if another worker has free
+    capacity."""
     for claim in request.unreachable:
         slot = box.slots[claim.slot] if claim.slot < len(box.slots) else None
         if slot is None or slot.generation != claim.generation or slot.phase != pb.READY or not slot.worker:

@@ -1,8 +1,8 @@
-"""Recovery of the cluster state from the journal after a restart.
+"""Recovery of the cluster state from the journal after a restart of the coordinator.
 
-Every peer has a full new lease. Workers that the journal knows are kept as they were, unregistered: the reply to their
-next heartbeat asks them to register again, and one that does under the same session keeps its slots, with no batch lost
-and none computed twice. Progress comes back with the clients' next reports.
+Every worker and client gets a full new lease. The workers in the journal are restored as not registered. The reply to a
+worker's next heartbeat asks it to register again. If the worker registers under the same session, it keeps its slots,
+and no batch is lost or computed twice. The boxes' progress comes with the next reports of their clients.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from penstock.proto.v1 import records_pb2
 
 
 def restore(cluster: ClusterState, now: float, worker_lease_s: float, client_lease_s: float) -> None:
-    """Fill an empty cluster state from its journal. The leases are the longest that were promised before. Raises
-    JournalError for rows that SQLite can read but that contradict each other."""
+    """Fill an empty cluster state from its journal. `worker_lease_s`, `client_lease_s`: longest leases that were
+    promised before the restart, in seconds. Raises JournalError if rows contradict each other."""
     try:
         _fill(cluster, now, worker_lease_s, client_lease_s)
     except (LookupError, TypeError, ValueError, AssertionError, DecodeError, PenstockError) as error:

@@ -1,4 +1,4 @@
-"""Handling of a worker's report on one of its slots: its runner's activity, its readiness, its end."""
+"""Handling of a worker's report about one of its slots: what its runner does, whether it is ready, how it ended."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
 _MAX_ACTIVITY, _MAX_STACK = 300, 12_000
-"""Longest activity and stack in a report of a hang or a crash, in characters: every view of the box contains them."""
+"""Longest texts taken from a report of a hang or a crash, in characters: the runner's activity, and its stack. They are
+bounded because every view of the box contains them."""
 END_COST = 2
-"""Cost of a report that a runner has ended, counted in slots: it takes 75 us of the event loop."""
+"""Cost of a report that a runner has ended, counted in slots: handling it takes 75 us of the event loop."""
 _NO_REASON = records_pb2.ErrorDetail(name="PenstockError", message="the worker reported no reason")
 
 
 def note(cluster: ClusterState, migrations: Migrations, worker: Worker, report: pb.SlotReport, now: float) -> bool:
-    """Record a worker's report on a slot; return whether its runner has ended. A report by a worker that does not own
-    the slot, or of another generation, changes nothing."""
+    """Record a worker's report about a slot; return whether the slot's runner has ended. A report from a worker that
+    does not own the slot, or about another generation, changes nothing."""
     slot = cluster.slot(SlotKey(report.run, report.attempt, report.box, report.slot))
     if slot is not None and slot.is_migrating_to(worker.name, report.generation):
         migrations.target_reported(slot, report, now)
@@ -57,8 +58,8 @@ def note(cluster: ClusterState, migrations: Migrations, worker: Worker, report: 
 
 
 def _recycle(cluster: ClusterState, slot: Slot, report: pb.SlotReport) -> None:
-    """Replace a runner that exceeded its memory limit and ended at a snapshot. Fail the slot if the runner before did
-    the same before its second batch."""
+    """Replace a runner that exceeded its memory limit and ended right after a snapshot. If the runner before it also
+    did so before its second batch, fail the slot instead."""
     if report.outgrown and 0 < slot.outgrown == slot.generation - 1:
         error = MemoryLimitError(
             f"{report.error.message}; it reached the limit before its second batch, like the runner before it: "

@@ -1,17 +1,18 @@
-"""The coordinator as a state machine: calls in, replies out. Its only I/O is the journal's; time and seeds are passed
-in.
+"""State machine of the coordinator: takes calls and returns replies. Its only I/O is that of the journal; time and
+seeds are passed in.
 
-Each public method is one call of coordinator.proto or the passing of time (`tick`). It checks the sender, changes the
-cluster state, gives waiting slots to workers, plans state queries again where something changed, and commits. The reply
-is made after that, so its content is on disk. All calls are idempotent, and late calls of fenced peers change nothing:
-see the order contract at the top of coordinator.proto.
+Each public method handles one call of coordinator.proto, or the passing of time (`tick`). A method checks the sender,
+changes the cluster state, gives waiting slots to workers, plans state queries again where something changed, and
+commits. The reply is made after the commit, so everything in it is on disk. All calls are idempotent, and late calls of
+superseded peers change nothing: see the order contract at the top of coordinator.proto.
 
-Single-threaded by construction: methods never wait. The service waits, on the topics that `changed` announces.
+The methods run in one thread and never wait. The service does the waiting: a held call waits for its topic, and
+`changed` announces the topics that have changed.
 
-Leases. Silence is the only sign of death that never fails to appear. When a worker's lease ends, its slots move. When a
-client's lease ends, its workers are free at once, but the client keeps its box until the next attempt opens, because a
-process that was only stopped for a while can resume by recovery. lease_policy.py decides how long a lease is. If the
-coordinator itself was stopped, leases are extended by the gap, in which it received no calls.
+Leases. Only silence shows a death reliably. When the lease of a worker ends, its slots move to other workers. When the
+lease of a client ends, the workers of its box are freed at once. The client keeps its box until the next attempt opens,
+because a process that was only stopped for a while can recover. lease_policy.py decides how long a lease is. If the
+coordinator itself was stopped, all leases are extended by the time in which it received no calls.
 """
 
 from __future__ import annotations
@@ -65,17 +66,17 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 
 
 class Registry:
-    """The state machine.
+    """State machine of the coordinator.
 
     Args:
         journal: where the cluster state is kept.
-        snapshot_index: the index of snapshots and blobs, filled from the store.
+        snapshot_index: index of snapshots and blobs, filled from the store.
         limits: limits of the coordinator.
-        clock: monotonic seconds.
-        wall: seconds since the Unix epoch, for replies.
-        fresh_seed: a seed for a run that brings none.
-        changed: called with every topic whose view has changed; must not call back.
-        host: where this coordinator runs.
+        clock: returns monotonic seconds.
+        wall: returns seconds since the Unix epoch, for replies.
+        fresh_seed: returns a seed for a run whose request has none.
+        changed: called with every topic whose view has changed; it must not call back.
+        host: host on which this coordinator runs.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class Registry:
     # ------------------------------------------------------------------------------------------------------ common
 
     def _settle(self) -> None:
-        """Finish a change: place waiting slots, plan state queries, commit."""
+        """Complete a change: place waiting slots, plan state queries again, and commit."""
         cluster = self.cluster
         if cluster.release_ended():
             cluster.place_waiting()
@@ -172,7 +173,7 @@ class Registry:
         return run.current
 
     def _renew(self, attempt: Attempt, box: Box, now: float, known_s: float = 0.0) -> None:
-        """Renew the box's lease. `known_s`: the lease that the box uses."""
+        """Renew the box's lease. `known_s`: length in seconds of the lease that the client uses at present."""
         if box.presence is BoxPresence.GONE:
             self.cluster.revive(attempt, box, now)
         box.lease_until = now + self.cluster.box_lease_policy().promised(known_s, self.limits.lease_max_s)
@@ -190,7 +191,7 @@ class Registry:
         return attempt, box
 
     def watch_run(self, request: pb.WatchRunRequest) -> pb.WatchRunReply:
-        """Record a report and return the reply at once; the service delays the call until something has changed."""
+        """Record a box's report and return the reply at once. The service holds the call until a change."""
         self.report_box(request)
         return self.box_view(request)
 
@@ -208,7 +209,7 @@ class Registry:
         return reply
 
     def box_hold(self, request: pb.WatchRunRequest) -> float:
-        """Return the seconds that a watch without news is held."""
+        """Return the seconds for which a WatchRun call is held if nothing changes."""
         name = f"{request.run}.{request.box}"
         return min(request.hold_s, self.cluster.box_lease_policy().left(self._clock(), name))
 
@@ -241,7 +242,7 @@ class Registry:
         return attempt, box
 
     def close_run(self, request: pb.CloseRunRequest) -> None:
-        """Close the box. Closing a box that is fenced or already closed is accepted, because it has been released."""
+        """Close the box. A call for a superseded or closed box is accepted, because that box is released already."""
         try:
             attempt, box = self._place_of(request.run, request.attempt, request.box, request.client_id)
         except (SupersededError, UnknownRunError):
@@ -329,7 +330,7 @@ class Registry:
         )
 
     def heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatReply:
-        """Record a report and return the reply at once; the service delays the call until something has changed."""
+        """Record a worker's report and return the reply at once. The service holds the call until a change."""
         self.report_worker(request)
         return self.worker_view(request)
 
@@ -350,7 +351,7 @@ class Registry:
             self._settle()
 
     def worker_hung_up(self, name: str, session: str) -> None:
-        """Shorten the lease of a worker whose connection ended during a heartbeat: a hint of its death, not a proof."""
+        """Shorten the lease of a worker whose connection ended during a heartbeat, because it may have died."""
         worker = self._registered(name, session)
         if worker is not None:
             longer = self.cluster.worker_lease_policy().lease_s / self.limits.worker_lease_s
@@ -363,8 +364,8 @@ class Registry:
         return reply
 
     def worker_view_steps(self, request: pb.HeartbeatRequest, reply: pb.HeartbeatReply) -> Iterator[None]:
-        """Fill the reply in steps. Between them the cluster state may change: the version in the reply is that of the
-        first step, so the next heartbeat gets the change."""
+        """Fill the reply in steps. The cluster state may change between two steps. The reply carries the version of the
+        first step, so the next heartbeat returns such a change."""
         worker = self._registered(request.worker, request.session)
         if worker is None:
             self.cluster.journal.commit()
@@ -382,11 +383,11 @@ class Registry:
         reply.commit_mark = self.cluster.journal.mark()
 
     def worker_hold(self, request: pb.HeartbeatRequest) -> float:
-        """Return the seconds that a heartbeat without news is held."""
+        """Return the seconds for which a Heartbeat call is held if nothing changes."""
         return min(request.hold_s, self.cluster.worker_lease_policy().left(self._clock(), request.worker))
 
     def worker_version(self, request: pb.HeartbeatRequest) -> int:
-        """Return the worker's version; -1, which no peer has seen, for a worker that must register again."""
+        """Return the version of the worker's view; -1, which no peer has seen, if the worker must register again."""
         worker = self._registered(request.worker, request.session)
         return -1 if worker is None else worker.version
 
@@ -403,7 +404,7 @@ class Registry:
         self._settle()
 
     def drain_worker(self, request: pb.DrainWorkerRequest) -> pb.DrainWorkerReply:
-        """Drain a worker for an operator, or end its drain."""
+        """Start or end the drain of a worker for an operator, or report its state."""
         reply = self._migrations.order(request, self._clock())
         self._settle()
         return reply
@@ -411,8 +412,8 @@ class Registry:
     # ----------------------------------------------------------------------------------------------- snapshots, blobs
 
     def slot_to_recover(self, key: SlotKey, generation: int) -> Slot:
-        """Return the slot if `generation` is its present one or that of its migration target. Raises SupersededError if
-        not."""
+        """Return the slot if `generation` is its present generation or that of its migration target. Raises
+        SupersededError otherwise."""
         slot = self.cluster.slot(key)
         if slot is not None and slot.target is not None and slot.target.generation == generation:
             return slot
@@ -432,10 +433,10 @@ class Registry:
         return slot
 
     def snapshot_stored(self, header: pb.SnapshotHeader) -> None:
-        """Record a snapshot that is on disk. Raises SupersededError if its generation was replaced meanwhile.
+        """Record that a snapshot is on disk. Raises SupersededError if its generation is no longer the present one.
 
-        A snapshot of a fenced generation may have replaced the one at its position. It is kept, because the content of
-        a snapshot depends on its position only. Its writer gets the error nevertheless.
+        Such a late snapshot may have replaced another one of the same position on disk. It is kept, because the content
+        of a snapshot depends only on its position. Its sender gets the error nevertheless.
         """
         key = SlotKey(header.run, header.attempt, header.box, header.slot)
         kept = DurableSnapshot(header.total, header.epoch, header.size, header.epoch_start)
@@ -448,14 +449,14 @@ class Registry:
         self.slot_of_generation(key, header.generation)
 
     def blob_stored(self, name: str, size: int, credential: str = "") -> None:
-        """Record a blob. `credential`: digest of the token that it came with."""
+        """Record that a blob is on disk. `credential`: digest of the credential token of its sender."""
         self.cluster.snapshot_index.add_blob(name, size, self._clock(), credential)
 
     # ---------------------------------------------------------------------------------------------------------- state
 
     def begin_state(self, request: pb.FetchStateRequest) -> StateQuery:
-        """Return a state query, which may be complete; end it with `end_state`. Raises StateUnavailableError,
-        others."""
+        """Return the state query that answers the request; it may be complete already. The caller must end it with
+        `end_state`. Raises StateUnavailableError and others."""
         check_state_query(request)
         caller_box: int | None = None
         if request.HasField("progress"):
@@ -469,24 +470,24 @@ class Registry:
         return query
 
     def sent_state(self, query: StateQuery, box: int) -> None:
-        """Record that a caller has been sent the records of a box."""
+        """Record that the records of a box were sent to one caller of the query."""
         self.state_queries.sent(query, box)
 
     def end_state(self, query: StateQuery, sent: int = 0) -> None:
-        """Remove a caller that has its answer or has given up, after the records of `sent` boxes. With the last caller
-        the requests to the workers end."""
+        """Remove a caller of the query that has its answer or has given up. `sent`: number of boxes whose records it
+        was sent. When the last caller is removed, the open requests to workers are withdrawn."""
         self.state_queries.end(query, sent)
 
     def admit_state(self, answer: pb.StateAnswer) -> float | None:
-        """Return None if the bytes of an answer may be received now, or are not needed; else the longest time in
-        seconds to wait for the budget. The topic ANSWERS_FREED announces when budget is released."""
+        """Return None if the coordinator can take the data of an answer now, or does not need it. Otherwise return the
+        longest time in seconds to wait for memory. The topic ANSWERS_FREED announces that memory was freed."""
         return self.state_queries.admit(answer.request, answer.state_bytes, self._clock())
 
     def answer_wanted(self, answer: pb.StateAnswer) -> bool:
         return self.state_queries.wanted(answer.request)
 
     def answer_lost(self, answer: pb.StateAnswer) -> None:
-        """Release the budget of an answer whose bytes did not arrive."""
+        """Free the memory reserved for an answer whose data did not arrive."""
         self.state_queries.lost(answer.request)
 
     def answer_state(self, answer: pb.StateAnswer, data: bytes) -> None:
@@ -497,9 +498,9 @@ class Registry:
     # ----------------------------------------------------------------------------------------------- time, operators
 
     def tick(self, unreceived_s: float = 0.0) -> None:
-        """Check the leases. It must be called several times per lease.
+        """Check the leases. The caller must call it several times per lease.
 
-        unreceived_s: age of the oldest call that may still be queued in gRPC; one or two ticks are normal.
+        unreceived_s: age in seconds of the oldest call that may still be queued in gRPC. One or two ticks are normal.
         """
         now, cluster, limits = self._clock(), self.cluster, self.limits
         gap, self._ticked = now - self._ticked, now
@@ -563,8 +564,9 @@ class Registry:
                     self.cluster.bump_box(attempt, box)
 
     def _fail_disallowed_slots(self, now: float) -> None:
-        """Fail slots that never ran and that no registered worker may run. A slot that did run waits for its worker to
-        come back, and a coordinator that has just started waits for all workers, for the length of their leases."""
+        """Fail slots that have never run and that no registered worker may run. A slot that has run waits until its
+        worker comes back. A coordinator that has just started waits for the length of a lease, until all workers have
+        registered."""
         cluster = self.cluster
         if now < self._found_by or not cluster.waiting:
             return
@@ -589,7 +591,7 @@ class Registry:
         return reply
 
     def status_steps(self, reply: pb.StatusReply) -> Iterator[None]:
-        """Fill the reply in steps."""
+        """Fill the status reply in steps, between which other calls can be served."""
         now = self._clock()
         reply.wall_s = self._wall()
         return views.fill_status(reply, self.cluster, now, now - self._started)

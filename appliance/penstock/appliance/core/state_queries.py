@@ -1,13 +1,13 @@
-"""State queries: those under way, those that are complete, and the steps that may be requested.
+"""State queries: those under way, the kept results, and the steps that may be requested.
 
-Ranks that request the same step share one query, and later ranks get its result as long as it is kept. So every rank
-saves the same bytes, and each worker is asked once.
+Ranks that request the same step share one query. A rank that requests the step later gets the result while it is kept.
+So every rank saves the same bytes, and each worker sends its states once.
 
-All answers in memory share one budget, `answers_max`. When half of it is used, a query releases the records that all
-its callers have been sent, and cannot be joined after that. When all of it is used, results that are kept for later
-ranks are dropped. If that is not enough, an answer waits for the budget, with its bytes still at its worker. The
-answers of the box that a query's callers wait for next are always admitted, because otherwise the query could not make
-progress. So each query may exceed the budget by one box.
+All answers in memory share one budget, `limits.answers_max`. When half of it is used, a query drops the records that
+were sent to all of its callers, and no other caller can join it after that. When all of it is used, results that are
+kept for later ranks are dropped. If that is not enough, a new answer waits for memory, and its data stays at the
+worker. The answers of the box that a query's callers wait for next are always taken, because otherwise the query could
+never complete. So each query may exceed the budget by one box.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 _Key = tuple[str, int, int, str]
 
 ANSWERS_FREED = ("answers_freed",)
-"""Topic that wakes answers waiting for the budget."""
+"""Topic that is announced when memory for answers was freed."""
 
 
 class StateQueries:
@@ -36,19 +36,19 @@ class StateQueries:
         self._joinable: dict[_Key, StateQuery] = {}
         self._finished: OrderedDict[_Key, StateQuery] = OrderedDict()
         self._by_request: dict[str, StateQuery] = {}
-        """Request id -> query that made the request."""
+        """Request id -> query that made this request."""
         self._closed: dict[str, StateQuery] = {}
-        """Run that has ended -> its newest completed state query."""
+        """Run that has ended -> newest state query of the run that was completed."""
 
     def slot_requests(self, worker: str, now: float) -> Iterator[tuple[SlotStateRequest, float]]:
-        """Yield the worker's open requests, with the seconds until the latest deadline of their callers."""
+        """Yield each open request to the worker, with the seconds until the latest deadline of the query's callers."""
         for query in self._open.values():
             for slot_request in query.by_worker.get(worker, {}).values():
                 yield slot_request, max(0.0, query.deadline - now)
 
     def begin(self, request: pb.FetchStateRequest, caller: int | None, now: float) -> StateQuery:
-        """Start or join a query. `caller`: the calling box, if one does. Raises StateUnavailableError,
-        UnknownRunError, SupersededError."""
+        """Start or join a query. `caller`: number of the box whose rank calls; None if the caller is not a rank. Raises
+        StateUnavailableError, UnknownRunError, SupersededError."""
         run = self._cluster.runs.get(request.run)
         if run is None:
             raise UnknownRunError(f"the coordinator has no run {request.run!r}")
@@ -78,7 +78,7 @@ class StateQueries:
         return self._ask(query, now + request.deadline_s)
 
     def begin_aggregation(self, request: pb.FetchStateRequest, box: int, now: float) -> StateQuery:
-        """Start or join a query that has a worker of the box aggregate the states in a blob."""
+        """Start or join a query in which a worker of the box aggregates the states of an uploaded blob."""
         attempt = self._cluster.attempt(request.run, request.attempt)
         serial = self._cluster.next_version()
         wanted = Aggregation(attempt.run, attempt.number, request.step, serial, box=box, blob=request.aggregate_blob)
@@ -104,13 +104,13 @@ class StateQueries:
             )
 
     def sent(self, query: StateQuery, box: int) -> None:
-        """Record that one of the callers has been sent the box's records."""
+        """Record that the box's records were sent to one of the query's callers."""
         query.sent[box] += 1
         if query.sent[box] >= query.callers and self.held > self._cluster.limits.answers_max // 2:
             self._release(query)
 
     def end(self, query: StateQuery, sent: int) -> None:
-        """Remove a caller that was sent the first `sent` boxes."""
+        """Remove a caller of the query, to which the records of the first `sent` boxes were sent."""
         query.callers -= 1
         for box in range(sent):
             if box in query.sent:
@@ -126,7 +126,7 @@ class StateQueries:
 
     @property
     def held(self) -> int:
-        """Bytes of answers in memory and in transfer."""
+        """Number of bytes of all answers in memory or in transfer."""
         kept = {query.serial: query.held for query in (*self._open.values(), *self._finished.values())}
         return sum(kept.values())
 
@@ -134,8 +134,8 @@ class StateQueries:
         return request in self._by_request
 
     def admit(self, request: str, size: int, now: float) -> float | None:
-        """Return None if the bytes may be received now, or are not needed; else the seconds until the query's
-        deadline."""
+        """Return None if an answer of `size` bytes can be taken now, or is not needed. Otherwise return the seconds
+        until the deadline of its query."""
         query = self._by_request.get(request)
         if query is None or request in query.coming:
             return None
@@ -163,7 +163,7 @@ class StateQueries:
                 self._release(query)
 
     def _release(self, query: StateQuery) -> None:
-        """Drop the records that all callers have been sent."""
+        """Drop the records that were sent to all callers of the query."""
         for box in [box for box, callers in query.sent.items() if callers >= query.callers]:
             del query.sent[box]
             query.held -= query.boxes.pop(box).size
@@ -175,7 +175,7 @@ class StateQueries:
             self._cluster.changed(ANSWERS_FREED)
 
     def answer(self, answer: pb.StateAnswer, data: bytes) -> None:
-        """Give an answer to its query, which the request's id names."""
+        """Give a worker's answer to the query whose request it answers."""
         query = self._by_request.get(answer.request)
         if query is None:
             return
@@ -189,7 +189,7 @@ class StateQueries:
     # ------------------------------------------------------------------------------------------------------- planning
 
     def settle(self) -> None:
-        """Plan the state queries of all boxes that changed since the last call again."""
+        """Plan the state queries again for all boxes that changed since the last call."""
         touched, self._cluster.touched = self._cluster.touched, set()
         if not touched:
             return
@@ -207,7 +207,7 @@ class StateQueries:
                     self._closed[key[0]] = query
 
     def take_closed(self) -> list[StateQuery]:
-        """Return the last states of the runs that have ended since the last call."""
+        """Return the newest completed state query of each run that has ended since the last call."""
         closed, self._closed = self._closed, {}
         return list(closed.values())
 
@@ -219,8 +219,9 @@ class StateQueries:
         self._announce(query)
 
     def _announce(self, query: StateQuery, answered: str = "") -> None:
-        """Wake the workers whose requests have changed, and the callers of boxes that are complete. A worker that has
-        just answered (`answered`) is not woken: that would cost a call of each worker for each query."""
+        """Wake the workers whose requests have changed, and the callers that wait for boxes that are now complete. The
+        worker `answered`, which has just sent an answer, is not woken: that would cost one more call per worker and
+        query."""
         changed, query.changed = query.changed, []
         completed, query.completed = query.completed, []
         withdrawn = False
@@ -248,8 +249,8 @@ class StateQueries:
             self._cluster.changed(ANSWERS_FREED)
 
     def _forget(self, attempt: Attempt, first: int) -> None:
-        """Drop results outside the retention window, and results with a final state of a box that has delivered more
-        since."""
+        """Drop results for steps outside the retention window. Also drop results with a box's final state if the box
+        has delivered more batches since."""
         for key, query in list(self._finished.items()):
             if key[:2] != (attempt.run, attempt.number):
                 continue

@@ -1,4 +1,4 @@
-"""Views of the cluster state, as messages of replies."""
+"""Views of the cluster state, as messages for replies."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
 STEP = 64
-"""Workers per step of a status reply."""
+"""Number of workers handled in one step of a status reply."""
 STATE_REQUESTS = 1024
-"""Largest number of state requests in a heartbeat's reply: the others follow as these are answered."""
+"""Largest number of state requests in one heartbeat reply. The others follow once these are answered."""
 ASSIGNMENTS = 256
-"""Slots per step of a heartbeat's reply. Each takes 30 us if boxes have 256 slots, because it contains their
-positions."""
+"""Number of slots handled in one step of a heartbeat reply. A slot takes 30 us if its box has 256 slots, because its
+assignment contains the positions of all of them."""
 
 ASSIGNMENTS_SIZE = 2 << 20
-"""Bytes of assignments per such step."""
+"""Largest number of bytes of assignments in one step of a heartbeat reply."""
 
 
 def slot_view(cluster: ClusterState, slot: Slot) -> pb.SlotView:
@@ -73,8 +73,8 @@ def watch_reply(
 def assignment(
     cluster: ClusterState, attempt: Attempt, box: Box, slot: Slot, worker: Worker, start: records_pb2.BoxPosition
 ) -> records_pb2.WorkerAssignment:
-    """Return the worker's assignment of the slot, as its owner or as its migration target. `start`: the box's start,
-    serialised once for all of its slots."""
+    """Return the worker's assignment of the slot, of which the worker is the owner or the migration target. `start`:
+    the box's start position, as one message for all slots of the box."""
     target = slot.target if slot.worker != worker.name else None
     generation = slot.generation if target is None else target.generation
     return records_pb2.WorkerAssignment(
@@ -104,11 +104,12 @@ def fill_heartbeat(
     slot_requests: Iterable[tuple[SlotStateRequest, float]],
     stuck: int,
 ) -> Iterator[None]:
-    """Fill the reply, in steps of ASSIGNMENTS.
+    """Fill the reply in steps of ASSIGNMENTS slots.
 
     Args:
-        slot_requests: the worker's open state requests, with the seconds until the latest deadline of their callers.
-        stuck: for a draining worker, the slots without capacity elsewhere.
+        slot_requests: open state requests to the worker, each with the seconds until the latest deadline of its
+            callers.
+        stuck: number of slots that cannot leave the worker, if it drains.
     """
     part = cluster.snapshot_share()
     reply.version, reply.wall_s, reply.heartbeat_s, reply.lease_s = (
@@ -146,7 +147,8 @@ def fill_heartbeat(
 
 
 def _taken(cluster: ClusterState, worker: Worker, reports: Iterable[pb.SlotReport]) -> Iterator[pb.TakenSlot]:
-    """Return the slots in a worker's reports that it must stop running."""
+    """Yield the reported slots that the worker does not have any more, or has under another generation. The worker must
+    stop their runners."""
     for report in reports:
         key = SlotKey(report.run, report.attempt, report.box, report.slot)
         if key in worker.slots:
@@ -202,7 +204,7 @@ def _box_status(cluster: ClusterState, box: Box, now: float) -> pb.BoxStatus:
 
 
 def facts(cluster: ClusterState, box: Box) -> BoxFacts:
-    """Return the measurements for finding a bottleneck."""
+    """Return the measurements of the box from which its bottleneck is found."""
     host, workers = box.opening.host_id, cluster.workers
     near = {slot.worker for slot in box.slots if slot.worker in workers and workers[slot.worker].host_id == host}
     slots = [
@@ -240,7 +242,7 @@ def fill_status(reply: pb.StatusReply, cluster: ClusterState, now: float, uptime
     """Fill the reply in steps of a box or STEP workers; the cluster state may change between them."""
     reply.version, reply.protocol, reply.uptime_s = VERSION, PROTOCOL, uptime_s
     caused: Counter[str] = Counter()
-    """Share of the boxes' time that they waited for a worker's slots, summed over all boxes."""
+    """Worker -> share of the boxes' time spent waiting for its slots, summed over all boxes."""
     cores = demand.cores(cluster.workers.values())
     for run in list(cluster.runs.values()):
         status = reply.runs.add(

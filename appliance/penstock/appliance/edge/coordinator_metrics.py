@@ -1,8 +1,8 @@
-"""The coordinator's Prometheus metrics, made from a status and from the coordinator's own counters.
+"""Prometheus metrics of the coordinator, made from a status reply and from the coordinator's own counters.
 
-No series is per slot or per worker: the coordinator exports counts by phase, and each worker exports its own series.
-The number of series grows with the boxes of open runs. /metrics is optional on the dashboard's server, so a missing
-prometheus-client is an error page for the scraper, not an error at the start.
+There is no time series for a single slot or worker: the coordinator exports their numbers by phase, and each worker
+exports its own series. So the number of series grows only with the boxes of open runs. The page /metrics is optional.
+If prometheus-client is not installed, the coordinator starts nevertheless, and the page shows an error to the scraper.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ __all__ = ["CoordinatorCounters", "readings", "route"]
 
 @dataclass(frozen=True)
 class CoordinatorCounters:
-    """Counters that are in the metrics and not in a status."""
+    """Counters of the coordinator that are in the metrics but not in a status reply."""
 
     calls: CallCounters
     commits: Histogram
     snapshot_bytes: int
     snapshot_limit: int
     boxes: dict[tuple[str, int], tuple[int, int]]
-    """(run, box) -> step at which the attempt began, and the slot that the box waits for + 1."""
+    """(run, box) -> the step at which the attempt began, and 1 + the slot that the box waits for (0 = none)."""
 
 
 def readings(status: pb.StatusReply, counters: CoordinatorCounters, files: Renewing | None = None) -> MetricReadings:
-    """Return all metrics. `files`: the coordinator's TLS certificate."""
+    """Return all metrics. `files`: TLS files of the coordinator, whose expiry is exported; None without TLS."""
     found, shown = MetricReadings("coordinator"), view(status)
     runs = Counter(run.state for run in shown.runs)
     for phase in ("open", "closed"):
@@ -85,7 +85,7 @@ def _read_run(found: MetricReadings, run: RunView, counters: CoordinatorCounters
 
 
 def route(read: Callable[[], MetricReadings]) -> Route:
-    """Return the page /metrics; `read` is called on the thread of a request."""
+    """Return the route of the page /metrics. `read`: returns the metrics; it is called on the thread of a request."""
     made: list[Route] = []
 
     def page() -> Page:

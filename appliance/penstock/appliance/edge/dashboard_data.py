@@ -1,7 +1,7 @@
-"""Data of the dashboard: texts and figures of penstock.runtime.telemetry.cluster_view, arranged for its script.
+"""Data of the dashboard: texts and figures of penstock.runtime.telemetry.cluster_view, arranged for the page's script.
 
-The script has no states, units or thresholds of its own: it shows texts, coloured by the state that comes with each.
-Only the browser's time of day and the scales of its charts are its own.
+The script knows no states, units or thresholds: it shows the texts that it gets, in the colour of the state that comes
+with each. It computes only the time of day and the scales of its charts.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ from penstock.runtime.telemetry.units import INPUT_BOUND, percent, rate, topolog
 __all__ = ["dashboard"]
 
 MOST_BOXES = 100
-"""Largest number of boxes shown per run: those that wait most."""
+"""Largest number of boxes shown per run. Those with the longest waits are shown."""
 MOST_STATES = 6
 STATE_CHARACTERS = {"ready": "", "starting": "\u2026", "waiting": "\u2013", "failed": "\u2715"}
 ALARM_CHARACTERS = {"": "\u2713", "info": "\u2026", "warn": "\u25b2", "bad": "\u25b2"}
-"""Character before the title of a finding, by its alarm level."""
+"""Alarm level -> the character before the title of a finding of this level."""
 STATE_COLOURS = {"live": "live", "done": "live", "epoch ended": "idle", "draining": "idle"}
-"""State -> the colour that it is drawn in; other states are drawn as lost."""
+"""State -> the colour in which the page draws it. All other states are drawn as lost."""
 BARS = ("slots used>", "waits>", "waited for>")
 
 Cell = str | Mapping[str, Any]
-"""Table cell: a text; or `text` with `state` (live, idle or lost) or `share` (0 to 1, drawn as a bar; `hot`: above the
-threshold); or `at` (a time, seconds since the Unix epoch)."""
+"""Table cell: a text, or a dict. The dict has `text` with a `state` (live, idle or lost); or `text` with a `share` (0
+to 1, drawn as a bar) and `hot` (the share is above the threshold); or `at` (a time, in seconds since the Unix
+epoch)."""
 
 
 def dashboard(found: ClusterView) -> dict[str, Any]:
-    """Return everything that the page shows."""
+    """Return all data of the dashboard page."""
     return {
         "about": found.coordinator.about,
         "input_bound": INPUT_BOUND,

@@ -1,4 +1,4 @@
-"""The coordinator's event log: each event that the dashboard shows is logged once, with its fields."""
+"""Event log of the coordinator: each event that the dashboard shows is also logged once, with its fields."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _log = logging.getLogger("penstock.appliance")
 
 
 def log_event(event: Event) -> None:
-    """Log an event: a warning for a fault, else info."""
+    """Log an event, as a warning if it is a fault, else as info."""
     run = f"{event.run}: " if event.run else ""
     named = {"run": event.run, "worker": event.worker}
     extra = about(**event.place, **{name: value for name, value in named.items() if value})

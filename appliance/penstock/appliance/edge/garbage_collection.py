@@ -1,9 +1,9 @@
 """Full collections of Python's garbage collector, at times that the coordinator chooses.
 
-A long poll is held for seconds, so the collector counts its objects as old, and by default starts a full collection of
-all objects every few seconds. With 4,000 workers each took 0.4 s, in which no heartbeat was received; that was a
-seventh of the coordinator's time. Reference counting frees nearly all objects; those in cycles can wait. The young
-generations are collected as by default.
+A long poll is held for seconds, so the collector counts its objects as old. By default it would then start a full
+collection of all objects every few seconds. With 4,000 workers each collection took 0.4 s, in which no heartbeat was
+received; collections took a seventh of the coordinator's time. Nearly all objects are freed by reference counting
+alone, and those in reference cycles can wait. The young generations are collected as by default.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from contextlib import contextmanager
 
 EVERY_S = 60.0
 SHARE = 0.005
-"""Largest share of the time for full collections, so that they delay fewer than one heartbeat in a hundred."""
+"""Largest share of the time spent in full collections, so that they delay fewer than one heartbeat in a hundred."""
 _NEVER = 1 << 30
 
 
 @contextmanager
 def paced(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-    """Run full collections of this process only from the event loop, and seldom, while the context is open."""
+    """Let only the event loop start full collections in this process, and seldom, while the context is open."""
     before = gc.get_threshold()
     gc.set_threshold(before[0], before[1], _NEVER)
     collecting = loop.create_task(_collect())

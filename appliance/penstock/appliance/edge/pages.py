@@ -1,11 +1,12 @@
-"""Web pages of a coordinator for browsers and collectors: a dict of routes for penstock.runtime.web.http_server.
+"""Web pages of a coordinator for browsers and metrics collectors: a dict of routes for
+penstock.runtime.web.http_server.
 
-Routes run on threads of the web server, and the cluster state belongs to the event loop, so a route never touches it.
-It requests the data from the loop, waits with a deadline, and makes its page from the data on its own thread. All
-viewers share the status that is being made, and a page that is younger than FRESH_S is served again. So the cost for
-the loop does not grow with the number of viewers.
+Routes run on threads of the web server, and the cluster state belongs to the event loop, so a route never reads it
+directly. A route requests a status from the event loop, waits for it with a deadline, and makes its page on its own
+thread. Requests that come at the same time share one status, and a page younger than FRESH_S is sent again. So the cost
+for the event loop does not grow with the number of viewers.
 
-The dashboard itself is three files in ../dashboard, served as they are: no build, no framework, no outside content.
+The dashboard itself is three static files in ../dashboard: no build step, no framework, no content from elsewhere.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ __all__ = ["DashboardPages", "open_web"]
 log = logging.getLogger("penstock.appliance")
 
 FRESH_S = 0.5
-"""Age in seconds up to which a page is served again."""
+"""Largest age of a page that is sent again, in seconds."""
 LOOP_S = 10.0
-"""Longest wait for the event loop, in seconds. Only an overloaded machine reaches it; then the page reports that, and
-the web server's thread is free again."""
+"""Longest wait of a route for the event loop, in seconds. It is reached only on an overloaded machine. The page then
+shows an error, and the web server's thread is free again."""
 SAMPLE_S = 1.0
 JSON = "application/json"
 FILES = {
@@ -51,25 +52,26 @@ _Result = TypeVar("_Result")
 
 
 class StatusSource(Protocol):
-    """Source of a coordinator's status; the service is one. Its methods are called on the event loop."""
+    """Interface to a coordinator's status; the gRPC service implements it. Its methods are called on the event loop."""
 
     async def snapshot(self) -> pb.StatusReply:
-        """Return everything that an operator may see now."""
+        """Return a status with everything that an operator may see now."""
 
     def attempts(self) -> list[Attempt]:
         """Return the open attempts."""
 
 
 class DashboardPages:
-    """Routes of the dashboard and its data.
+    """Routes of the dashboard page and of its data.
+
     Args:
         source: source of the status.
-        loop: its event loop.
+        loop: event loop of the source.
     """
 
     def __init__(self, source: StatusSource, loop: asyncio.AbstractEventLoop) -> None:
         self.address = ""
-        """Address of the coordinator, once it listens."""
+        """Address of the coordinator; "" until it listens."""
         self._source, self._loop = source, loop
         self._series = RunSeries()
         self.routes: dict[str, Route] = {
@@ -78,11 +80,11 @@ class DashboardPages:
             "/api/dashboard.json": SharedPage(lambda: self._status_page(dashboard)),
             "/api/history.json": SharedPage(self._history),
         }
-        """Path -> page. Others may be added until the server starts."""
+        """Path -> route. Other modules may add routes until the web server starts."""
 
     def on_loop(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        """Return the result of a coroutine on the event loop, for routes. Raises TimeoutError if the loop is too busy,
-        or has ended."""
+        """Run a coroutine on the event loop and return its result, for a route on another thread. Raises TimeoutError
+        if the event loop is too busy or has ended."""
         try:
             future = asyncio.run_coroutine_threadsafe(work, self._loop)
         except RuntimeError as error:
@@ -96,7 +98,7 @@ class DashboardPages:
             future.cancel()
 
     async def sample(self) -> None:
-        """Sample the speed of the runs, once a second, until cancelled."""
+        """Record the speed of the runs once a second, until cancelled."""
         while True:
             await asyncio.sleep(SAMPLE_S)
             for _ in self._series.sample(self._source.attempts(), time.time()):
@@ -114,7 +116,7 @@ class DashboardPages:
 
 
 class SharedPage:
-    """Route whose page is made once for all requests that come together or within FRESH_S."""
+    """Route that makes its page once for all requests that come at the same time or within FRESH_S seconds."""
 
     def __init__(self, make: Callable[[], Page]) -> None:
         self._make = make
@@ -141,9 +143,9 @@ def _file(name: str, content_type: str) -> Route:
 def open_web(
     listen: str, routes: dict[str, Route], tokens: str, *, tls: Tls | None, insecure: bool, any_port: bool
 ) -> WebServer:
-    """Return the web server of a coordinator, listening.
+    """Return the web server of a coordinator, which already listens.
 
-    `any_port`: use a free port if that of `listen` is in use. Raises what WebServer raises.
+    `any_port`: use a free port if the port of `listen` is in use. Raises the errors of WebServer.
     """
     # On loopback only root of this machine could impersonate the server, and a browser does not have the cluster's CA.
     tls = None if is_local(listen) else tls

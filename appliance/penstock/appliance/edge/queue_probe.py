@@ -1,9 +1,10 @@
-"""Detection of calls that the event loop has not yet received: the coordinator calls itself through the same queue.
+"""Detection of calls that wait in gRPC before the event loop receives them: the coordinator calls itself through the
+same queue.
 
-A call first waits in gRPC, in a queue from which the event loop takes one at a time. On two busy cores, with 200 boxes
-that opened a run at once, calls waited there for 1 to 3 s while the loop's own timer was never 0.3 s late. A worker
-whose heartbeat waits there is not silent. So the coordinator calls itself, on a socket of its own, through the same
-queue: once that call is answered, every call that came before it has been received.
+A call first waits in a queue of gRPC, from which the event loop takes one call at a time. On two busy cores, when 200
+boxes opened a run at once, calls waited in this queue for 1 to 3 s, while the loop's own timer was never 0.3 s late. A
+worker whose heartbeat waits in the queue is not dead. So the coordinator calls itself through the queue, on a socket of
+its own: once this probe is answered, every call that arrived before it has been received.
 """
 
 from __future__ import annotations
@@ -22,32 +23,33 @@ __all__ = ["QueueProbe"]
 _log = logging.getLogger("penstock.appliance")
 
 METHOD = "/penstock.QueueProbe/Probe"
-"""Method of the call. No service implements it: the refusal is a sufficient answer, and needs neither a token nor a
-rate limit."""
+"""Method that the probe calls. No service implements it. The refusal is a sufficient answer, and needs neither a token
+nor a rate limit."""
 LONGEST_S = 30.0
-"""Longest time in seconds by which a pending probe may extend leases: a longer delay has another cause."""
+"""Longest time in seconds by which an unanswered probe extends leases. A longer delay has another cause."""
 
 
 class QueueProbe:
-    """Measures how long calls may have been waiting in gRPC's queue.
+    """Measurement of the time that calls wait in gRPC's queue.
+
     Args:
         address: "unix:/path" of a listener of this process.
-        every_s: seconds between two calls.
-        clock: monotonic seconds.
+        every_s: seconds between two probes.
+        clock: returns monotonic seconds.
     """
 
     def __init__(self, address: str, every_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.address = address
         self._every_s, self._clock = every_s, clock
         self._received_until = clock()
-        """Time up to which every call has been received."""
+        """Monotonic time: every call that arrived before it has been received."""
 
     def unreceived_s(self) -> float:
         """Return the age in seconds of the oldest call that may still be waiting."""
         return min(LONGEST_S, self._clock() - self._received_until)
 
     async def run(self) -> None:
-        """Call this process every `every_s` seconds, until cancelled."""
+        """Send a probe every `every_s` seconds, until cancelled."""
         warned = False
         async with connect_aio(self.address) as channel:
             call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(METHOD)

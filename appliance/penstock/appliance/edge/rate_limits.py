@@ -1,8 +1,11 @@
-"""Rate limits on calls that make the coordinator store something new: a token bucket for each peer, and one for all.
+"""Rate limits on calls that make the coordinator store something new: a token bucket for each peer, and one for all
+peers together.
 
-Pure: the clock is passed in. A refused peer gets the time after which to retry; refusing it costs a comparison of two
-numbers. Peers are identified by address without the port. The least recently seen peers are forgotten first and then
-start with a full bucket again; the bucket of all peers limits many of them together.
+A peer is identified by its address without the port. A refused peer gets the time after which to retry; the refusal
+itself costs a comparison of two numbers. If there are too many peers, those that called least recently are forgotten,
+and start with a full bucket when they call again. The bucket of all peers limits many of them together.
+
+Pure: the clock is passed in.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ __all__ = ["RateLimiter", "address_of"]
 
 
 class TokenBucket:
-    """A bucket that holds up to `burst` tokens and fills at `per_s`."""
+    """Token bucket that holds at most `burst` tokens and gains `per_s` tokens a second."""
 
     def __init__(self, per_s: float, burst: int, now: float) -> None:
         self._per_s = per_s
@@ -37,7 +40,7 @@ class TokenBucket:
 
 
 class RateLimiter:
-    """Limiter consulted before each registration and opening."""
+    """Rate limiter that is consulted before each registration of a worker and each opening of a run."""
 
     def __init__(self, limits: RateLimits, clock: Callable[[], float]) -> None:
         self._limits = limits
@@ -46,8 +49,8 @@ class RateLimiter:
         self._peers: OrderedDict[str, TokenBucket] = OrderedDict()
 
     def admit(self, peer: str, what: str) -> None:
-        """Return if `peer` (an address without port) is within its rate. Raises OverloadedError with
-        `retry_after_s`."""
+        """Take a token for one call of `peer`, an address without port. `what`: name of the call, for the error. Raises
+        OverloadedError with `retry_after_s` if the peer is above its rate."""
         now, limits = self._clock(), self._limits
         bucket = self._peers.pop(peer, None) or TokenBucket(limits.peer_per_s, limits.peer_burst, now)
         self._peers[peer] = bucket
@@ -69,6 +72,7 @@ class RateLimiter:
 
 
 def address_of(peer: str) -> str:
-    """Return the address in gRPC's name of a peer: "ipv4:10.0.0.1:5", "ipv6:%5B::1%5D:5", "unix:"."""
+    """Return the IP address in gRPC's name of a peer, such as "ipv4:10.0.0.1:5" or "ipv6:%5B::1%5D:5"; "unix" for
+    "unix:"."""
     scheme, _, rest = unquote(peer).partition(":")
     return rest.rpartition(":")[0].strip("[]") if scheme in ("ipv4", "ipv6") else scheme

@@ -1,7 +1,8 @@
 """Time series of the speed and waits of runs, so that a newly opened dashboard page can show the past.
 
-Ten minutes with a point per second, and a day with a point per minute, the mean of its seconds. The series are in
-memory only, and bounded: the oldest runs are dropped for new ones.
+A run has a point for each second of the last ten minutes, and a point for each minute of the last day, which is the
+mean of its seconds. The series are kept in memory only. Their number is limited: the oldest runs are dropped for new
+ones.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from penstock.appliance.model.entities import Attempt, Box, BoxPresence
 SECONDS = 600
 MINUTES = 24 * 60
 RUNS = 64
-"""Number of runs kept, the latest ones."""
+"""Number of runs whose series are kept: the latest ones."""
 BOXES = 64
-"""Boxes per step of a sample."""
+"""Number of boxes read in one step of a sample."""
 
 Point = tuple[float, float, float, float]
-"""Seconds since the Unix epoch; mean steps/s of a box; share of its time that the box with the longest waits waited;
-batches/s that all slots produce."""
+"""Point of a series: the time in seconds since the Unix epoch; the mean steps/s of a box; the largest share of its time
+that a box waited; the batches/s that all slots produce."""
 COLUMNS = ("at", "steps_per_s", "waited_share", "batches_per_s")
 
 
@@ -58,7 +59,8 @@ class RunSeries:
             self._tracks.popitem(last=False)
 
     def sample(self, attempts: Iterable[Attempt], wall_s: float) -> Iterator[None]:
-        """Sample all runs, in steps of BOXES boxes: a fleet has 10,000 slots, and other tasks need the event loop."""
+        """Sample all runs, in steps of BOXES boxes: a fleet has 10,000 slots, and the event loop must serve other tasks
+        between two steps."""
         looked = 0
         for attempt in attempts:
             steps_per_s = waited = batches_per_s = 0.0
@@ -73,7 +75,7 @@ class RunSeries:
             self.add(attempt.run, (wall_s, steps_per_s, waited, batches_per_s))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the series for a page: rows of COLUMNS, oldest first."""
+        """Return the series for the dashboard page: rows with the columns COLUMNS, oldest first."""
         return {
             "columns": COLUMNS,
             "runs": {

@@ -1,13 +1,14 @@
-"""A coordinator process, from its cluster state to its end.
+"""Coordinator process, from the loading of its cluster state to its end.
 
-It ends in one of three orderly ways: by SIGTERM or SIGINT; by `stop`, for a program that embeds it in its own event
-loop; or, with a parent watch, when its parent process ends. The parent watch is a pidfd: it becomes readable when that
-very process ends, in any way, and a reused process id does not confuse it. (A parent-death signal would fire when the
-*thread* that started the coordinator ends.) With a parent watch SIGINT is left to the parent: Ctrl-C reaches the whole
-process group, and a training loop that saves on Ctrl-C still needs the coordinator.
+The process can be ended in three orderly ways: by SIGTERM or SIGINT; by the event `stop`, for a program that runs the
+coordinator in its own event loop; or, with a parent watch, by the end of its parent process. The parent watch is a
+pidfd, which becomes readable when exactly that process ends, in whatever way, and also if its process id is used again.
+(A parent-death signal would be sent when the *thread* that started the coordinator ends.) With a parent watch the
+coordinator ignores SIGINT: Ctrl-C reaches the whole process group, and a training loop that saves on Ctrl-C still needs
+the coordinator.
 
-A stop is graceful but short: health reports NOT_SERVING, long polls are answered, calls under way get a moment. Clients
-and workers continue and come back; everything in their replies is on disk.
+An orderly end is short: health reports NOT_SERVING, long polls are answered, and calls under way get a moment to end.
+Clients and workers keep running and connect to the next coordinator. Everything in their replies is on disk.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock.appliance")
 
 IN_MEMORY = ":memory:"
-"""State directory of a coordinator that keeps its cluster state in memory."""
+"""Value of `state_dir` for a coordinator that keeps its cluster state in memory."""
 
 
 async def serve(
@@ -74,10 +75,11 @@ async def serve(
         tokens: credential tokens of callers, one bare token or lines "role:token".
         tls: certificate of the coordinator; with a CA in it callers must present certificates too.
         insecure: allows an address that other machines can reach without TLS.
-        parent_pid: pid of the parent process; when it ends, so does the coordinator.
-        ready: called with the address that it listens on, once calls are accepted.
+        parent_pid: process whose end also ends the coordinator; None: there is none.
+        ready: called with the coordinator's address, once calls are accepted.
         limits: leases, budgets and so on.
-        stop: event that stops it; None: the process is the coordinator's own, and signals stop it.
+        stop: event that stops the coordinator; None: SIGTERM and SIGINT stop it, because no other code runs in the
+            process.
         http: "host:port" of the dashboard (see pages.py); "" = none. On loopback it is plain HTTP, `tls` or not.
         http_any_port: use a free port if that of `http` is in use.
 
@@ -203,7 +205,8 @@ def _stop_by_signal(
 
 
 def announcer(ready_fd: int | None) -> Callable[[str], None]:
-    """Return a `ready` that writes the address as one line to `ready_fd` and closes it; None: to standard output."""
+    """Return a function for `ready` of `serve`: it writes the address as one line to the descriptor `ready_fd` and
+    closes it. None: to standard output."""
 
     def ready(address: str) -> None:
         line = f"{address}\n".encode()

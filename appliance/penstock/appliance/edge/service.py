@@ -1,12 +1,13 @@
-"""The gRPC edge: waits, transfers and deadlines around the registry, which has none of them.
+"""Service of the coordinator in gRPC: adds waits, transfers and deadlines to the registry, which has none of them.
 
-One event loop and no locks: a registry method runs from start to end without interruption. Its changes are on disk
-before its reply or its error is sent (group_commit.py). Long polls are coroutines that wait for the topics that the
-registry announces. The bytes of snapshots and blobs go through one thread of their own (snapshot_writer.py), so that a
-slow disk delays a worker's snapshot and never a lease.
+One event loop and no locks: a method of the registry runs from start to end without interruption. Its changes are on
+disk before its reply or its error is sent (group_commit.py). Long polls are coroutines that wait for the topics that
+the registry announces. A thread of its own writes and reads the data of snapshots and blobs (snapshot_writer.py), so
+that a slow disk delays a snapshot and never a lease.
 
-A value in parts is collected in memory up to the size that its header declared, which is checked against the budget
-before the first byte is taken. While memory is short the rest is not read: it waits at the sender.
+A value that arrives in parts is collected in memory, up to the size that its header declares. That size is checked
+against the memory budget before the first byte is read. While memory is short, the data is not read and stays at the
+sender.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def _in_json(state: BoxState, limit: int) -> BoxState:
-    """Return the same records with states as JSON."""
+    """Return the same records, with the users' states as JSON. `limit`: largest size of one state as JSON, in bytes."""
     records = []
     for record, data in state.records:
         if len(data) > limit:
@@ -86,9 +87,9 @@ class Service(CoordinatorServicer):
 
     Args:
         registry: state machine behind every call.
-        store: database of the bytes of snapshots and blobs; used from the writer's thread only.
-        signals: topics that waiting calls wait for; the registry announces changes to the same object.
-        unreceived_s: returns the age of the oldest call that may still be queued in gRPC.
+        store: database with the data of snapshots and blobs; only the writer's thread uses it.
+        signals: topics and the calls that wait for them; the registry must announce its changes to the same object.
+        unreceived_s: returns the age in seconds of the oldest call that may still be queued in gRPC.
     """
 
     def __init__(
@@ -111,17 +112,17 @@ class Service(CoordinatorServicer):
         self._snapshots_in, self._blobs_in = InflowBudget(limits.transfers_max), InflowBudget(limits.transfers_max)
         self._reads = InflowBudget(limits.reads_max)
         self._queries: Counter[str] = Counter()
-        """State queries under way, by the caller's credential token."""
+        """Number of state queries under way, by the caller's credential token."""
         self._turns = LoopTurns()
         self._drops: list[Drop] = []
         self._heartbeats: Counter[tuple[str, str]] = Counter()
-        """Heartbeats under way, by name and session of the worker."""
+        """Number of heartbeats under way, by name and session of the worker."""
         self._closing = False
         self._fetches = RecentQueries(time.monotonic, time.time)
         self._closed = ClosedRuns(store.closed(), limits, time.time)
         self._status_task: asyncio.Task[pb.StatusReply] | None = None
         self.dashboard = ""
-        """URL of the dashboard, if one is served."""
+        """URL of the dashboard; "" if none is served."""
 
     async def run_ticker(self) -> None:
         """Check the leases and remove dropped snapshots and blobs from disk, until cancelled.
@@ -144,7 +145,7 @@ class Service(CoordinatorServicer):
                 log.error("%s", error)  # e.g. a full disk; no call was acknowledged, and the next tick tries again
 
     async def _keep_closed(self) -> None:
-        """Write the last states of runs that have ended."""
+        """Write the last states of runs that have ended to disk."""
         for query in self._registry.state_queries.take_closed():
             parts = parts_of(query)
             one = self._closed.of(query, parts)
@@ -166,18 +167,18 @@ class Service(CoordinatorServicer):
         self._drops += drops  # the next tick tries again
 
     def _spare(self, drop: Drop) -> None:
-        """Cancel a queued removal of this value, because it is about to be written again."""
+        """Cancel the queued removal of a value that is about to be written again."""
         self._snapshot_index.spare(drop)
         self._drops = [other for other in self._drops if other != drop]
         self._disk.spare(drop)
 
     def wind_down(self) -> None:
-        """Answer all long polls now; called before the server stops."""
+        """Answer all long polls at once. The server calls it before it stops."""
         self._closing = True
         self._signals.wake_all()
 
     async def note_tracks(self) -> None:
-        """Write the position of each box, as the last rows of the journal."""
+        """Write the history of every box to the journal, before the coordinator ends."""
         cluster = self._registry.cluster
         for attempt in cluster.open_attempts():
             for box in attempt.boxes.values():
@@ -190,7 +191,7 @@ class Service(CoordinatorServicer):
         self._journal.close()
 
     async def _hold(self, topic: Topic, hold_s: float, seen: int, version: Callable[[], int]) -> None:
-        """Wait until `version` differs from the one seen, or the hold is over."""
+        """Wait for the topic until `version()` differs from `seen`, for at most `hold_s` seconds."""
         loop = asyncio.get_running_loop()
         until = loop.time() + hold_s
         if hold_s <= 0 or version() != seen:
@@ -227,7 +228,8 @@ class Service(CoordinatorServicer):
         return pb.CloseRunReply()
 
     async def FetchState(self, request: pb.FetchStateRequest, context: _Context) -> AsyncIterator[Any]:
-        """Yield StateParts; serialised ones to a caller with `packs`."""
+        """Yield the StateParts of the requested state; as serialised messages if the caller accepts packed ones
+        (`packs`)."""
         loop = asyncio.get_running_loop()
         until, sent = loop.time() + request.deadline_s, 0
         query: StateQuery | None = None
@@ -266,7 +268,8 @@ class Service(CoordinatorServicer):
 
     @contextlib.contextmanager
     def _counted_query(self, token: str) -> Iterator[None]:
-        """Count a state query of this token while it is open. Raises OverloadedError if the token has too many."""
+        """Count a state query of this credential token while the context is open. Raises OverloadedError if the token
+        has too many."""
         if self._queries[token] >= self._limits.queries_of_token_max:
             raise OverloadedError(
                 f"one token must have at most {self._limits.queries_of_token_max} open state queries: retry later"
@@ -280,13 +283,13 @@ class Service(CoordinatorServicer):
                 del self._queries[token]
 
     def _is_over(self, request: pb.FetchStateRequest) -> bool:
-        """Return whether the request asks for a state of a run that has ended."""
+        """Return whether the run has ended, so that its last state, which was kept, answers the request."""
         run = self._registry.cluster.runs.get(request.run)
         own = request.HasField("progress") or request.aggregate_blob
         return run is not None and run.current is None and not own
 
     async def _written(self, state: BoxState, request: pb.FetchStateRequest) -> BoxState:
-        """Return the state in the requested format."""
+        """Return the records in the format that the request names."""
         if request.format != pb.STATE_JSON or request.aggregate_blob:
             return state
         return await asyncio.to_thread(_in_json, state, self._limits.json_max)
@@ -294,9 +297,9 @@ class Service(CoordinatorServicer):
     async def _message(
         self, query: StateQuery, number: int, until: float, request: pb.FetchStateRequest
     ) -> list[BoxState]:
-        """Return the records of this box, once it is complete. For a caller with `packs`, add those of the next boxes
-        that fit into one message: otherwise hundreds of boxes that become complete one by one would be as many messages
-        per caller."""
+        """Return the records for the next message: those of box `number`, once it is complete. If the caller accepts
+        packed messages, add the following complete boxes that fit into the message. Otherwise hundreds of boxes that
+        become complete one by one would be as many messages per caller."""
         states: list[BoxState] = []
         free_bytes = CHUNK
         while number < query.num_boxes:
@@ -311,7 +314,8 @@ class Service(CoordinatorServicer):
         return states
 
     async def _complete(self, query: StateQuery, number: int, until: float, deadline_s: float) -> BoxState:
-        """Return the records of one box, once it is complete."""
+        """Wait until box `number` is complete, and return its records. Raises the query's error, and DeadlineError at
+        `until`."""
         with self._signals.on(query.topic(number)) as event:
             while number not in query.boxes and query.failure is None:
                 event.clear()
@@ -437,7 +441,7 @@ class Service(CoordinatorServicer):
         return pb.PutStateReply()
 
     async def _admitted(self, answer: pb.StateAnswer) -> None:
-        """Wait until the budget admits the answer's bytes."""
+        """Wait until there is memory for the answer's data."""
         with self._signals.on(ANSWERS_FREED) as event:
             while (left_s := self._registry.admit_state(answer)) is not None:
                 event.clear()
@@ -500,7 +504,7 @@ class Service(CoordinatorServicer):
                 yield pb.BlobPart(data=piece)
 
     async def _read(self, what: str, data: bytes) -> AsyncIterator[bytes]:
-        """Yield the pieces of a value to a reader, and end the call if the reader is too slow."""
+        """Yield the data in pieces to a caller. If the caller reads too slowly, its call is cancelled."""
         with ended_when_slow(what, self._limits) as reader:
             for piece in pieces(data):
                 await self._turns.next()
@@ -536,7 +540,8 @@ class Service(CoordinatorServicer):
         return await self.snapshot()
 
     def counters(self, calls: CallCounters) -> CoordinatorCounters:
-        """Return the counters that metrics have and a status does not. `calls`: the server's counters of calls."""
+        """Return the counters that are in the metrics but not in a status reply. `calls`: the server's counters of
+        calls."""
         from penstock.appliance.edge import coordinator_metrics  # here: only a coordinator with a dashboard needs it
 
         cluster = self._registry.cluster
@@ -553,7 +558,7 @@ class Service(CoordinatorServicer):
         return self._registry.cluster.open_attempts()
 
     async def snapshot(self) -> pb.StatusReply:
-        """Return everything that an operator may see now; callers share a status that is being made."""
+        """Return a status with everything that an operator may see now. Concurrent callers share one."""
         if self._status_task is None or self._status_task.done():
             self._status_task = asyncio.get_running_loop().create_task(self._make_status())
         return await asyncio.shield(self._status_task)

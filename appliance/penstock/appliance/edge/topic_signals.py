@@ -1,4 +1,4 @@
-"""Calls that wait for a change of the cluster state, by topic."""
+"""Calls that wait for a change of the cluster state, by the topic of the change."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ __all__ = ["TopicSignals", "TopicWaiter"]
 
 
 class TopicWaiter(asyncio.Event):
-    """Event of one call that waits for a topic."""
+    """Event for which one call waits."""
 
     over = False
-    """True if this call must be answered at once, because more calls wait for the topic than allowed."""
+    """True if the call must be answered at once, because too many calls wait for the same topic."""
 
 
 class TopicSignals:
-    """Topics and the calls that wait for them. Calls are woken in the order of their arrival, so that simulated
-    histories are repeatable."""
+    """Topics and the calls that wait for them. Calls are woken in the order of their arrival, so that simulation runs
+    are repeatable."""
 
     def __init__(self) -> None:
         self._waiting: dict[Topic, dict[TopicWaiter, None]] = {}
@@ -35,7 +35,8 @@ class TopicSignals:
 
     @contextlib.contextmanager
     def on(self, topic: Topic, most: int | None = None) -> Iterator[TopicWaiter]:
-        """Wait for a topic. `most`: limit on waiting calls; above it the oldest one is over."""
+        """Return a context in which a call waits for a topic. `most`: largest number of calls that wait for it; above
+        that the oldest call is ended (`over`)."""
         event = TopicWaiter()
         events = self._waiting.setdefault(topic, {})
         if most is not None and len(events) >= most:

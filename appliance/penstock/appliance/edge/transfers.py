@@ -1,7 +1,7 @@
-"""Transfers of values in parts: held to a minimum rate, and collected up to the declared size.
+"""Transfers of values in parts: with a minimum rate, and at most the declared size.
 
-An admitted sender holds memory that others wait for, so it must keep up a minimum rate. Only the time in which the
-coordinator waits for the sender counts, not that of the disk or of the coordinator itself.
+A sender that was admitted holds memory for which others wait, so it must keep up a minimum rate. Only the time in which
+the coordinator waits for the sender counts, not the time of the disk or of the coordinator itself.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _Part = TypeVar("_Part", bound=_HasData)
 
 
 class MinimumRate(Generic[_Part]):
-    """Parts of a value, as they arrive.
+    """Iterator over the parts of a value as they arrive, which enforces a minimum rate.
 
     Raises:
-        DeadlineError: nothing arrived for `part_s`, or the sender is behind the minimum rate by that much.
+        DeadlineError: nothing arrived for `part_s` seconds, or the sender is that many seconds behind the minimum rate.
     """
 
     def __init__(self, what: str, parts: AsyncIterator[_Part], limits: Limits) -> None:
@@ -66,7 +66,8 @@ class MinimumRate(Generic[_Part]):
 
 
 class Transfer:
-    """Data parts that follow a header: never more than declared, and in the end exactly that."""
+    """Data of a value, collected from its parts. There must be as many bytes in the end as the header declared, and
+    never more."""
 
     def __init__(self, what: str, size: int) -> None:
         self._what = what
@@ -87,7 +88,7 @@ class Transfer:
 
 
 class TransferReader:
-    """Progress of one reader of a value: bytes taken, and since when."""
+    """Progress of one reader of a value: the bytes that it has read, and the time since it began."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -95,22 +96,22 @@ class TransferReader:
         self._taken = 0
         self.timer: asyncio.TimerHandle
 
-    """Timer of the next check."""
-
     def took(self, size: int) -> None:
         self._taken += size
 
     def left_s(self) -> float:
-        """Return the seconds until the reader is below the minimum rate."""
+        """Return the seconds until the reader falls below the minimum rate, if it reads nothing more."""
         passed = asyncio.get_running_loop().time() - self._begun
         return self._limits.part_s + self._taken / self._limits.least_bytes_per_s - passed
 
 
 @contextmanager
 def ended_when_slow(what: str, limits: Limits) -> Iterator[TransferReader]:
-    """Cancel the call's task if its reader is below the minimum rate, because its value takes memory for which other
-    calls wait. A timeout in the handler would not work, because the handler may be waiting inside gRPC. The caller gets
-    the error at its next read or by its own deadline.
+    """Cancel the current task if its reader falls below the minimum rate, because the value takes memory for which
+    other calls wait.
+
+    A timeout in the handler would have no effect, because the handler may be waiting inside gRPC. The caller gets the
+    error at its next read, or its own deadline ends the call.
     """
     task, loop, reader = asyncio.current_task(), asyncio.get_running_loop(), TransferReader(limits)
     assert task is not None

@@ -1,1 +1,1 @@
-"""The nouns of the coordinator and its limits: plain data."""
+"""Entities of the coordinator and its limits: plain data."""

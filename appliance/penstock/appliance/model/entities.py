@@ -1,12 +1,12 @@
-"""Entities of the coordinator: runs, attempts, boxes, slots, workers. They hold data only; state_machine.py changes
+"""Entities of the coordinator: runs, attempts, boxes, slots, workers. They only hold data; state_machine.py changes
 them.
 
-Ownership. A run has at most one open attempt; an attempt has an entry for each of its boxes; an opened box has W slots;
-a slot has at most one worker, under a generation that rises each time the slot moves. Calls for an older attempt or
-generation are fenced, and the numbers are in the journal before any peer receives them.
+Ownership. A run has at most one open attempt. An attempt has an entry for each of its boxes, and an opened box has its
+slots. A slot has at most one worker, under a generation that rises each time the slot moves. Calls for an older attempt
+or generation are refused. The numbers of attempt and generation are in the journal before any peer receives them.
 
-Ownership is journaled. Leases and progress are not: after a restart every peer has a full new lease, and reports its
-position with its next call.
+Ownership is in the journal. Leases and progress are not: after a restart every peer has a full new lease, and reports
+its position with its next call.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ from penstock.proto.v1 import records_pb2
 from penstock.runtime.telemetry.units import topology
 
 ASSIGNMENTS_MAX = 10 << 20
-"""Bytes of a worker's assignments above which it gets no more slots. One reply to a heartbeat contains all assignments,
-and a worker is lost if its reply exceeds REPLY_MAX. 10 MiB are 1,024 slots of 10 KiB; serialising them takes 35 ms."""
+"""Size of a worker's assignments above which it gets no more slots, in bytes. One heartbeat reply contains all
+assignments, and a worker whose reply exceeds REPLY_MAX is lost. 10 MiB are 1,024 slots of 10 KiB each; serialising them
+takes 35 ms."""
 
 ASSIGNMENT_BYTES = 256
-"""Bytes of an assignment's numbers, key and field names."""
+"""Size of an assignment's numbers, key and field names, in bytes."""
 
 
 class SlotKey(NamedTuple):
@@ -50,7 +51,7 @@ class AttemptState(Enum):
 
 
 class BoxPresence(Enum):
-    """Presence of a box in its attempt."""
+    """Presence of a box's client in the attempt."""
 
     LIVE = "live"
     GONE = "gone"  # the lease ran out; the same client may come back until the next attempt opens
@@ -63,14 +64,15 @@ class SlotLoss:
     worker: str
     note: str
     delivered: int
-    """The slot's delivered total as known at the loss; a higher one now means progress."""
+    """Total of batches of the slot that was known to be delivered at the loss. A higher total since then means
+    progress."""
     making: records_pb2.Skip | None = None
-    """Position of the batch that the runner was making when it died, if it was making one."""
+    """Position of the batch that the runner was making when it died; None if it was not making one."""
 
 
 @dataclass
 class MigrationTarget:
-    """Worker that prepares to take a slot over from another: see migration.py."""
+    """Worker that prepares to take a slot over from its present worker: see migration.py."""
 
     worker: str
     session: str
@@ -78,7 +80,7 @@ class MigrationTarget:
     why: str
     since: float
     ready_at: float = 0.0
-    """Time when the target became ready; 0 = not yet."""
+    """Monotonic time when the target became ready; 0 = not yet."""
     capabilities: records_pb2.LoaderCapabilities | None = None
 
 
@@ -89,7 +91,8 @@ class Slot:
     phase: pb.SlotPhase.ValueType = pb.WAITING
     worker: str = ""
     session: str = ""
-    """Session of the worker, so that a restarted coordinator can tell whether it is still the same process."""
+    """Session of the slot's worker. By it a restarted coordinator knows whether the worker is still the same
+    process."""
     ever_ready: bool = False
     recovery: bool = False
     restarts: int = 0
@@ -101,49 +104,51 @@ class Slot:
     reserved: int = 0
     """Highest generation reserved for a migration target. It is journaled, so that no generation is used twice."""
     moved_at: float = 0.0
-    """Time of the last change of its worker."""
+    """Monotonic time when the slot got its present worker."""
     left_alone_until: float = 0.0
     unfit: dict[str, str] = field(default_factory=dict)
-    """Worker -> its session, for workers that failed to prepare for the slot."""
+    """Worker -> its session at that time, for workers that failed to prepare for a migration of the slot."""
     migrated: bool = False
     """True if the slot's last move was a migration."""
     was_slow_at: frozenset[str] = frozenset()
-    """Workers that the slot was moved away from as a straggler."""
+    """Names of the workers from which the slot was moved because it was a straggler there."""
     batches_per_s: float = 0.0
     batch_s: float = 0.0
-    """Seconds of work per batch, as its worker reports; 0 = not known."""
+    """Seconds of work per batch, as reported by the slot's worker; 0 = not known."""
     batch_cpu_s: float = 0.0
     """Seconds of processor time per batch; 0 = not known."""
     batch_delay_s: float = 0.0
-    """Seconds of `batch_s` in which the runner waited for a processor."""
+    """Seconds per batch, within `batch_s`, in which the runner waited for a processor."""
     doing: str = ""
-    """Activity of its runner that takes unusually long; "" = nothing unusual."""
+    """Activity of the slot's runner, if it takes unusually long; else ""."""
     start_queue_position: tuple[int, int] = (0, 0)
-    """Position of its runner in its worker's start queue, from 1, and the length of the queue; 0 = it is not queued."""
+    """Position of the slot's runner in the worker's start queue, from 1, and the length of the queue; 0 = not in the
+    queue."""
     start_stage: int = 0
-    """Stage of its start that it waits in (StartStage). A newer worker may report an unknown one."""
+    """Stage of its start in which the slot's runner waits (StartStage). A newer worker may report an unknown stage."""
     stack: str = ""
-    """Stack of the runner: at `doing` now, else when it last died."""
+    """Stack of the slot's runner: the present one while `doing` is set, else the one at its last death."""
     outgrown: int = 0
-    """Generation whose runner was recycled for its memory before its second batch; 0 = none was."""
+    """Generation whose runner was replaced for its memory use before its second batch; 0 = no such generation."""
     skips: dict[tuple[int, int], int] = field(default_factory=dict)
-    """(epoch, total) -> batches skipped there; those of the state that the run resumed from included."""
+    """(epoch, total) -> number of batches skipped at this position. Those in the state that the run resumed from are
+    included."""
     skipped: dict[tuple[int, int], int] = field(default_factory=dict)
-    """(epoch, total) -> batches skipped there in this attempt alone."""
+    """(epoch, total) -> number of batches skipped at this position in the present attempt alone."""
     gauge: SlotGauge = field(default_factory=SlotGauge)
 
     def unfit_at(self, workers: Mapping[str, Worker]) -> set[str]:
-        """Return those of `workers` that failed to prepare for the slot, and were not restarted since."""
+        """Return the names of those of `workers` that failed to prepare for the slot and were not restarted since."""
         return {name for name, session in self.unfit.items() if name in workers and workers[name].session == session}
 
     def is_migrating_to(self, worker: str, generation: int) -> bool:
-        """Return whether that worker, under that generation, prepares to take the slot over."""
+        """Return whether this worker, under this generation, prepares to take the slot over."""
         target = self.target
         return target is not None and (target.worker, target.generation) == (worker, generation)
 
     @property
     def next_generation(self) -> int:
-        """Next unused generation."""
+        """Next unused generation of the slot."""
         return max(self.generation, self.reserved) + 1
 
     def __str__(self) -> str:
@@ -154,9 +159,9 @@ class Slot:
 class Box:
     number: int
     client: str
-    """Digest of the client that holds the box: see `client_of`."""
+    """Digest of the secret of the client that holds the box: see `client_of`."""
     opening: pb.OpenRunRequest
-    """Opening without its client_id."""
+    """Request that opened the box, without its client_id."""
     start: Position
     """Position of the box when the attempt opened."""
     presence: BoxPresence
@@ -164,55 +169,58 @@ class Box:
     version: int
     slots: list[Slot] = field(default_factory=list)
     credential: str = ""
-    """Digest of the token that opened the box; "" = the coordinator was restarted since."""
+    """Digest of the credential token that opened the box; "" after a restart of the coordinator."""
 
     delivered: records_pb2.BoxPosition = field(default_factory=records_pb2.BoxPosition)
-    """The newest report; empty before the first one."""
+    """Position in the client's newest report; empty before the first report."""
     reported: bool = True
-    """True if its client has reported since the restart; until then, its abandoned epochs and position may be out of
-    date."""
+    """True if the client has reported since the coordinator's restart. Until then the box's position and abandoned
+    epochs may be out of date."""
     restored: bool = False
-    """Flag of a box restored from the journal, which does not record the steps dropped since its epoch start."""
+    """True if the box was restored from the journal. Its known positions then begin at the attempt's start again,
+    although its workers may have dropped the snapshots from before the retention window."""
     earlier: tuple[records_pb2.BoxPosition, ...] = ()
-    """Positions known before the restart: for `penstock replay` alone."""
+    """Positions that were known before the restart. Only `penstock replay` uses them."""
     settled: bool = False
-    """Flag of a box that had closed before the restart, at the last position of `earlier`."""
+    """True if the box had closed before the restart. The last position of `earlier` is then its final one."""
     epoch_ended: bool = False
     abandoned: dict[int, int] = field(default_factory=dict)
-    """Epoch -> last step of it, for epochs abandoned by `break`."""
+    """Epoch -> its last step, for epochs that the loop abandoned by `break`."""
     ends: dict[tuple[int, int], int] = field(default_factory=dict)
-    """(slot, epoch) -> the slot's total when the epoch ended, as workers reported."""
+    """(slot, epoch) -> the slot's total at the end of the epoch, as reported by workers."""
     waiting_for: int = 0
     waited_s: float = 0.0
     steps_per_s: float = 0.0
     waited_share: float = 0.0
-    """Share of waiting in the time that steps_per_s refers to."""
+    """Share of the time that the loop waited, over the same time as steps_per_s."""
     usual_steps_per_s: float = 0.0
-    """Decaying mean of steps_per_s, like `waits`, so that a single report does not decide anything."""
+    """Mean of steps_per_s over time, with an exponential decay like that of `waits`, so that no single report decides
+    anything."""
     usual_span_s: float = 0.0
-    """Seconds that usual_steps_per_s refers to, decayed like the mean."""
+    """Seconds over which usual_steps_per_s was measured, with the same decay."""
     rate_from: float = 0.0
     rate_steps: int = 0
     rate_waited_s: float = 0.0
     waits: BoxWaits = field(default_factory=BoxWaits)
     reported_at: float = 0.0
     unreachable: dict[str, float] = field(default_factory=dict)
-    """Worker -> time when the box last reported that it cannot reach it: see reachability.py."""
+    """Worker -> monotonic time when the box last reported that it cannot reach the worker: see reachability.py."""
     lingers_until: float = 0.0
-    """Time until which a closed box keeps its workers, for state queries of other boxes; 0 = it has no workers to
-    keep."""
+    """Monotonic time until which a closed box keeps its workers for the state queries of other boxes; 0 = it keeps
+    none."""
     history: deque[Position] = field(default_factory=deque)
-    """Reported positions, oldest first; the first is the newest outside the window, or the epoch start."""
+    """Positions that the box reported, oldest first. The first one is the newest position before the retention window,
+    or the start of the epoch."""
 
     @cached_property
     def assignment_size(self) -> int:
-        """Bytes of the assignment of one of its slots."""
+        """Size in bytes of the assignment of one slot of the box."""
         parts = (self.opening.loader, self.opening.resume, self.start.to_proto())
         return len(self.opening.job) + sum(part.ByteSize() for part in parts) + ASSIGNMENT_BYTES
 
     @property
     def step(self) -> int:
-        """Steps delivered, as far as reported."""
+        """Number of steps delivered, according to the newest report."""
         return max(self.delivered.step, self.start.step)
 
     @property
@@ -220,15 +228,15 @@ class Box:
         return self.opening.loader.options.retention_steps
 
     def total(self, slot: int) -> int:
-        """Return the slot's delivered batches, as far as reported."""
+        """Return the number of the slot's batches delivered, according to the newest report."""
         return self.delivered.slots[slot].total if self.delivered.slots else self.start.total[slot]
 
     def unreachable_since(self, since: float) -> set[str]:
-        """Return the names of the workers that the box could not reach at that time or later."""
+        """Return the names of the workers that the box reported as unreachable at the time `since` or later."""
         return {worker for worker, at in self.unreachable.items() if at > since}
 
     def measure(self, now: float, steps: int) -> None:
-        """Update the rates after `steps` more steps were delivered."""
+        """Update the rates of the box after `steps` more steps were delivered."""
         if self.rate_from == 0.0:
             self.rate_from, self.rate_waited_s = now, self.waited_s
         elif now - self.rate_from >= 0.5:
@@ -245,25 +253,27 @@ class Box:
             self.rate_steps += steps
 
     def note_waits(self, now: float, by_slot_s: Sequence[float]) -> None:
-        """Record the client's report of its loop's waiting. An older release reports none."""
+        """Record how long the client's loop has waited for each slot, in seconds. A client of an older release reports
+        nothing."""
         if len(by_slot_s) == len(self.slots):
             begun = self.step > self.start.step
             self.waits.report(now, by_slot_s, [slot.gauge.queued for slot in self.slots], begun=begun)
 
     def position_before(self, step: int) -> Position | None:
-        """Return the newest position known at or before `step`; None if the step is older than all.
+        """Return the newest known position at or before `step` from which the record of `step` can be computed; None if
+        the step is older than all known positions.
 
-        The record of a step is the position right after it, before an epoch end that follows. If the loop had passed
-        the epoch's end when it reported, its report holds the start of the next epoch. A loader can resume from that
-        position, but it is not the record of the step.
+        The record of a step is the position directly after it, before an epoch end that follows. If the loop had
+        already passed the epoch's end when it reported this step, the reported position is the start of the next epoch.
+        A loader can resume from there, but this position is not the record of the step, so it is not used for it.
         """
         fits = [at for at in self._known() if at.step < step or (at.step == step and not self.is_fresh(at))]
         return max(fits, key=lambda position: position.step, default=None)
 
     def is_refuted(self, position: Position) -> bool:
-        """Return whether a report of a later step shows that this planned position is wrong: the report has fewer
-        batches of a slot, or another start of the same epoch. A plan is wrong if it was made before the end of an epoch
-        was known."""
+        """Return whether a report of a later step shows that `position`, which a plan computed, is wrong: the later
+        report has fewer batches of a slot, or another start of the same epoch. A plan is wrong if it was made before
+        the end of an epoch was known."""
         later = min((at for at in self._known() if at.step >= position.step), key=lambda at: at.step, default=None)
         if later is None:
             return False
@@ -276,7 +286,7 @@ class Box:
         )
 
     def chain(self, step: int) -> int | None:
-        """Return the stream digest at `step`, if a position of exactly that step was reported with it."""
+        """Return the stream digest at `step`, if a report of exactly that step contained it; else None."""
         return next((at.chain for at in self._known() if at.step == step and at.chain is not None), None)
 
     def _known(self) -> list[Position]:
@@ -287,7 +297,7 @@ class Box:
         return known
 
     def is_fresh(self, position: Position) -> bool:
-        """Return whether the position is the start of an epoch after the attempt's first one."""
+        """Return whether the position is the start of an epoch that began during this attempt."""
         return position.epoch > self.start.epoch and not any(position.delivered)
 
     def who(self) -> str:
@@ -300,31 +310,32 @@ class Attempt:
     number: int
     key: str
     opened_by: str
-    """Opener and its host, for messages."""
+    """Client that opened the attempt, and its host, for messages."""
     num_boxes: int
     num_workers: int
     seed: int
     state: AttemptState = AttemptState.OPEN
     why: str = ""
-    """Reason why the attempt is no longer open."""
+    """Reason why the attempt is not open any more."""
     boxes: dict[int, Box] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
-    """Boxes whose epoch_ended is set."""
+    """Numbers of the boxes whose `epoch_ended` is set."""
     live: set[int] = field(default_factory=set)
-    """Boxes whose presence is LIVE, kept so that a close need not look at all boxes."""
+    """Numbers of the boxes whose presence is LIVE. They are kept here so that closing a box need not look at all
+    boxes."""
     left: dict[int, int] = field(default_factory=dict)
-    """Step after which some box abandoned an epoch -> the first box that did."""
+    """Step after which boxes abandoned an epoch -> the first box that reported it."""
     _left: list[int] = field(default_factory=list)
     """Keys of `left`, sorted."""
     last_live: float = 0.0
     generation: int = 0
-    """Highest generation that its slots used or reserved."""
+    """Highest generation that slots of the attempt use or have reserved."""
     clients: dict[int, str] = field(default_factory=dict)
-    """Box -> client, by the digest of its secret."""
+    """Box -> digest of its client's secret."""
     credentials: Counter[str] = field(default_factory=Counter)
     """Number of boxes, by the digest of the credential token that opened them."""
     blobs: set[str] = field(default_factory=set)
-    """Names of the blobs in its openings."""
+    """Names of the blobs that its boxes use: saved states and large arguments."""
 
     def add_box(self, box: Box) -> None:
         self.boxes[box.number] = box
@@ -349,7 +360,8 @@ class Attempt:
         (self.ended.add if ended else self.ended.discard)(box.number)
 
     def note_abandoned(self, box: Box, epoch: int, step: int) -> bool:
-        """Record that the box abandoned an epoch. Return true if it is the first to do so after this step."""
+        """Record that the box abandoned an epoch after `step`. Return True if no other box abandoned one after this
+        step before."""
         box.abandoned[epoch] = step
         if step in self.left:
             return False
@@ -358,12 +370,13 @@ class Attempt:
         return True
 
     def left_between(self, first: int, last: int) -> list[int]:
-        """Return the steps from `first` to before `last` after which some box abandoned an epoch."""
+        """Return the steps in [first, last) after which a box abandoned an epoch."""
         return self._left[bisect_left(self._left, first) : bisect_left(self._left, last)]
 
     def behind(self, box: Box, step: int) -> int | None:
-        """Return the first step before `step` after which another box abandoned an epoch and this box may still do so.
-        The position of this box at `step` is unknown until it reports an abandoned epoch there, or a later step."""
+        """Return the first step before `step` after which another box abandoned an epoch, and this box has not reported
+        whether it did too; None if there is none. Until it reports that, or a later step, its position at `step` is
+        unknown."""
         if box.epoch_ended or box.presence is not BoxPresence.LIVE:
             return None
         ahead = self.left_between(box.step, step)
@@ -386,7 +399,7 @@ class ClosedAttempt:
     state: AttemptState
     why: str
     clients: dict[int, str]
-    """Box -> client, by the digest of its secret."""
+    """Box -> digest of its client's secret."""
 
 
 @dataclass
@@ -396,20 +409,20 @@ class Run:
     num_boxes: int
     num_workers: int
     attempt: int
-    """Highest attempt number used."""
+    """Highest attempt number used in the run."""
     generation: int
-    """Highest generation used; the next attempt starts above it."""
+    """Highest generation used in the run. The generations of the next attempt are above it."""
     current: Attempt | None = None
     past: dict[int, ClosedAttempt] = field(default_factory=dict)
 
 
 class AssignedSlots:
-    """Slots of a worker, and the bytes that their assignments take in a heartbeat's reply."""
+    """Slots of a worker, and the size of their assignments in a heartbeat reply."""
 
     def __init__(self) -> None:
         self._sizes: dict[SlotKey, int] = {}
         self.size = 0
-        """Bytes of all assignments."""
+        """Size of all assignments, in bytes."""
 
     def add(self, key: SlotKey, size: int = 0) -> None:
         self.discard(key)
@@ -442,38 +455,38 @@ class Worker:
     local_address: str
     tcp_address: str
     registered: bool
-    """False for a worker restored from the journal until it registers again. Until then it keeps its slots and gets no
-    new ones."""
+    """True if the worker has registered since the coordinator's start. A worker restored from the journal keeps its
+    slots until then, and gets no new ones."""
     lease_until: float
     seen_at: float
     version: int
     draining: bool = False
     allow: tuple[str, ...] = ()
-    """Prefixes of the modules that it may run."""
+    """Prefixes of the modules that the worker may run."""
     release: str = ""
-    """Release of Penstock; "" = not known."""
+    """Release of Penstock that the worker runs; "" = not known."""
     cores: int = 0
-    """Processors that it may use; 0 = not known."""
+    """Number of processors that the worker may use; 0 = not known."""
     slots: AssignedSlots = field(default_factory=AssignedSlots)
     more_requests: bool = False
-    """True if its last reply could not hold all state requests."""
+    """True if some state requests did not fit into the last heartbeat reply to the worker."""
     left: bool = False
     """True if the worker announced its shutdown, so that its silence does not count as a loss."""
 
     @property
     def load(self) -> float:
-        """Share of its capacity that is taken."""
+        """Share of the worker's capacity that is in use."""
         return len(self.slots) / self.capacity if self.capacity else 1.0
 
     def may_run(self, module: str) -> bool:
-        """Return whether the worker may run the module; true for a worker that reported no prefixes, which checks it
-        itself."""
+        """Return whether the worker may run the module. A worker that reported no prefixes checks it itself; for it,
+        return True."""
         return not self.allow or under(module, self.allow)
 
     @property
     def free(self) -> int:
-        """Number of further slots that it can take; 0 if the assignments' large arguments already fill a heartbeat's
-        reply."""
+        """Number of further slots that the worker can take; 0 if the assignments fill a heartbeat reply, because they
+        contain large arguments."""
         if self.draining or not self.registered or self.slots.size >= ASSIGNMENTS_MAX:
             return 0
         return self.capacity - len(self.slots)
@@ -484,18 +497,18 @@ _SHOWN = 8
 
 
 def client_of(client_id: str) -> str:
-    """Return the digest of a client's secret. The secret proves that a box is held; the digest, which is stored in
-    memory, in the journal and in messages, proves nothing."""
+    """Return the digest of a client's secret. Knowing the secret proves that a client holds the box. The digest proves
+    nothing, so it may be stored in memory, in the journal and in messages."""
     return _DIGEST + hashlib.sha256(client_id.encode()).hexdigest()[:32]
 
 
 def client_in(row: str) -> str:
-    """Return the client of a journal row, which may hold the secret itself, as releases before this one wrote it."""
+    """Return the client's digest from a journal row. If an older release stored the secret, compute its digest."""
     if type(row) is not str:
         raise TypeError(f"client_id must be a text, got {type(row).__name__}")
     return row if row.startswith(_DIGEST) else client_of(row)
 
 
 def shown(client: str) -> str:
-    """Return a client's short name for messages."""
+    """Return a short form of a client's digest, for messages."""
     return client.removeprefix(_DIGEST)[:_SHOWN]

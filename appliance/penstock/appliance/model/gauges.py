@@ -1,8 +1,9 @@
-"""Measurements of slots and boxes: how far runners are ahead, and which slots loops wait for. None is journaled.
+"""Measurements of slots and boxes: how many batches runners are ahead of the loop, and which slots loops wait for. None
+of them is in the journal.
 
-The slot that a loop waits for at one moment is no evidence: the loop takes slots in turn, and waits for each next one,
-if only for a microsecond. So the box reports its total wait for each slot, and the gauge keeps these seconds with a
-decay by half every HALF_S. Their shares show which slot has been holding the box up lately.
+The slot that a loop waits for at one moment is no evidence: the loop takes the slots in turn, and waits for each of
+them, if only for a microsecond. So the box reports its total wait for each slot. A gauge keeps these seconds with a
+decay by half every HALF_S. A slot's share of them shows how much it has held up the box lately.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 HALF_S = 15.0
-"""Half-life of a wait, in seconds: shares are those of the last minute or so."""
+"""Half-life of a measured wait, in seconds. Shares of waits are therefore those of about the last minute."""
 
 QUEUE_HALF_S = 5.0
-"""Half-life of a queue's mean, in seconds: a queue fills and empties within seconds."""
+"""Half-life of the mean number of ready batches, in seconds. It is short because this number changes within seconds."""
 AHEAD = 2
-"""Smallest number of ready batches of a slot that counts as ahead. One is not enough: the loop may have taken it
-without its runner having noticed."""
+"""Smallest number of ready batches with which a slot counts as ahead. One is not enough: the loop may have taken that
+batch without the runner having noticed."""
 
 
 @dataclass
@@ -25,20 +26,20 @@ class SlotGauge:
     """Measurements of a slot."""
 
     queued: int = 0
-    """Batches produced and not yet delivered, as of the last heartbeat. It may be one too high, because a runner within
-    user code does not notice yet that its last batch was taken."""
+    """Number of batches produced and not yet delivered, as of the last heartbeat. The number may be too high by one,
+    because a runner that is inside user code does not notice that its last batch was taken."""
     mean_queued: float = 0.0
-    """Mean of `queued` over time."""
+    """Mean of `queued` over time, with a half-life of QUEUE_HALF_S."""
     saved_at: float = 0.0
-    """Time when its newest durable snapshot was stored; 0 = none since the coordinator started."""
+    """Monotonic time when the slot's newest durable snapshot was stored; 0 = none since the coordinator's start."""
     lost_at: float = 0.0
-    """Time when it lost its last runner; 0 = never, or another runner has taken over."""
+    """Monotonic time when the slot lost its runner; 0 = it has lost none, or the replacement has caught up."""
     behind: bool = False
-    """Flag of a replacement runner that has not yet made the batch that the loop waits for next."""
+    """True if the slot's runner is a replacement that has not yet made the batch that the loop waits for next."""
     _at: float = 0.0
 
     def report(self, now: float, produced: int, delivered: int) -> None:
-        """Record a report. `delivered`: the highest count that the box or the worker reported."""
+        """Record a worker's report: totals of batches that the slot has produced and that the loop has received."""
         self.behind = self.behind and produced <= delivered
         self.queued = max(0, produced - delivered)
         kept = 0.5 ** ((now - self._at) / QUEUE_HALF_S) if self._at else 0.0
@@ -46,28 +47,29 @@ class SlotGauge:
         self._at = now
 
     def restart(self, now: float) -> None:
-        """Record the loss of the runner. `now` is 0 if its box was lost with it, which needs no recovery."""
+        """Record the loss of the slot's runner at the time `now`. `now` is 0 if no recovery is expected, for example
+        because the box was lost too."""
         self.queued, self.mean_queued, self._at, self.lost_at, self.behind = 0, 0.0, 0.0, now, True
 
 
 @dataclass
 class BoxWaits:
-    """Waits of a box's loop for its slots, counted from its first batch on."""
+    """Seconds that a box's loop waited for each of its slots, counted from the first batch on."""
 
     span_s: float = 0.0
-    """Seconds that the shares refer to, decayed like the waits."""
+    """Seconds over which the waits were measured, with the same decay."""
     _seconds: list[float] = field(default_factory=list)
     _late: list[float] = field(default_factory=list)
     _reported: list[float] = field(default_factory=list)
     _at: float = 0.0
 
     def report(self, now: float, waited: Sequence[float], queued: Sequence[int], *, begun: bool) -> None:
-        """Record a report.
+        """Record a report of the box.
 
         Args:
-            waited: seconds that the loop has waited so far, by slot. A new executor counts from 0 again.
-            queued: batches that are ready at each slot.
-            begun: whether the loop has received a batch.
+            waited: seconds that the loop has waited for each slot so far. A new executor counts from 0 again.
+            queued: number of ready batches of each slot.
+            begun: whether the loop has received its first batch.
         """
         known = begun and len(self._reported) == len(waited)
         before, self._reported = self._reported, list(waited) if begun else []
@@ -84,7 +86,7 @@ class BoxWaits:
 
     @property
     def share(self) -> float:
-        """Share of its time that the loop waited."""
+        """Share of the loop's time that it waited for any slot."""
         return min(1.0, sum(self._seconds) / self.span_s) if self.span_s else 0.0
 
     def of(self, slot: int) -> float:
@@ -92,5 +94,6 @@ class BoxWaits:
         return min(1.0, self._seconds[slot] / self.span_s) if self.span_s else 0.0
 
     def late(self, slot: int) -> float:
-        """Return the share of the waiting for this slot during which its batches were ready."""
+        """Return the share of the loop's waiting for this slot in which the slot had batches ready, which then arrived
+        late."""
         return self._late[slot] / self._seconds[slot] if self.span_s and self._seconds[slot] else 0.0

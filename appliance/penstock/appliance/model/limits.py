@@ -15,11 +15,11 @@ GIB = 1 << 30
 class RateLimits:
     """Limits on calls that make the coordinator store something new: registrations of workers and openings of runs.
     Each call costs up to a millisecond, so a peer that repeats it in a loop by mistake would delay the others'
-    heartbeats. The bursts let a whole fleet come back at once after a restart."""
+    heartbeats. The burst sizes let a whole fleet register again at once after a restart."""
 
     peer_per_s: float = 200.0
     peer_burst: int = 12_000
-    """Burst of one address, which many machines may share behind a proxy."""
+    """Largest burst of calls from one address. Many machines may share an address behind a proxy."""
     all_per_s: float = 1_000.0
     all_burst: int = 24_000
     peers_max: int = 4096
@@ -36,165 +36,175 @@ class Limits:
     lease_policy.py."""
     hung_up_s: float = 1.5
     """Remaining lease of a worker whose connection ends during a heartbeat. Its process has probably died; a worker
-    that lost only its connection is back within half a second. This time grows with the lease."""
+    that only lost the connection is back within half a second. The value is multiplied when the lease grows with the
+    fleet."""
     client_lease_s: float = 10.0
-    """Lease of a training process, which may hold the GIL for seconds (a compile, a large pickle) and not report."""
+    """Lease of a training process. It is longer than a worker's, because user code may hold the GIL for seconds (a
+    compile, a large pickle), in which the process cannot report."""
     return_s: float = 25.0
-    """Shortest lease of every peer in the journal after a start on another host. Peers get no signal that the old host
-    is down: they notice by pings, after 15 s (channel.py), and give up on the connection after 5 s more. Only then do
-    they resolve the name again."""
+    """Shortest lease of every peer that is in the journal when a coordinator starts on another host. Peers get no
+    signal that the old host is down. Their pings notice it after 15 s (channel.py), and after 5 s more they give up the
+    connection. Only then do they resolve the coordinator's name again."""
     unreachable_s: float = 600.0
-    """Time for which a box's slots are not placed on a worker that it could not reach, as long as others have
-    capacity."""
+    """Time for which a box's slots are not placed on a worker that the box could not reach, as long as other workers
+    have capacity."""
     unreachable_again_s: float = 10.0
-    """Time after which an unreachable worker is tried again if the box can reach no other: the network may have
-    recovered."""
+    """Time after which a worker that a box could not reach is tried again, if the box can reach no other worker. The
+    network may have recovered."""
     unreachable_max: int = 8
-    """Largest number of workers that a box's reports can mark as unreachable within `unreachable_per_s`."""
+    """Largest number of workers that the reports of one box can mark as unreachable within `unreachable_per_s`
+    seconds."""
     unreachable_per_s: float = 60.0
     hold_share: float = 1 / 3
-    """Longest hold of a long poll, as a share of the lease, so that a peer may lose two polls in a row without harm."""
+    """Longest time that a long poll is held, as a share of the lease, so that a peer may lose two polls in a row
+    without harm."""
     heartbeat_s: float = 1.0
-    """Heartbeat interval in a small fleet, which is also the largest age of the figures in `penstock status`."""
+    """Heartbeat interval in a small fleet. The figures in `penstock status` are at most this old."""
     heartbeats_per_s: float = 2000.0
-    """Largest rate of heartbeats of the whole fleet: above 2,000 workers their interval and lease grow.
+    """Largest rate of heartbeats of the whole fleet: above 2,000 workers the heartbeat interval and the lease grow.
     docs/benchmarks.md has the cost of a call."""
     watches_per_s: float = 200.0
-    """Largest rate of watches of all boxes: above 200 boxes their interval grows, above 660 their lease."""
+    """Largest rate of WatchRun calls of all boxes: above 200 boxes their interval grows, above 660 their lease."""
     shrinks_after_s: float = 60.0
-    """Time after which a shrunken fleet shortens interval and lease."""
+    """Time after which a smaller fleet makes heartbeat interval and lease shorter."""
     lease_max_s: float = 300.0
-    """Longest lease that a peer can claim to have been promised."""
+    """Longest lease that the coordinator believes when a peer reports what it was promised."""
     stall_s: float = 1.0
-    """Gap in the coordinator's own timer after which every lease is extended by the gap: the coordinator was stopped
-    and received no calls. If it is only late, it extends leases by its delay, because the awaited call may be among the
-    queued ones. An overloaded coordinator drops no peer before two leases of silence: see lease_policy.patience_s.
-    """
+    """Delay of the coordinator's own timer from which every lease is extended by the delay: the coordinator was stopped
+    and received no calls. A coordinator that is only late extends leases by its delay too, because a call may wait in
+    the queue. An overloaded coordinator drops no peer before two leases of silence: see lease_policy.patience_s."""
     linger_s: float = 60.0
-    """Time that a closed box keeps its workers while others are open, so that a rank that saves after its last step
+    """Time that a closed box keeps its workers while other boxes are open. So a rank that saves after its last step
     still gets the state of the boxes that closed before it."""
     abandoned_s: float = 3600.0
-    """Time after which an attempt without a live box is closed and its snapshots dropped. Until then it may return."""
+    """Time after which an attempt without a live box is closed and its snapshots are dropped. Until then its boxes may
+    come back."""
 
     target_ready_s: float = 300.0
-    """Time for a migration target to become ready: it may have to import torch and read the index of a dataset. The
-    slot runs where it is meanwhile."""
+    """Longest time for a migration target to become ready. It may have to import torch and read the index of a dataset.
+    Meanwhile the slot runs on its present worker."""
     migration_s: float = 5.0
-    """Time for the slot's worker to make durable what a ready migration target needs."""
+    """Longest time for the present worker to make the snapshot durable that a ready migration target needs."""
     left_alone_s: float = 30.0
-    """Time that a slot stays where it is after a failed migration."""
+    """Time that a slot stays on its worker after a failed migration."""
     balance_after_s: float = 30.0
-    """Time that a slot stays where it is before it is moved for balance; 0 = it is never moved. Also the time over
-    which loops' waits are measured. It is long compared with a move, which costs about a second."""
+    """Time that a slot stays on its worker before balance may move it; 0 = balance never moves a slot. It is also the
+    time over which the waits of loops are measured. It is long compared with a move, which takes about a second."""
     balance_every_s: float = 5.0
     """Time between two checks of the balance."""
 
     losses: int = 3
     loss_window_s: float = 60.0
-    """Window in which a slot may lose its runner `losses` times without a batch delivered in between. A reboot or a
-    preempted node causes fewer losses; a poison batch causes more."""
+    """Window in seconds in which a slot may lose its runner at most `losses` times without a batch delivered in
+    between. A reboot or a preempted node causes fewer losses; a poison batch causes more."""
 
     budget: int = 4 * GIB
-    """Bytes of snapshots and blobs on disk."""
+    """Largest number of bytes of snapshots and blobs on disk."""
     cadence_share: float = 0.9
-    """Share of the budget for snapshots that only shorten a replay. The rest is for the first snapshot of each slot and
-    for states to resume from, without which no run can start."""
+    """Share of the budget for snapshots that only shorten a replay. The rest is reserved for the first snapshot of each
+    slot and for states to resume from, without which no run can start."""
     value_max: int = VALUE_MAX
     """Largest snapshot, blob or state. SQLite's own limit on a value is 1,000,000,000."""
     transfers_max: int = 64 * MIB
-    """Largest number of bytes of snapshots, and as many of blobs, in memory before they are written. Half is reserved
-    for small ones."""
+    """Largest number of bytes of snapshots in memory that wait to be written, and the same for blobs. Half of it is
+    reserved for small values."""
     part_s: float = 30.0
-    """Longest time between two parts of a snapshot or blob, of 512 KiB at most."""
+    """Longest time between two parts of a snapshot or blob in transfer. A part has at most 512 KiB."""
     least_bytes_per_s: int = MIB
-    """Lowest average rate of a snapshot or blob, beyond `part_s`. A slower one delays others that wait for memory: a
-    blob of 70 MB sent at a byte in 10 s kept every job from starting."""
+    """Lowest average rate of a transfer of a snapshot or blob, after a grace of `part_s` seconds. A slower transfer
+    delays others that wait for memory: a blob of 70 MB sent at a byte in 10 s kept every job from starting."""
     blob_share: float = 0.9
-    """Share of the budget for blobs. The rest is for snapshots, without which no run can start."""
+    """Share of the budget that blobs may use. The rest is reserved for snapshots, without which no run can start."""
     blob_token_share: float = 0.6
-    """Share of the budget for the blobs of one credential token, if the coordinator has several tokens."""
+    """Share of the budget that the blobs of one credential token may use, if the coordinator has several tokens."""
     reads_max: int = 128 * MIB
-    """Largest number of bytes of snapshots and blobs in memory for readers. Half is reserved for small ones."""
+    """Largest number of bytes of snapshots and blobs in memory that are being sent to readers. Half of it is reserved
+    for small values."""
     blob_idle_s: float = 3600.0
-    """Age at which a blob that no open attempt names is dropped. Boxes send blobs before they open the run."""
+    """Age at which a blob is dropped if no open attempt uses it. Boxes send blobs before they open the run."""
     snapshot_bytes_per_s: float = 32 * MIB
-    """Largest rate of snapshots of the whole fleet, beyond the first one of each slot. 10,000 of 76 kB take 23 s."""
+    """Largest rate of snapshots of the whole fleet, not counting the first one of each slot. 10,000 snapshots of 76 kB
+    take 23 s."""
     snapshots_per_s: float = 400.0
-    """Largest rate of snapshots of the whole fleet. For small snapshots the calls are the cost, not the bytes."""
+    """Largest number of snapshots per second of the whole fleet. For small snapshots the cost is that of the calls, not
+    that of the bytes."""
     snapshots_least_per_s: float = 50.0
-    """Rate of snapshots that is always allowed, however many heartbeats there are."""
+    """Number of snapshots per second that is always allowed, however many heartbeats there are."""
     calls_per_s: float = 2600.0
-    """Calls that a coordinator can answer promptly on one core: see docs/benchmarks.md."""
+    """Number of calls per second that a coordinator can answer promptly on one core: see docs/benchmarks.md."""
     snapshot_slot_bytes_per_s: float = 4 * MIB
     snapshot_every_s: float = 1.0
     """Shortest interval between snapshots of one slot, however small the fleet."""
     answers_max: int = 256 * MIB
-    """Largest number of bytes of answers to state queries in memory: those to be sent, and those kept for other ranks
-    that request the same step. When it is used up, each query may still take the records of one more box."""
+    """Largest number of bytes of answers to state queries in memory: answers to be sent, and answers kept for other
+    ranks that request the same step. Above it, each query may still take the records of one more box."""
     asked_at_once: int = 1024
-    """Slots whose states a query requests at once, or one box if it has more. gRPC itself may buffer 64 KiB of each
-    incoming answer, and 10,000 answers at once would delay heartbeats."""
+    """Number of slots whose states a query requests at the same time, or one box if the box has more. gRPC itself may
+    buffer 64 KiB of each incoming answer, and 10,000 answers at once would delay heartbeats."""
 
     closed_s: float = 7 * 86400.0
-    """Time for which the last state of an ended run is kept: over a weekend and the days around it."""
+    """Time for which the last state of an ended run is kept: a week, so that it is still there after a weekend."""
     closed_bytes: int = 256 * MIB
-    """Bytes of the last states of all ended runs on disk, beside the budget; the oldest are dropped first."""
+    """Bytes on disk for the last states of all ended runs, in addition to `budget`. The oldest states are dropped
+    first."""
     closed_runs: int = 1000
     """Largest number of ended runs whose last states are kept."""
     json_max: int = 8 * MIB
-    """Largest state of one worker as JSON. Encoding it takes some 50 ms, in which heartbeats wait."""
+    """Largest state of one worker that is sent as JSON. Encoding it takes some 50 ms, in which heartbeats wait."""
 
     past_attempts: int = 16
-    """Number of earlier attempts of a run that are kept, each by its number, key and clients, so that late calls of
-    theirs are refused."""
+    """Number of earlier attempts of a run that are kept (number, key and clients), so that their late calls are
+    refused."""
     registration_max: int = 16 * KIB
     """Largest registration of a worker, which is kept in memory and is part of every status."""
     capabilities_max: int = 16 * KIB
     """Largest capabilities of a slot's loader, which are kept in memory and in the journal."""
     past_sessions: int = 64
-    """Sessions of replaced workers that are kept, so that their late calls are refused."""
+    """Number of sessions of replaced workers that are kept, so that their late calls are refused."""
     runs_max: int = 100_000
     """Largest number of runs in the journal, open or not. Each is kept for its seed and takes about 1 KB."""
     workers_max: int = 100_000
     """Largest number of workers at a time."""
     admissions: RateLimits = field(default_factory=lambda: RateLimits())
-    """Rate of registrations of workers and openings of runs."""
+    """Limits on the rate of registrations of workers and openings of runs."""
     slots_max: int = 16_384
-    """Largest number of boxes times workers of a run, and of all open runs of one token. It makes a mistyped number an
-    error, and bounds the work at the end of an attempt, which takes up to 1 us per worker in one go."""
+    """Largest number of slots of a run (boxes times workers), and of all open runs of one credential token. It makes a
+    mistyped number an error. It also bounds the work at the end of an attempt, which takes up to 1 us per slot without
+    a pause."""
     slots_open_max: int = 65_536
     """Largest number of slots of all open runs. Each takes some 5 KB."""
     box_slots_max: int = 256
-    """Largest number of slots of a box. Opening the box, and sending its view, takes 20 us per slot, in which
-    heartbeats wait."""
+    """Largest number of slots of a box. Opening the box, or sending its view, takes 20 us per slot, in which heartbeats
+    wait."""
     worker_slots_max: int = 1024
     """Largest number of slots of a worker. Sending it all of them, or draining or removing it, takes some 20 us per
-    slot, in which heartbeats wait. Each slot is a process of its own, and a machine does not run more of them."""
+    slot, in which heartbeats wait. Each slot is a process of its own, and no machine runs more of them."""
     slots_at_once: int = 1024
-    """Slots that are placed, lost or failed in one go, which takes some 20 ms, before other calls are served."""
+    """Number of slots that are placed, lost or failed without a pause, before other calls are served. It takes some 20
+    ms."""
     opening_max: int = 256 * KIB
-    """Largest opening, which is kept in memory and in the journal. Larger arguments are uploaded first, as a blob, and
-    count in the budget."""
+    """Largest request to open a run, in bytes. The request is kept in memory and in the journal. Larger arguments are
+    uploaded before it as a blob, and count in `budget`."""
     watches_max: int = 4
-    """Largest number of held polls of one box or one worker. With one more the oldest is answered at once, because a
-    peer that calls again has lost the connection of its earlier call."""
+    """Largest number of long polls held for one box or one worker. One more poll makes the oldest one be answered at
+    once, because a peer that calls again has lost the connection of its earlier call."""
     queries_of_token_max: int = 1024
-    """State queries that one token has open at a time, over all runs."""
+    """Largest number of state queries that one credential token may have open at a time, over all runs."""
     queries_max: int = 64
-    """State queries of a run that may be open at a time, plus two for each of its boxes. Each query makes a request to
-    all workers of the run."""
+    """Largest number of open state queries of a run, to which two for each of its boxes are added. Each query makes a
+    request to all workers of the run."""
     abandoned_max: int = 1 << 19
-    """Epochs that a box may abandon by `break` in one attempt."""
+    """Largest number of epochs that a box may abandon by `break` in one attempt."""
     abandoned_at_once: int = 4096
-    """Largest number of such epochs in one report. Writing them to the journal takes 15 ms. A box sends those that are
-    not confirmed."""
+    """Largest number of abandoned epochs in one report. Writing them to the journal takes 15 ms. A box repeats those
+    that the coordinator has not confirmed."""
     ends_max: int = 1 << 20
-    """Largest number of epoch ends kept of a box. They are dropped with the retention window; this limit is for an
-    unlimited window."""
+    """Largest number of epoch ends kept for a box. They are dropped when they leave the retention window, so this limit
+    matters only for an unlimited window."""
     answer_ends_max: int = 4096
-    """Largest number of epoch ends in a worker's answer. A worker keeps 1,024."""
+    """Largest number of epoch ends in a worker's answer to a state request. A worker keeps 1,024."""
     history_entries: int = 64
-    """Reported positions kept per box, to find the one that is one retention window back."""
+    """Number of reported positions kept per box, from which the position one retention window back is found."""
 
     @property
     def tick_s(self) -> float:
@@ -203,8 +213,8 @@ class Limits:
 
 
 MEMORY_BUDGET = 512 * MIB
-"""Budget of a coordinator that keeps its cluster state in memory (embedded)."""
+"""Value of `budget` for a coordinator that keeps its cluster state in memory (embedded mode)."""
 TICK_SHARE = 10
-"""Checks of the leases per lease."""
+"""Number of checks of the leases within one lease."""
 STOP_GRACE_S = 1.0
-"""Time for calls under way to end when the coordinator stops."""
+"""Longest time for calls under way to end when the coordinator stops."""

@@ -1,7 +1,8 @@
-"""Recent events, for the dashboard and the event log: a bounded list of faults and changes, lost with the process.
+"""Recent events, for the dashboard and the event log: a bounded list of faults and changes, which is lost when the
+process ends.
 
-The same event of many slots, such as the loss of a worker with a hundred of them, is one event with a count. No
-decision depends on this list: the journal keeps what must survive.
+An event that many slots have in common, such as the loss of a worker with a hundred slots, is one event with a count.
+No decision depends on this list: what must survive is in the journal.
 """
 
 from __future__ import annotations
@@ -13,18 +14,19 @@ from dataclasses import dataclass, field
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 MOST = 256
-"""Events that are kept."""
+"""Number of events that are kept."""
 TOGETHER_S = 5.0
-"""Seconds within which a repeated event counts as one."""
+"""Seconds within which repetitions of an event are counted instead of added."""
 _LOOK_BACK = 8
 _TEXT = 400
-"""Longest text or name of an event, in characters. It is bounded because peers choose parts of them."""
+"""Largest number of characters of an event's text or of a name in it. It is bounded because peers choose parts of
+them."""
 
 FAULTS = frozenset(
     ("worker lost", "slot lost", "slot failed", "batch quarantined", "box lost", "coordinator restarted")
 )
-"""Kinds that are faults. The others: worker joined, worker drains, worker back, worker left; slot moved, slot migrated,
-slot recovered; box opened, box back, box closed; attempt superseded, attempt ended."""
+"""Kinds of events that are faults. The other kinds are: worker joined, worker drains, worker back, worker left; slot
+moved, slot migrated, slot recovered; box opened, box back, box closed; attempt superseded, attempt ended."""
 
 
 @dataclass
@@ -32,21 +34,22 @@ class Event:
     kind: str
     text: str
     at: float
-    """Monotonic seconds of the first occurrence."""
+    """Monotonic time of the first occurrence, in seconds."""
     wall_s: float
-    """Seconds since the Unix epoch."""
+    """Time of the first occurrence, in seconds since the Unix epoch."""
     run: str = ""
     worker: str = ""
     place: Mapping[str, int] = field(default_factory=dict)
-    """Attempt, box, slot and generation, as far as the event concerns one."""
+    """Numbers of the attempt, box, slot and generation that the event is about, as far as they apply."""
     count: int = 1
 
 
 class RecentEvents:
-    """The latest events; repeated ones are one event with a count.
+    """List of the latest events, in which repetitions of an event are counted.
+
     Args:
-        clock: monotonic seconds.
-        wall: seconds since the Unix epoch.
+        clock: returns monotonic seconds.
+        wall: returns seconds since the Unix epoch.
     """
 
     def __init__(self, clock: Callable[[], float], wall: Callable[[], float]) -> None:
@@ -55,18 +58,19 @@ class RecentEvents:
         self._listener: Callable[[Event], None] = lambda event: None
 
     def listen(self, listener: Callable[[Event], None]) -> None:
-        """Call `listener` with each event: at once with those so far, and with later ones as they happen."""
+        """Call `listener` with each event: at once with the present ones, and with later ones when they happen."""
         self._listener = listener
         for event in self._events:
             listener(event)
 
     @property
     def now(self) -> float:
-        """Monotonic seconds."""
+        """Present monotonic time, in seconds."""
         return self._clock()
 
     def add(self, kind: str, text: str, *, run: str = "", worker: str = "", **place: int) -> None:
-        """Add an event. `place`: attempt, box, slot and generation, as far as it concerns one."""
+        """Add an event. `place`: numbers of the attempt, box, slot and generation that the event is about, as far as
+        they apply."""
         now = self._clock()
         text, run, worker = text[:_TEXT], run[:_TEXT], worker[:_TEXT]
         for back in range(1, min(_LOOK_BACK, len(self._events)) + 1):

@@ -1,8 +1,8 @@
-"""Limits on the numbers and names in requests. Protobuf accepts values that no clock or counter returns: NaN, 2**64-1.
+"""Checks of the numbers and names in requests. Protobuf accepts values that no clock or counter returns: NaN, 2**64-1.
 
-Such values harm every peer, not only their sender: a hold of NaN seconds is a loop without a pause, a total of 2**64 -
-1 overflows the next message made of it, and SQLite's integers are signed. Names appear in logs, metrics and errors,
-where text that is not plain could pass for another name.
+Such values harm every peer, not only their sender: a long poll of NaN seconds is a loop without a pause, a total of
+2**64 - 1 overflows the next message made of it, and SQLite's integers are signed. Names appear in logs, metrics and
+errors, where text that is not plain could pass for another name.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 LONGEST_S = 1e9
 """Largest duration in a request, in seconds: thirty years."""
 REPORTS_PER_SLOT = 2
-"""Most slots reported in a heartbeat, per slot of the worker: those that it runs, and those that it could not start."""
+"""Largest number of slot reports in a heartbeat, as a multiple of the worker's slots: a worker reports the slots that
+it runs, and those that it could not start."""
 LONGEST_NAME = 200
 """Longest name of a job or worker, in characters: it appears in logs, metrics and every message about it."""
 
 
 def check_measures(**values: float) -> None:
-    """Check seconds and other measurements. Raises InvalidArgumentError for values outside the limits, and for NaN."""
+    """Raise InvalidArgumentError if a duration or another measurement is outside the limits, or NaN."""
     for name, value in values.items():
         if not 0.0 <= value <= LONGEST_S:  # also false for NaN
             raise InvalidArgumentError(f"{name} must be between 0 and {LONGEST_S:g}, got {value}")
 
 
 def check_reports(reports: Sequence[pb.SlotReport], capacity: int, limits: Limits) -> None:
-    """Raise InvalidArgumentError for invalid measurements of a runner, oversized capabilities of a loader, or more
-    reports than a worker of this many slots has to make."""
+    """Raise InvalidArgumentError for a worker's reports if a measurement is invalid, if the capabilities of a loader
+    are too large, or if there are more reports than `capacity` slots need."""
     check_number("slots in a heartbeat", len(reports), REPORTS_PER_SLOT * capacity)
     for report in reports:
         check_capabilities(report, limits.capabilities_max)
@@ -44,7 +45,7 @@ def check_reports(reports: Sequence[pb.SlotReport], capacity: int, limits: Limit
 
 
 def check_capabilities(report: pb.SlotReport | pb.StateAnswer, most: int) -> None:
-    """Raise InvalidArgumentError for capabilities of a loader with more bytes than `most`."""
+    """Raise InvalidArgumentError if the loader's capabilities have more than `most` bytes."""
     if report.HasField("capabilities") and (size := report.capabilities.ByteSize()) > most:
         raise InvalidArgumentError(
             f"the capabilities that a worker reports of a loader must have at most {most} bytes, got {size}"
@@ -52,7 +53,7 @@ def check_capabilities(report: pb.SlotReport | pb.StateAnswer, most: int) -> Non
 
 
 def check_registration(request: pb.RegisterWorkerRequest, limits: Limits) -> None:
-    """Raise InvalidArgumentError for a worker without a name, a session or slots, or one above the limits."""
+    """Raise InvalidArgumentError if the worker gives no name, no session or no slots, or exceeds a limit."""
     if not request.worker or not request.session or request.slots < 1:
         raise InvalidArgumentError(
             "a worker that registers must give its name, its session and a number of slots >= 1, got "
@@ -71,7 +72,7 @@ def check_registration(request: pb.RegisterWorkerRequest, limits: Limits) -> Non
 
 
 def check_progress(request: pb.WatchRunRequest, num_workers: int, limits: Limits) -> None:
-    """Raise InvalidArgumentError for a report with invalid numbers, or with more entries than the box has workers."""
+    """Raise InvalidArgumentError if a box's report has invalid numbers, or more entries than the box has workers."""
     check_measures(hold_s=request.hold_s, lease_s=request.lease_s)
     check_measures(waited_s=request.waited_s, waited_by_slot_s=sum(request.waited_by_slot_s))
     check_number("unreachable slots", len(request.unreachable), num_workers)
@@ -87,7 +88,8 @@ def check_progress(request: pb.WatchRunRequest, num_workers: int, limits: Limits
 
 
 def check_state_query(request: pb.FetchStateRequest) -> None:
-    """Raise InvalidArgumentError for invalid numbers, or for the progress of another run than that of the query."""
+    """Raise InvalidArgumentError if the request has invalid numbers, or contains the progress of another run or
+    attempt."""
     check_measures(deadline_s=request.deadline_s)
     check_counts(step=request.step)
     progress = request.progress
@@ -99,7 +101,7 @@ def check_state_query(request: pb.FetchStateRequest) -> None:
 
 
 def check_answer(answer: pb.StateAnswer, limits: Limits) -> None:
-    """Raise InvalidArgumentError for an answer with too many ends of epochs, or with invalid numbers."""
+    """Raise InvalidArgumentError if a worker's answer has too many epoch ends, or invalid numbers."""
     if len(answer.ends) > limits.answer_ends_max:
         raise InvalidArgumentError(
             f"a worker's answer to a state query must list at most {limits.answer_ends_max} ends of epochs, "
@@ -112,20 +114,21 @@ def check_answer(answer: pb.StateAnswer, limits: Limits) -> None:
 
 
 def check_counts(**values: int) -> None:
-    """Check counts of steps, epochs and batches. Raises InvalidArgumentError for values outside the limits."""
+    """Raise InvalidArgumentError if a count of steps, epochs or batches is outside the limits."""
     for name, value in values.items():
         if not 0 <= value <= MOST:
             raise InvalidArgumentError(f"{name} must be between 0 and {MOST}, got {value}")
 
 
 def check_number(what: str, number: int, most: int) -> None:
-    """Raise InvalidArgumentError for more elements of a request than `most`: each takes time of the event loop."""
+    """Raise InvalidArgumentError if a request has more than `most` elements, because handling each of them takes
+    time."""
     if number > most:
         raise InvalidArgumentError(f"{what} must be at most {most}, got {number}")
 
 
 def check_name(what: str, name: str) -> None:
-    """Raise InvalidArgumentError for a name that is too long, is not one printable line, or has blanks at its ends."""
+    """Raise InvalidArgumentError if a name is too long, is not one printable line, or begins or ends with a blank."""
     if len(name) > LONGEST_NAME:
         raise InvalidArgumentError(f"{what} must have at most {LONGEST_NAME} characters, got {len(name)}")
     if name != name.strip() or not name.isprintable():

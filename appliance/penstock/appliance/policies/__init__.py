@@ -1,1 +1,1 @@
-"""Decisions that are functions of the model: placement, leases, quarantine, bottlenecks."""
+"""Decisions of the coordinator that are pure functions of its entities: placement, leases, quarantine, bottlenecks."""

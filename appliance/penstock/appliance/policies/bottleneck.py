@@ -1,12 +1,13 @@
-"""Bottleneck of a run: its own loop, one worker, too few of them, or the network between.
+"""Bottleneck of a run: its own loop, one worker, too few workers, or the network between them.
 
-A box that seldom waits is bound by its loop, and faster input would not help. For a box that waits, the wait alone
-could blame the wrong slot: the loop takes slots in turn, so if all are equally slow it waits for the first one, and the
-others use that time. Two measurements decide: how far the other slots are ahead, and how long each takes for a batch.
-If the others have batches ready while the loop waits for one, and that one takes half as long again for a batch, it
-holds the box up. Being ahead alone proves nothing, because over time any small difference in speed fills a ring. If no
-slot is ahead, or all take equally long, there are too few slots, or input_fn is too slow. If the awaited slot itself
-has batches ready, they are made in time and arrive late.
+If a loop seldom waits, the loop itself is the bottleneck, and faster input would not help. If it waits, its waits alone
+could suggest the wrong slot: the loop takes the slots in turn, so if all are equally slow, it waits for the first one,
+and the others use that time. So two measurements decide: how many batches the other slots have ready, and how long each
+slot takes for a batch. A slot is the bottleneck if the other slots have batches ready while the loop waits for it, and
+if it takes half as long again for a batch as they do. Ready batches alone prove nothing, because over time any small
+difference in speed fills a ring. If no other slot has batches ready, or if all take equally long, there are too few
+slots, or input_fn is too slow. If the slot that the loop waits for has batches ready itself, they are made in time and
+arrive late: the bottleneck is the network.
 
 Collectives usually keep the boxes of a run in step, so the run is as fast as the box that waits most.
 
@@ -24,30 +25,30 @@ from penstock.appliance.model.gauges import AHEAD
 from penstock.runtime.telemetry.units import INPUT_BOUND, percent
 
 LEAST_S = 3.0
-"""Shortest measured time for a decision, in seconds."""
+"""Shortest time over which waits must be measured before a bottleneck is reported, in seconds."""
 MIN_BLAME = 0.5
-"""Smallest share of a box's waiting that makes one slot or worker the cause."""
+"""Smallest share of a box's waiting that one slot or worker must cause to be the bottleneck."""
 STRAGGLER_FACTOR = 1.5
-"""Smallest factor of the batch time over the others' that makes a straggler."""
+"""Smallest ratio of a straggler's time per batch to that of the other slots."""
 
 
 @dataclass(frozen=True)
 class SlotFacts:
     slot: int
     worker: str
-    """Name; "" = none."""
+    """Name of the slot's worker; "" = it has none."""
     phase: str
-    """Name of its SlotPhase."""
+    """Name of the slot's SlotPhase."""
     wait_share: float
     """Share of the box's time that it waited for this slot."""
     mean_queued: float
     late: float = 0.0
-    """Share of the waiting for this slot during which its batches were ready."""
+    """Share of the waiting for this slot in which the slot had batches ready, which then arrived late."""
     remote: bool = False
-    """True if its batches are sent over a network."""
+    """True if the slot's batches are sent over a network."""
     restarts: int = 0
     behind: bool = False
-    """True if its runner is a replacement that is still starting or replaying."""
+    """True if the slot's runner is a replacement that is still starting or replaying."""
     batch_s: float = 0.0
     """Seconds of work per batch; 0 = not known."""
 
@@ -56,7 +57,7 @@ class SlotFacts:
 class BoxFacts:
     box: int
     span_s: float
-    """Seconds that the shares refer to."""
+    """Seconds over which the shares were measured."""
     wait_share: float
     slots: Sequence[SlotFacts]
 
@@ -64,14 +65,14 @@ class BoxFacts:
 @dataclass(frozen=True)
 class Bottleneck:
     kind: str
-    """Kind: starting, loop, straggler, workers, network, unplaced or recovering."""
+    """Kind of bottleneck: starting, loop, straggler, workers, network, unplaced or recovering."""
     text: str
     wait_share: float = 0.0
     box: int | None = None
     slot: int | None = None
     worker: str = ""
     blame: float = 0.0
-    """Share of the box's waiting that is due to that slot or worker."""
+    """Share of the box's waiting that the slot or worker causes."""
 
     @property
     def input_bound(self) -> bool:
@@ -79,8 +80,11 @@ class Bottleneck:
 
 
 def find(boxes: Iterable[BoxFacts], busy_cores: int = 0) -> Bottleneck | None:
-    """Return the run's bottleneck; None if there are no boxes. `boxes`: those of a run whose loops run. `busy_cores`:
-    cores of the workers' machines, if the run's slots keep them all busy."""
+    """Return the run's bottleneck; None if there are no boxes.
+
+    `boxes`: boxes whose loops are running. `busy_cores`: number of cores of the workers' machines if the run's slots
+    keep all of them busy; else 0.
+    """
     boxes = list(boxes)
     stuck = next((found for box in boxes if (found := _unplaced(box)) is not None), None)
     if stuck is not None or not boxes:
@@ -102,7 +106,8 @@ def find(boxes: Iterable[BoxFacts], busy_cores: int = 0) -> Bottleneck | None:
 
 
 def _unplaced(box: BoxFacts) -> Bottleneck | None:
-    """Return a bottleneck if a loop has had no batch yet, because a slot of its box has no worker."""
+    """Return a bottleneck if the box's loop has received no batch yet because one of its slots has no worker; else
+    None."""
     slot = next((slot for slot in box.slots if slot.phase == "WAITING"), None)
     if slot is None or box.span_s >= LEAST_S:
         return None
@@ -121,7 +126,8 @@ def _beginning(boxes: Sequence[BoxFacts]) -> str:
 
 
 def _of_phase(box: BoxFacts, top: SlotFacts, waits: str) -> Bottleneck | None:
-    """Return a bottleneck for a slot without a ready runner, or whose replacement runner has not yet caught up."""
+    """Return a bottleneck if slot `top`, for which the loop waits most, has no ready runner, or a replacement runner
+    that has not caught up; else None. `waits`: beginning of the bottleneck's text."""
     if top.phase == "READY" and not top.behind:
         return None
     blame = _share(top.wait_share, box)
@@ -152,7 +158,8 @@ def _late(box: BoxFacts, top: SlotFacts, waits: str) -> Bottleneck | None:
 
 
 def _straggler(box: BoxFacts, top: SlotFacts, waits: str) -> Bottleneck | None:
-    """Return one slot or one worker as a straggler, if the others are ahead of it."""
+    """Return a bottleneck if the others have batches ready while the loop waits for one slot or for the slots of one
+    worker; else None."""
     by_worker = Counter[str]()
     for slot in box.slots:
         by_worker[slot.worker] += slot.wait_share  # type: ignore[assignment]
@@ -180,7 +187,8 @@ def _straggler(box: BoxFacts, top: SlotFacts, waits: str) -> Bottleneck | None:
 
 
 def _slower(group: Sequence[SlotFacts], others: Sequence[SlotFacts]) -> bool:
-    """Compare batch times; where they are not known, the ready batches alone decide."""
+    """Return whether `group` takes so much longer for a batch than `others` that it is a straggler. If these times are
+    not known, return True, and the numbers of ready batches decide alone."""
     theirs, usual = ([slot.batch_s for slot in slots if slot.batch_s > 0] for slots in (group, others))
     return not theirs or not usual or max(theirs) >= STRAGGLER_FACTOR * median(usual)
 

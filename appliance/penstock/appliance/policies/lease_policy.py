@@ -1,21 +1,22 @@
-"""Lease policy: the heartbeat interval, the lease that goes with it, and each slot's quota of durable snapshots.
+"""Lease policy: the heartbeat interval, the length of leases, and each slot's quota of durable snapshots.
 
-In a small fleet heartbeats are frequent, so that a death is noticed within seconds. Each call costs the coordinator a
-fixed time. So in a large fleet the number of calls a second stays constant, and interval and lease grow with the fleet:
-10,000 workers at 2,000 heartbeats a second have an interval of 5 s and a lease of 15 s. The same holds for boxes and
-their watches, and for snapshots, which have a budget in calls and one in bytes a second.
+In a small fleet heartbeats are frequent, so that a death is noticed within seconds. But each call costs the coordinator
+a fixed time. So in a large fleet the number of calls per second stays constant, and the interval and the lease grow
+with the fleet: 10,000 workers at 2,000 heartbeats a second have an interval of 5 s and a lease of 15 s. The same holds
+for the WatchRun calls of boxes. Snapshots have a limit in calls and one in bytes per second.
 
-The cost of a call depends on the machine's other load. So the coordinator measures how late its own timer is, and asks
-a large fleet for fewer calls while it is late. Otherwise an overloaded coordinator would take live workers for dead.
+The cost of a call depends on the other load of the machine. So the coordinator measures how late its own timer is.
+While the timer is late, it asks a large fleet for fewer calls. Otherwise an overloaded coordinator would take live
+workers for dead.
 
-A lease is promised to a peer by the coordinator's last reply, and may be longer than the fleet needs now. So the peer
-sends with each call the lease that it uses, and gets the longer of the two. That needs no memory, and holds over
-restarts and for lost replies.
+A lease is promised to a peer by the coordinator's last reply, and may be longer than the present fleet needs. So the
+peer reports with each call the lease that it was promised, and gets the longer of the two. The coordinator need not
+remember the promise, which therefore also holds after restarts and lost replies.
 
-Polls that were answered together, at the start of a job or after a restart, would stay synchronised. So each peer has
-its own moment within the interval, derived from its name, and its poll is held until then.
+Long polls that were answered together, at the start of a job or after a restart, would stay synchronised. So each peer
+has its own moment within the interval, derived from its name, and its poll is held until that moment.
 
-Pure, except that promised leases are noted in the journal.
+Pure, except that promised leases are recorded in the journal.
 """
 
 from __future__ import annotations
@@ -33,14 +34,15 @@ class LeasePolicy:
     heartbeat_s: float
     """Seconds between two calls of a peer that has nothing to report."""
     lease_s: float
-    """Seconds of silence after which a peer is taken for dead."""
+    """Seconds of silence after which a peer counts as dead."""
 
     def promised(self, known_s: float, longest_s: float) -> float:
-        """Return the lease of a peer that was promised `known_s` at its last call."""
+        """Return the lease to promise to a peer now. `known_s`: lease that the peer was promised before. `longest_s`:
+        longest value of it that is believed."""
         return max(self.lease_s, min(known_s, longest_s))
 
     def left(self, now: float, name: str) -> float:
-        """Return the seconds until the peer's own moment in the interval, more than 0."""
+        """Return the seconds until the peer's own moment in the interval; always above 0."""
         digest = blake2b(name.encode(), digest_size=4).digest()
         moment = int.from_bytes(digest) / (1 << 32) * self.heartbeat_s
         return self.heartbeat_s - (now - moment) % self.heartbeat_s
@@ -48,7 +50,8 @@ class LeasePolicy:
 
 @dataclass(frozen=True)
 class SnapshotShare:
-    """Quota of one slot for durable snapshots. Its first snapshot, which it needs to start, is exempt."""
+    """Quota of durable snapshots of one slot. The first snapshot of a slot is exempt, because the slot needs it to
+    start."""
 
     every_s: float
     bytes_per_s: float
@@ -71,10 +74,10 @@ MOST_LOAD_FACTOR = 8.0
 
 
 def updated_load_factor(load_factor: float, gap_s: float, tick_s: float) -> float:
-    """Return the load factor, which divides the number of calls that peers are asked for. `gap_s`: seconds since the
-    last tick, or since the last call known to be received.
+    """Return the new load factor, by which the number of calls that peers are asked for is divided. `gap_s`: seconds
+    since the last tick, or since the last call known to have been received, whichever is longer.
 
-    The factor rises fast, by half with each tick that is late by more than its period, and falls slowly, by half in 35
+    The factor rises fast: by half with each tick that is late by more than its period. It falls slowly: by half in 35
     ticks (10 s).
     """
     if gap_s > 2 * tick_s:
@@ -83,19 +86,21 @@ def updated_load_factor(load_factor: float, gap_s: float, tick_s: float) -> floa
 
 
 def patience_s(load_factor: float, lease_s: float, unreceived_s: float = 0.0) -> float:
-    """Return the seconds by which a silent peer's lease is extended: up to another lease, or the age of queued calls.
+    """Return the seconds by which the lease of a silent peer is extended: up to the length of a lease, or the age of
+    calls that are still queued.
 
-    A coordinator that is late (load factor above 1) cannot distinguish a silent peer from its own delay: the peer's
-    call may be queued, and peers on the same machine may be as late as the coordinator.
+    While the coordinator is late (load factor above 1), it cannot distinguish a silent peer from its own delay. The
+    peer's call may be queued, or the peer may be on the same machine and as late as the coordinator.
     """
     return max(lease_s * min(1.0, load_factor - 1.0), unreceived_s if load_factor > 1.0 else 0.0)
 
 
 class PromisedLease:
-    """Longest lease of a kind that a peer may still use, noted in the journal for the next coordinator.
+    """Longest lease that any worker, or any client, may still have been promised. It is recorded in the journal for the
+    next coordinator.
 
-    It is noted with a margin, so that a growing fleet seldom causes a write. It is shortened once the note is older
-    than that lease: by then every peer that had the lease has a newer one, or has lost it.
+    The recorded value has a margin, so that a growing fleet seldom causes a write. It is lowered when it is older than
+    the lease itself. By then every peer that was promised this lease has a newer promise, or has lost its lease.
     """
 
     MARGIN = 1.25
@@ -115,14 +120,14 @@ class PromisedLease:
         self._since = now
 
     def keep(self, lease_s: float, now: float) -> None:
-        """Record a lease that is about to be promised to a peer."""
+        """Record that `lease_s` is about to be promised to a peer."""
         if lease_s > self.lease_s:
             self._note(lease_s * self.MARGIN, now)
         elif lease_s * self.MARGIN >= self.lease_s:
             self._since = now
 
     def shorten(self, lease_s: float, now: float) -> None:
-        """Shorten the noted lease once no peer can have it. `lease_s`: what is promised now."""
+        """Lower the recorded lease when no peer can have it any more. `lease_s`: lease that is promised at present."""
         if lease_s * self.MARGIN < self.lease_s and now - self._since > self.lease_s:
             self._note(max(lease_s, self._shortest_s), now)
 
@@ -132,16 +137,16 @@ class PromisedLease:
 
 
 SNAPSHOT_CALLS = 3.0
-"""Cost of a snapshot, counted in heartbeats: a stream, a share of a commit, and the writing thread."""
+"""Cost of a snapshot, counted in heartbeats: it needs a stream, a share of a commit, and the writing thread."""
 
 
 def share(slots: int, calls_per_s: float, limits: Limits) -> SnapshotShare:
-    """Return the quota of a slot. Snapshots get the calls per second that heartbeats and watches leave: a busy fleet
-    replays more after a fault, but its heartbeats are not received late.
+    """Return the quota of durable snapshots of each slot. Snapshots get the calls per second that heartbeats and
+    watches leave. So a busy fleet has more to replay after a fault, but its heartbeats are not received late.
 
     Args:
-        slots: slots that workers have.
-        calls_per_s: calls per second for heartbeats and watches.
+        slots: number of slots that workers have.
+        calls_per_s: number of heartbeats and watches per second.
     """
     count = max(1, slots)
     each = min(limits.snapshot_slot_bytes_per_s, limits.snapshot_bytes_per_s / count)

@@ -1,20 +1,21 @@
-"""Placement: which worker takes a waiting slot, as a pure function, and the heaps that find it fast.
+"""Placement: the choice of the worker for a waiting slot, as a pure function, with heaps that make the choice fast.
 
-Only workers that may run the input_fn qualify (penstock.proto.state.allowed_modules); a worker that did not report its
-allowed modules refuses by itself. Of these, the order of preference is: a worker where the slot was not lost
-repeatedly; one on the box's own host, where a batch costs one memcpy instead of a transfer; the one with the smallest
-share of its capacity in use; the first by name, so that the choice does not depend on the order of registration. A
-single loss does not count against a worker, because a runner that was killed by hand or by the kernel for memory should
-restart on the same host.
+Only workers that may run the slot's input_fn qualify (penstock.proto.state.allowed_modules). A worker that did not
+report its allowed modules checks them itself. Among these workers the order of preference is: a worker where the slot
+was not lost repeatedly; a worker on the box's own host, where a batch costs one memcpy instead of a transfer; the
+worker with the smallest share of its capacity in use; the first by name, so that the choice does not depend on the
+order of registration. A single loss does not count against a worker: a runner that was killed by hand, or by the kernel
+for lack of memory, should restart on the same host.
 
-A slot never moves just because a better worker has registered: a move costs a replay, and the order of batches does not
-depend on where a slot runs.
+A slot does not move only because a better worker has registered: a move costs a replay, and the order of batches does
+not depend on where a slot runs.
 
-Comparing all workers for each slot would take minutes when a job of 10,000 slots starts. Among workers without repeated
-losses of the slot, the best one has the least (load, name) on the box's host, or else on any host. Heaps keep them in
-that order, a few heaps for each set of allowed prefixes, so a choice costs the logarithm of the fleet's size. An entry
-is valid as long as it matches its worker; a stale one is skipped, and code that changes a worker offers it again.
-Workers where the slot was lost repeatedly are compared only if no other is free.
+Comparing all workers for each slot would take minutes when a job of 10,000 slots starts. Among the workers that did not
+lose the slot repeatedly, the best one has the smallest (load, name) on the box's host, or else on any host. Heaps keep
+the workers in this order, with a few heaps for each set of allowed prefixes. So a choice costs the logarithm of the
+fleet's size. A heap entry is valid while it matches its worker. A stale entry is skipped, and code that changes a
+worker adds a new entry for it. Workers that lost the slot repeatedly are compared only if no other one has free
+capacity.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _Entry = tuple[float, str]
 
 
 def cost(slot: Slot, host_id: str, worker: Worker) -> tuple[int, bool, float, str]:
-    """Return the sort key of a worker for the slot; the least is the best."""
+    """Return the sort key of a worker for the slot. The best worker has the smallest key."""
     return (max(0, _lost_at(slot, worker.name) - 1), worker.host_id != host_id, worker.load, worker.name)
 
 
@@ -39,7 +40,7 @@ def _lost_at(slot: Slot, worker: str) -> int:
 
 
 def why_not_allowed(input_fn: str, workers: Iterable[Worker]) -> str:
-    """Return why no registered worker may ever run the input_fn; "" if one may, or if there is no worker."""
+    """Return the reason why no registered worker may ever run the input_fn; "" if one may, or if none is registered."""
     module = module_of(input_fn)
     present = [worker for worker in workers if worker.registered and not worker.draining]
     if not present or any(worker.may_run(module) for worker in present):
@@ -52,7 +53,7 @@ def why_not_allowed(input_fn: str, workers: Iterable[Worker]) -> str:
 
 
 class _Heaps:
-    """Heaps of the workers that allow the same modules."""
+    """Heaps of the workers that have the same set of allowed modules."""
 
     def __init__(self) -> None:
         self.everywhere: list[_Entry] = []
@@ -63,17 +64,17 @@ class FreeCapacity:
     """Index of the workers with free capacity.
 
     Args:
-        workers: all of the fleet, by name; read, never changed.
+        workers: all workers of the fleet, by name. The index reads the dict and never changes it.
     """
 
     def __init__(self, workers: Mapping[str, Worker]) -> None:
         self._workers = workers
         self._heaps: dict[tuple[str, ...], _Heaps] = {}
         self._entries = 0
-        """Entries pushed since the last rebuild."""
+        """Number of entries pushed since the heaps were last rebuilt."""
 
     def offer(self, worker: Worker) -> None:
-        """Add the worker; to be called whenever something has changed about it."""
+        """Add an entry for the worker. The caller must call it whenever the worker has changed."""
         if worker.free <= 0:
             return
         entry, heaps = (worker.load, worker.name), self._heaps.setdefault(worker.allow, _Heaps())
@@ -84,7 +85,7 @@ class FreeCapacity:
             self._rebuild()
 
     def _rebuild(self) -> None:
-        """Rebuild the heaps without stale entries."""
+        """Build the heaps again without stale entries."""
         self._heaps, self._entries = {}, 0
         for worker in self._workers.values():
             if worker.free > 0:
@@ -100,8 +101,8 @@ class FreeCapacity:
         return all(self._best(heaps.everywhere, allow, None, set()) is None for allow, heaps in self._heaps.items())
 
     def choose(self, slot: Slot, host_id: str, input_fn: str, barred: Set[str] = frozenset()) -> Worker | None:
-        """Return the worker for `slot`, whose box is on `host_id`; None if no worker that may run it has capacity.
-        `barred`: names of workers that are excluded."""
+        """Return the best worker for `slot`, whose box is on `host_id`; None if no worker that may run `input_fn` has
+        free capacity. `barred`: names of workers that are excluded."""
         module = module_of(input_fn)
         fitting = [(allow, heaps) for allow, heaps in self._heaps.items() if not allow or under(module, allow)]
         lost_at = {loss.worker for loss in slot.losses if _lost_at(slot, loss.worker) > 1}
@@ -118,7 +119,7 @@ class FreeCapacity:
     def _best(
         self, heap: list[_Entry], allow: tuple[str, ...], host_id: str | None, avoided: Set[str]
     ) -> Worker | None:
-        """Return the first worker in the heap that is not avoided. Stale entries are removed."""
+        """Return the first worker of the heap that is not in `avoided`. Stale entries before it are removed."""
         passed: list[_Entry] = []
         found = None
         while heap and found is None:

@@ -1,9 +1,9 @@
-"""Poison batches: which batch kills its runner each time, and the reaction to it.
+"""Poison batches: finds the batch that kills its runner each time, and decides what to do about it.
 
-A runner notes the position of the batch that it is making, and its worker reports that position if the runner dies.
-When a slot has been lost too often without progress and every loss was at the same position, that batch is quarantined.
-Then the slot fails with an error that names the batch, or, by the run's policy, the batch is skipped: every later
-runner of the slot, and every replay, omits it, and the next batch takes its number.
+A runner records the position of the batch that it is making. If the runner dies, its worker reports that position. A
+batch is quarantined when its slot has been lost too often without progress and every loss was at the batch's position.
+Then the slot fails with an error that names the batch; or, by the run's policy, the batch is skipped. Every later
+runner of the slot, and every replay, omits a skipped batch, and the next batch takes its number.
 
 Pure functions.
 """
@@ -18,18 +18,19 @@ from penstock.proto.state.position import MOST, Position
 from penstock.proto.v1 import records_pb2
 
 _MOST_STEPS = 100_000
-"""Largest number of steps that a runner can be ahead of the box's report; a position beyond it is invalid."""
+"""Largest number of steps by which a runner can be ahead of its box's last report. A position beyond that is
+invalid."""
 
 
 def is_valid_position(making: records_pb2.Skip) -> bool:
-    """Return whether this can be the position of a batch. User code can overwrite the memory where its runner notes the
-    position, and the journal could not store such a value."""
+    """Return whether `making` can be the position of a batch. It may be invalid, because user code can overwrite the
+    memory in which its runner records the position. The journal could not store such a value."""
     return max(making.epoch, making.total, making.count) <= MOST
 
 
 def relevant_losses(losses: Sequence[SlotLoss], latest: SlotLoss, horizon: float) -> list[SlotLoss]:
-    """Return the losses that count together with the latest one: recent or at the same batch, and without progress
-    since."""
+    """Return the losses of the slot that count together with the latest one: those with the same number of delivered
+    batches that are newer than `horizon` or happened at the same batch."""
     return [
         loss
         for loss in losses
@@ -39,13 +40,14 @@ def relevant_losses(losses: Sequence[SlotLoss], latest: SlotLoss, horizon: float
 
 
 def common_position(losses: Sequence[SlotLoss]) -> records_pb2.Skip | None:
-    """Return the position of the batch that all losses were at; None if they differ."""
+    """Return the position of the batch that was being made at every loss; None if the positions differ or are not
+    known."""
     making = losses[-1].making
     return making if making is not None and all(loss.making == making for loss in losses) else None
 
 
 def skip_batch(slot: Slot, place: records_pb2.Skip) -> None:
-    """Skip one more batch at that position from now on."""
+    """Skip one more batch of the slot at this position from now on."""
     key = (place.epoch, place.total)
     slot.skips[key] = place.count + 1
     slot.skipped[key] = slot.skipped.get(key, 0) + 1
@@ -53,7 +55,7 @@ def skip_batch(slot: Slot, place: records_pb2.Skip) -> None:
 
 
 def name_of(box: Box, slot: Slot, place: records_pb2.Skip) -> str:
-    """Return e.g. "batch 17 of box 0 slot 1 (step 34)"."""
+    """Return a name for messages, such as "batch 17 of box 0 slot 1 (step 34)"."""
     position = Position.from_proto(box.delivered) if box.delivered.slots else box.start.copy()
     number, number_of_slot = place.total + 1, slot.key.slot
     step = ""
@@ -67,7 +69,8 @@ def name_of(box: Box, slot: Slot, place: records_pb2.Skip) -> str:
 
 
 def loss_error(box: Box, slot: Slot, place: records_pb2.Skip | None, window_s: float) -> WorkerLostError:
-    """Return the error of a slot that fails because of its losses."""
+    """Return the error of a slot that fails because of its losses. `place`: position of the poison batch; None if there
+    is none."""
     losses = slot.losses
     each = "; ".join(dict.fromkeys(loss.note for loss in losses))
     if place is None:

@@ -1,8 +1,9 @@
-"""Calls of aggregate_state_dict on a worker, for a training job that cannot build the loader itself.
+"""Aggregation of states on a worker, by the loader's aggregate_state_dict, for a training job that cannot build the
+loader itself.
 
-Usually the client aggregates, with a loader of its own. If input_fn raises there, because its data are only on the
-workers' machines, the client uploads the workers' states as a blob and requests their aggregation. Any worker of that
-box can do it, with the same result.
+Usually the client aggregates the states with a loader of its own. In the training process input_fn may raise, for
+example because its data are only on the workers' machines. Then the client uploads the workers' states as a blob and
+requests their aggregation. Every worker of the box returns the same result, so any of them can do it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 
 @dataclass(frozen=True)
 class AggregationTask(SlotStateRequest):
-    """Request to one worker to aggregate a blob."""
+    """Request to one worker to aggregate the states in a blob."""
 
     blob: str = ""
 
@@ -34,7 +35,8 @@ class AggregationTask(SlotStateRequest):
 
 @dataclass(eq=False)
 class Aggregation(StateQuery):
-    """State query with one request, to the first ready slot of the box; planned as a query of one box."""
+    """State query for an aggregation: it makes one request, to the first ready slot of the box, and is planned like a
+    query of one box."""
 
     box: int = 0
     blob: str = ""

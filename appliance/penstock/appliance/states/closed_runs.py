@@ -1,8 +1,8 @@
 """Last state of each run that has ended, kept for a while for `penstock state` and other programs.
 
-While a run is open its workers have its states. When it ends the workers are freed, and the states are lost with them,
-except the one that was fetched last, usually the job's own last checkpoint. Its answer is still in memory then, and is
-written beside the snapshots. That costs training no time, and the state is exactly the one that the job saved.
+While a run is open, its workers have its states. When it ends, the workers are freed and the states are lost. Only the
+state that was fetched last, usually the job's own last checkpoint, is still in the coordinator's memory. It is written
+to the database of snapshots. So training is not delayed, and the kept state is exactly the one that the job saved.
 
 Pure: this module decides which states are kept and which may be dropped; the service writes and reads them.
 """
@@ -22,7 +22,7 @@ __all__ = ["ClosedRun", "ClosedRuns", "boxes_of", "parts_of"]
 
 @dataclass(frozen=True)
 class ClosedRun:
-    """Record of the state that is kept of a run."""
+    """Record of the last state of a run, without the state itself."""
 
     run: str
     attempt: int
@@ -30,14 +30,15 @@ class ClosedRun:
     wall_s: float
     """End of the run, in seconds since the Unix epoch."""
     size: int
-    """Bytes of its parts."""
+    """Size of the state's messages, in bytes."""
 
 
 class ClosedRuns:
     """Index of the kept states.
+
     Args:
-        found: records in the store.
-        wall: seconds since the Unix epoch.
+        found: records in the database at the start.
+        wall: returns seconds since the Unix epoch.
     """
 
     def __init__(self, found: Iterable[ClosedRun], limits: Limits, wall: Callable[[], float]) -> None:
@@ -46,12 +47,13 @@ class ClosedRuns:
         self._wall = wall
 
     def of(self, query: StateQuery, parts: list[bytes]) -> ClosedRun:
-        """Return the record of a run that ends now."""
+        """Return the record of the last state of a run that ends now. `parts`: the state as serialised messages."""
         size = sum(map(len, parts))
         return ClosedRun(query.run, query.attempt, query.step, self._wall(), size)
 
     def superfluous(self, new: ClosedRun) -> list[str] | None:
-        """Return the runs whose states are dropped for `new`; None if it is itself too large to be kept."""
+        """Return the names of the runs whose states are dropped to make room for `new`; None if `new` is too large to
+        be kept."""
         limits = self._limits
         if new.size > limits.closed_bytes:
             return None
@@ -65,7 +67,7 @@ class ClosedRuns:
         return dropped
 
     def add(self, new: ClosedRun, gone: Iterable[str]) -> None:
-        """Record that the state is on disk, and that those of the runs `gone` were removed."""
+        """Add a state that is on disk, and remove those of the runs `gone`, which are no longer there."""
         for run in gone:
             self._kept.pop(run, None)
         self._kept[new.run] = new
@@ -75,8 +77,8 @@ class ClosedRuns:
         return one if one is not None and self._is_fresh(one) else None
 
     def find(self, request: pb.FetchStateRequest) -> ClosedRun | None:
-        """Return the state that answers a request about a closed run; None if none is kept. Raises
-        StateUnavailableError if the kept one is of another step."""
+        """Return the record of the kept state that answers the request; None if no state of the run and attempt is
+        kept. Raises StateUnavailableError if the kept state is of another step."""
         one = self.get(request.run)
         if one is None or request.attempt not in (0, one.attempt):
             return None
@@ -92,7 +94,7 @@ class ClosedRuns:
 
 
 def parts_of(query: StateQuery) -> list[bytes]:
-    """Return a complete state as serialised messages, each a record with all its data."""
+    """Return a complete state as serialised messages. Each message has one record with all its data."""
     return [
         pb.StatePart(record=record, data=data, position=None if index else state.position).SerializeToString()
         for _, state in sorted(query.boxes.items())
@@ -101,7 +103,7 @@ def parts_of(query: StateQuery) -> list[bytes]:
 
 
 def boxes_of(parts: Iterable[bytes]) -> list[BoxState]:
-    """Return the boxes of a state from its messages: the inverse of `parts_of`."""
+    """Return the boxes of a state from the messages that `parts_of` made."""
     boxes: list[BoxState] = []
     for data in parts:
         part = pb.StatePart.FromString(data)

@@ -1,6 +1,6 @@
-"""Recent state queries: a training job's checkpoints, and states that operators fetched.
+"""Recent state queries: checkpoints of training jobs, and states that operators fetched.
 
-Every rank of a job requests the same step when it saves. These requests are one entry, with the number of callers.
+Every rank of a job requests the same step when it saves. These requests are one entry with a count.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from penstock.appliance.states.state_query import StateQuery
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 MOST = 64
-"""Entries that are kept, of all runs."""
+"""Number of entries that are kept, over all runs."""
 TOGETHER_S = 60.0
-"""Seconds within which callers of one step are ranks that save the same checkpoint."""
+"""Seconds within which requests for the same step count as one checkpoint."""
 _ERROR = 400
 
 
@@ -40,11 +40,11 @@ class StateFetch:
     callers: int = 1
 
     def of(self, query: StateQuery) -> None:
-        """Set the attempt and step of the query, because the request may have been for the newest step."""
+        """Set attempt and step to those of the query, because the request may have asked for the newest step."""
         self.attempt, self.step = query.attempt, query.step
 
     def is_with(self, other: StateFetch) -> bool:
-        """Return whether this fetch and the other are of the same checkpoint."""
+        """Return whether this fetch and `other` belong to the same checkpoint."""
         same = (self.run, self.attempt, self.step) == (other.run, other.attempt, other.step)
         return (
             same and (self.caller == OPERATOR) == (other.caller == OPERATOR) and bool(self.error) == bool(other.error)
@@ -52,7 +52,8 @@ class StateFetch:
 
 
 class RecentQueries:
-    """The latest state queries. `clock`, `wall`: as in recent_events.py."""
+    """List of the latest state queries. `clock`: returns monotonic seconds. `wall`: returns seconds since the Unix
+    epoch."""
 
     def __init__(self, clock: Callable[[], float], wall: Callable[[], float]) -> None:
         self._clock, self._wall = clock, wall
@@ -60,8 +61,8 @@ class RecentQueries:
 
     @contextmanager
     def noted(self, request: pb.FetchStateRequest) -> Iterator[StateFetch]:
-        """Record a query while it is answered, and the error that ends it. A caller that cancels its request counts as
-        an error."""
+        """Return a context that records a query while it is answered, and the error that ends it. The caller's
+        disconnection counts as an error."""
         caller = f"box {request.progress.box}" if request.HasField("progress") else OPERATOR
         fetch = StateFetch(request.run, request.attempt, caller, self._clock(), self._wall(), request.step)
         try:

@@ -1,26 +1,29 @@
-"""State of a run at a step, collected from all its slots. This module only plans; waits and deadlines are in
-edge/service.py.
+"""State of a run at a step, collected from all its slots. This module only plans the requests; edge/service.py waits
+and sets deadlines.
 
-A box's record at a step follows from an earlier position and from where epochs ended (penstock.proto.state.position).
-The coordinator has positions that the box reported, and learns the ends. So a query runs in rounds: plan with the ends
-known so far, ask every slot's worker for its state at its planned position, and when one answers "my epoch ended
-earlier", record the end and plan again. Answers for unchanged positions are kept. When every slot has answered for the
-current plan, the record is complete, and it is the same for every caller and at any time.
+The record of a box at a step can be computed from an earlier position of the box and from the ends of its slots' epochs
+(penstock.proto.state.position). The coordinator knows positions that the box reported, but not all ends. So a query
+runs in rounds. It computes each slot's position from the ends known so far, and asks each slot's worker for its state
+there. If a worker answers that the slot's epoch ended earlier, the query records the end and computes the positions
+again. Answers for positions that did not change are kept. When every slot has answered for the current plan, the record
+is complete. It is the same for every caller and at any time.
 
-Proof that the record is right. A worker checks two facts about (epoch, delivered, total): its epoch began after total -
-delivered batches, and did not end before total. If both hold for all slots of a box, the plan has the right start of
-the epoch, with all slots live, and includes every slot's end in it; the rest is arithmetic.
+Proof that the record is right. A slot's worker checks two facts about the position (epoch, delivered, total): the epoch
+began after total - delivered batches of the slot, and did not end before batch `total`. If both hold for all slots of a
+box, the plan has the right start of the epoch, with all slots live, and includes the end of every slot that has ended
+in it. The rest is arithmetic.
 
 Whether a loop will abandon an epoch by `break` is unknown until it does. Usually all boxes do so after the same step,
-but one reports it first. So if a box abandoned an epoch, the query waits for every box that has not yet reported a
-position beyond that step. The wait ends, because no collective with the caller keeps that box's loop from going on.
+but one of them reports it first. So if a box abandoned an epoch, the query waits for every box that has not yet
+reported a position beyond that step. This wait ends, because the box's loop is not inside a collective that waits for
+the caller.
 
-The query waits for a slot that is being recovered: its request goes to the new owner once that is ready. A box whose
-one epoch is over answers with its final state.
+If a slot is being recovered, the query waits for it. The request then goes to the slot's new worker once that is ready.
+A box whose only epoch is over answers with its final state.
 
-A box's record depends on that box alone. So boxes are collected one by one, in their order and a number of slots at a
-time, each is complete by itself, and may be sent and released before the last ones have been asked: a state of a large
-fleet is never in memory whole. An error may therefore come after the records of some boxes.
+The record of a box depends on this box alone. So boxes are collected in their order, with a limited number of slots at
+a time. Each box is complete by itself, and may be sent and dropped before the last boxes are begun. So the state of a
+large fleet is never in memory as a whole. An error may therefore come after the records of some boxes.
 """
 
 from __future__ import annotations
@@ -44,8 +47,8 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
 EPOCHS_SENT = 16
-"""Largest number of abandoned epochs sent to a worker. There are seldom more since its last durable snapshot; a state
-that would need more is refused."""
+"""Largest number of abandoned epochs sent to a worker with a request. There are seldom more since the slot's last
+durable snapshot. A state that would need more is refused."""
 
 
 @dataclass(frozen=True)
@@ -60,19 +63,20 @@ class SlotStateRequest:
     delivered: int
     total: int
     digests_after: int = field(compare=False)
-    """The slot's total at the nearest position that the box reported. The worker returns the digests of its batches
-    from there on, which continue the box's stream digest."""
+    """Total of the slot at the nearest position that the box reported. The worker returns the digests of the slot's
+    batches after it, with which the box's stream digest is continued."""
     round: int
-    """Number of epoch ends that the slot has answered with so far, so that a repeated request has a new id."""
+    """Number of epoch ends that the slot has answered so far, so that a repeated request has a new id."""
     serial: int
-    """Serial of the query."""
+    """Serial number of the query."""
     abandoned: tuple[tuple[int, int], ...] = field(default=(), compare=False, kw_only=True)
-    """(epoch, the slot's total) where the loop abandoned epochs by `break`, from epoch `abandoned_from` on."""
+    """Abandoned epochs, as (epoch, the slot's total there), from epoch `abandoned_from` on."""
     abandoned_from: int = field(default=0, compare=False, kw_only=True)
 
     @property
     def id(self) -> str:
-        """Id derived from the content, so that a repeated or late answer is never assigned to another request."""
+        """Id of the request, derived from its content, so that a repeated or late answer is never assigned to another
+        request."""
         where = f"{self.key.run}@{self.key.attempt}/{self.key.box}.{self.key.slot}#{self.generation}"
         return f"{where}:{self.step}:{self.epoch}.{self.delivered}.{self.total}:{self.round}:{self.serial}"
 
@@ -92,8 +96,9 @@ class SlotStateRequest:
 
 
 def _abandoned_before(box: Box, position: Position) -> tuple[int, list[tuple[int, dict[int, int]]]]:
-    """Return the epochs that the loop abandoned before this position, as (epoch, slot -> its total there) for slots
-    that had not ended; and the epoch from which on the list is complete."""
+    """Return the epochs that the loop abandoned before this position, and the epoch from which on that list is
+    complete. Each abandoned epoch is a pair: the epoch, and slot -> its total there for the slots that had not
+    ended."""
     left: list[tuple[int, dict[int, int]]] = []
     for epoch in reversed(box.abandoned):
         if epoch >= position.epoch:
@@ -120,7 +125,8 @@ class BoxState:
     records: list[tuple[pb.WorkerRecord, bytes]]
     position: records_pb2.BoxPosition | None = None
     final: int | None = None
-    """Last step of a box whose epoch was over; the state is valid while the box stays at that step."""
+    """Last step of the box if its epoch was over. The state is then valid while the box stays at this step. None
+    otherwise."""
 
     @property
     def size(self) -> int:
@@ -128,7 +134,7 @@ class BoxState:
 
     @cached_property
     def heads(self) -> list[bytes]:
-        """Serialised StatePart of each record, without its data; the first one has the position."""
+        """Serialised StatePart of each record, without the record's data. The first one contains the box's position."""
         return [
             pb.StatePart(record=record, position=None if index else self.position).SerializeToString()
             for index, (record, _) in enumerate(self.records)
@@ -136,18 +142,18 @@ class BoxState:
 
     @property
     def message_size(self) -> int:
-        """Largest size of its serialised parts in bytes, as long as each is one message."""
+        """Size of the box's parts if each of them is one message, in bytes; an upper bound."""
         return self.size + sum(len(head) + 8 for head in self.heads)
 
 
 @dataclass
 class GatheredState:
-    """A finished query."""
+    """Result of a query that is complete."""
 
     records: list[tuple[pb.WorkerRecord, bytes]]
     positions: dict[int, records_pb2.BoxPosition]
     finals: dict[int, int]
-    """Box -> its last step, for boxes whose epoch was over; the result is valid while they stay there."""
+    """Box -> its last step, for boxes whose epoch was over. The result is valid while they stay at these steps."""
 
 
 @dataclass(eq=False)
@@ -156,57 +162,57 @@ class StateQuery:
     attempt: int
     step: int
     serial: int = 0
-    """Serial of this query, unique over all restarts. It is part of each request's id, so that a repeated query makes
-    new requests."""
+    """Serial number of the query, which no other query has, also after a restart. It is part of each request's id, so
+    that a repeated query makes new requests."""
     num_boxes: int = 1
     at_once: int = 1 << 30
-    """Slots that may be asked at the same time."""
+    """Largest number of slots that may be asked at the same time."""
     callers: int = 0
     deadline: float = 0.0
-    """Latest deadline of its callers."""
+    """Latest deadline of the query's callers."""
     requests: dict[str, SlotStateRequest] = field(default_factory=dict)
     by_worker: dict[str, dict[str, SlotStateRequest]] = field(default_factory=dict)
-    """The same requests by worker."""
+    """Worker -> its open requests, by request id: the requests of `requests`."""
     boxes: dict[int, BoxState] = field(default_factory=dict)
-    """Boxes that are complete and not yet released."""
+    """Complete boxes whose records are still in memory."""
     complete: int = 0
     """Number of complete boxes."""
     released: bool = False
-    """True if boxes were sent and released, so that no caller can join any more."""
+    """True if the records of a box were dropped after they were sent, so that no further caller can join the query."""
     sent: dict[int, int] = field(default_factory=dict)
-    """Complete box -> number of present callers that have been sent it."""
+    """Complete box -> number of present callers to which its records were sent."""
     coming: dict[str, int] = field(default_factory=dict)
-    """Request id -> bytes of its answer, which is being transferred."""
+    """Request id -> size in bytes of its answer, for answers in transfer."""
     held: int = 0
-    """Bytes of answers in memory and in transfer."""
+    """Number of bytes of answers in memory and in transfer."""
     changed: list[SlotStateRequest] = field(default_factory=list)
-    """Requests opened or closed since the last announcement."""
+    """Requests to workers that were opened or withdrawn since the last announcement."""
     completed: list[int] = field(default_factory=list)
     """Boxes that became complete since the last announcement."""
     failure: PenstockError | None = None
     _asked_boxes: int = 0
-    """Number of boxes whose slots have been requested; boxes are begun in order."""
+    """Number of boxes whose slots have been asked so far. Boxes are begun in order."""
     _open_requests: dict[int, dict[str, SlotStateRequest]] = field(default_factory=dict)
-    """Open requests of each box that was begun and is not complete."""
+    """Open requests of each box that was begun and is not yet complete."""
     _answers: dict[tuple[int, int], _Answer] = field(default_factory=dict)
     _rounds: dict[tuple[int, int], int] = field(default_factory=dict)
     _denied: dict[tuple[int, int], tuple[Any, ...]] = field(default_factory=dict)
-    """Position and known epoch ends at the time when a slot answered with an end that was known already. Then the plan
-    is wrong because of another slot, so the slot gets no new request before more ends are known."""
+    """Slot -> position and known epoch ends at the time when it answered with an end that was already known. The plan
+    was then wrong because of another slot. So the slot gets no new request until more ends are known."""
     _starts: dict[int, Position] = field(default_factory=dict)
-    """Newest position of each box from which its stream digest was requested. It stays valid after the cluster state
-    has replaced it by a report of a later step."""
+    """Newest position of each box after which digests were requested. It stays valid when the cluster state has
+    replaced it by a later report."""
     _missing: dict[int, list[str]] = field(default_factory=dict)
-    """Reasons why each box waits, besides answers."""
+    """Reasons, other than missing answers, why each box is not complete."""
 
     def topic(self, box: int) -> tuple[str | int, ...]:
-        """Return the topic that is announced when the box is complete; a failing query announces the topics of all
+        """Return the topic that is announced when the box is complete. A query that fails announces the topics of all
         boxes."""
         return ("state", self.serial, box)
 
     @property
     def key(self) -> tuple[str, int, int, str]:
-        """Key that callers of the same state share."""
+        """Key of the requested state. Callers with the same key share the query."""
         return (self.run, self.attempt, self.step, "")
 
     @property
@@ -215,7 +221,7 @@ class StateQuery:
 
     @property
     def result(self) -> GatheredState | None:
-        """All records; None once a box was released."""
+        """Result with all records; None if the query is not complete, or after records of a box were dropped."""
         if self.failure is not None or len(self.boxes) < self.num_boxes:
             return None
         states = sorted(self.boxes.items())
@@ -230,14 +236,14 @@ class StateQuery:
         return {number: state.final for number, state in self.boxes.items() if state.final is not None}
 
     def waits_for(self) -> str:
-        """Return the names of all slots and boxes that have not answered yet."""
+        """Return a text with the slots and boxes for which the query still waits."""
         asked = [f"box {w.key.box} slot {w.key.slot} on worker {w.worker}" for w in self.requests.values()]
         missing = [what for _, box in sorted(self._missing.items()) for what in box]
         later = self.num_boxes - self._asked_boxes
         return ", ".join([*missing, *asked, *([f"{later} boxes that are asked after these"] if later > 0 else [])])
 
     def is_next(self, slot_request: SlotStateRequest) -> bool:
-        """Return whether the request is of the first incomplete box, which callers wait for."""
+        """Return whether the request belongs to the first incomplete box, for which the callers wait."""
         return slot_request.key.box == min(self._open_requests, default=self._asked_boxes)
 
     def fail(self, error: PenstockError) -> None:
@@ -255,7 +261,7 @@ class StateQuery:
         self.coming.clear()
 
     def refresh(self, attempt: Attempt, box: int | None = None) -> None:
-        """Plan again from the present cluster state: one box, if it has been begun, or all."""
+        """Plan the query again from the present cluster state: for one box, if it has been begun, or for all."""
         if self.done:
             return
         try:
@@ -266,7 +272,7 @@ class StateQuery:
             self.fail(error)
 
     def _begin_boxes(self, attempt: Attempt) -> None:
-        """Begin further boxes, as far as the limit on requests allows."""
+        """Begin further boxes, as long as the limit on open requests allows it."""
         while self._asked_boxes < self.num_boxes:
             if self._open_requests and len(self.requests) + attempt.num_workers > self.at_once:
                 return
@@ -276,7 +282,7 @@ class StateQuery:
             self._refresh(attempt, number)
 
     def _ask(self, number: int, slot_requests: dict[str, SlotStateRequest]) -> None:
-        """Replace the box's open requests."""
+        """Replace the open requests of box `number` by `slot_requests`."""
         before = self._open_requests.get(number, {})
         for request, slot_request in before.items():
             if request not in slot_requests:
@@ -380,7 +386,8 @@ class StateQuery:
         self.completed.append(number)
 
     def _position(self, box: Box, state: BoxState, doubtful: list[str]) -> tuple[Position, Position]:
-        """Return the position that the plan starts from, and the box's position at the step."""
+        """Return two positions of the box: the known one from which the plan starts, and the planned one at the query's
+        step. `doubtful`: list to which the box's name is added if the planned position may still change."""
         where = f"step {self.step} of run {self.run}: box {box.number}"
         if box.presence is BoxPresence.CLOSED and not any(slot.worker for slot in box.slots):
             raise StateUnavailableError(
@@ -419,7 +426,7 @@ class StateQuery:
         return error_named(type(error).__name__, message, error.remote_traceback)
 
     def answered(self, attempt: Attempt, answer: pb.StateAnswer, data: bytes) -> None:
-        """Record a worker's answer; an answer to a request that is no longer open changes nothing."""
+        """Record a worker's answer. An answer to a request that is no longer open changes nothing."""
         slot_request = self.requests.get(answer.request)
         if slot_request is None or answer.worker != slot_request.worker:
             return
@@ -463,7 +470,8 @@ class StateQuery:
         self.refresh(attempt, box.number)
 
     def _record_digest(self, box: Box, start: Position, position: Position) -> None:
-        """Compute the box's stream digest from a reported position and the workers' digests of the batches since."""
+        """Compute the box's stream digest at `position`, from the digest at the reported position `start` and the
+        workers' digests of the batches since."""
         position.chain = box.chain(position.step)
         if position.chain is None:
             digests: dict[tuple[int, int], int] = {}

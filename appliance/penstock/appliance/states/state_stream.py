@@ -1,9 +1,9 @@
-"""Streaming of states to callers: the messages that they become, and when each is sent.
+"""Messages in which states are sent to callers, and the order in which they are sent.
 
-Hundreds of boxes that save at one step request each other's records at once. Two measures let the coordinator still
-receive heartbeats. Records are serialised once for all callers, and a caller's messages are joined from those bytes.
-And each turn of the event loop sends one large message, so that a heartbeat, which takes some turns to be received and
-answered, never waits for hundreds of messages.
+When hundreds of boxes save at one step, they request each other's records at the same time. Two measures keep the
+coordinator able to receive heartbeats. First, records are serialised once for all callers, and each caller's messages
+are joined from these bytes. Second, each turn of the event loop sends only one large message. A heartbeat needs some
+turns to be received and answered, so it never waits for hundreds of messages.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ __all__ = ["LoopTurns", "packed", "parts"]
 
 
 class LoopTurns:
-    """Turns of the event loop, one for each caller, in their order."""
+    """Queue of callers that wait for a turn of the event loop. Each turn is given to one caller, in the order of
+    arrival."""
 
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def next(self) -> None:
-        """Wait for a turn of the event loop that no other caller has."""
+        """Wait for a turn of the event loop that is given to no other caller."""
         loop = asyncio.get_running_loop()
         turn: asyncio.Future[None] = loop.create_future()
         self._waiting.append(turn)
@@ -46,7 +47,7 @@ class LoopTurns:
 
 
 def parts(states: Iterable[BoxState]) -> Iterator[pb.StatePart]:
-    """Yield the parts for a caller that takes a message for each record."""
+    """Yield the parts of the states, one message for each record, or several for a record with much data."""
     for state in states:
         for index, (record, data) in enumerate(state.records):
             first, *more = pieces(data) if data else [b""]
@@ -56,7 +57,7 @@ def parts(states: Iterable[BoxState]) -> Iterator[pb.StatePart]:
 
 
 def packed(states: Iterable[BoxState]) -> Iterator[bytes]:
-    """Yield serialised messages for a caller that accepts several small parts in one message (StatePart.parts)."""
+    """Yield serialised messages, each with several small parts, for a caller that accepts this (StatePart.parts)."""
     pack: list[bytes] = []
     size = 0
     for part in _serialised(states):
@@ -74,8 +75,8 @@ def packed(states: Iterable[BoxState]) -> Iterator[bytes]:
 
 
 def _serialised(states: Iterable[BoxState]) -> Iterator[list[bytes]]:
-    """Yield each part serialised, as pieces to concatenate, so that no data is copied here. Only the order of fields
-    differs from SerializeToString."""
+    """Yield each part serialised, as a list of pieces to concatenate, so that no data is copied here. The bytes differ
+    from those of SerializeToString only in the order of fields."""
     number = pb.StatePart.DATA_FIELD_NUMBER
     for state in states:
         for head, (_, data) in zip(state.heads, state.records, strict=True):
@@ -86,7 +87,8 @@ def _serialised(states: Iterable[BoxState]) -> Iterator[list[bytes]]:
 
 
 def _head(number: int, size: int) -> bytes:
-    """Return the tag and length that precede the `size` bytes of a field of type bytes or message."""
+    """Return the bytes that precede the content of a protobuf field of type bytes or message: its tag and its
+    length."""
     return _varint(number << 3 | 2) + _varint(size)
 
 

@@ -1,1 +1,1 @@
-"""The coordinator's disk: the journal, and the snapshots with their index."""
+"""Disk of the coordinator: the journal, the snapshots, and the index of snapshots."""

@@ -1,14 +1,14 @@
-"""Database of the coordinator: how it is opened, and the number of its last commit, which cannot go back.
+"""Database of the coordinator: opens it, and checks by the number of the last commit that no commits were lost.
 
-SQLite's write-ahead log ends at the first frame whose checksum does not match. So SQLite takes a flipped bit in the
-middle of the log for its end, and the database silently goes back by some commits. Therefore each commit has a number,
-in the database and in a file beside it (`journal.commits`). A database that ends before the recorded number is refused
-unchanged, before SQLite writes to it or empties its log. The journal's number is also sent to workers and training
-jobs, signed (`CommitMarks`). With it a coordinator detects commits that a disk has lost together with the file, and an
-old copy of the directory.
+SQLite's write-ahead log ends at the first frame whose checksum does not match. If a bit in the middle of the log flips,
+SQLite takes that place for the log's end, and the last commits are silently lost. Therefore each commit has a number,
+which is in the database and in a file beside it (`journal.commits`). A database that ends before the recorded number is
+refused. It is refused before SQLite writes to it or empties its log, so it is unchanged. The journal's number is also
+sent to workers and training jobs, signed (`CommitMarks`). With it a coordinator detects commits that the disk has lost
+together with the file, and an old copy of the directory.
 
-The file is written after each commit but synced only when it is created. It survives the process; after a loss of power
-it may be a few seconds old, which makes the check weaker but never wrong.
+The file is written after each commit, but synced only when it is created. It survives the end of the process. After a
+loss of power it may be a few seconds old, which makes the check weaker but never wrong.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = [
 SCHEMA = 2
 
 META = "CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT) STRICT;"
-"""Table of the commit number and of small values."""
+"""SQL statement that creates the table of the commit number and of other small values."""
 
 log = logging.getLogger("penstock.appliance")
 
@@ -52,7 +52,7 @@ def damaged(name: str, why: object) -> JournalError:
 
 
 def check_schema(path: Path | None, found: int) -> None:
-    """Raise JournalError for a database that another version of Penstock wrote."""
+    """Raise JournalError if another version of Penstock wrote the database. `found`: format of the database."""
     if found != SCHEMA:
         raise JournalError(
             f"the database {path or ':memory:'} has format {found}, and this Penstock reads format {SCHEMA}: another "
@@ -61,7 +61,8 @@ def check_schema(path: Path | None, found: int) -> None:
 
 
 def open_database(path: Path | None, script: str) -> sqlite3.Connection:
-    """Open a database of the coordinator, made if it is missing. None: in memory. Raises JournalError if unreadable."""
+    """Open a database of the coordinator, and create it if it is missing. `path` None: in memory. Raises JournalError
+    if it cannot be read."""
     name = path or ":memory:"
     try:
         # check_same_thread: snapshot_store.py is used from one thread at a time, which is not the one that opened it.
@@ -100,8 +101,8 @@ def open_database(path: Path | None, script: str) -> sqlite3.Connection:
 
 @contextmanager
 def read_only(path: Path, *, in_use: bool = False) -> Iterator[sqlite3.Connection]:
-    """Open an existing database without changing it or its log. No file is made for a database without a log that is
-    not in use. Raises sqlite3.Error."""
+    """Open an existing database without changing it or its log. No file is created beside a database that is not in use
+    and has no log. Raises sqlite3.Error."""
     wal = path.with_name(f"{path.name}-wal")
     immutable = "" if in_use or (wal.exists() and wal.stat().st_size) else "&immutable=1"
     address = f"{path.absolute().as_uri()}?mode=ro{immutable}"
@@ -112,7 +113,8 @@ def read_only(path: Path, *, in_use: bool = False) -> Iterator[sqlite3.Connectio
 
 @contextmanager
 def transaction(db: sqlite3.Connection, commits: CommitNumber) -> Iterator[None]:
-    """Put all changes on disk under the next number, or none. Raises sqlite3.Error, JournalError."""
+    """Return a context in which the changes of the database are one commit with the next number. If it fails, no change
+    is made. Raises sqlite3.Error, JournalError."""
     db.execute("BEGIN IMMEDIATE")
     try:
         yield
@@ -127,7 +129,7 @@ def transaction(db: sqlite3.Connection, commits: CommitNumber) -> Iterator[None]
 
 
 def _number_in(db: sqlite3.Connection) -> int:
-    """Return the number of the last commit; 0 if an older release, which did not count commits, wrote it."""
+    """Return the number of the last commit; 0 if an older release, which did not number commits, wrote the database."""
     if not db.execute("SELECT 1 FROM sqlite_master WHERE name='meta'").fetchone():
         return 0
     found = db.execute("SELECT value FROM meta WHERE name='commits'").fetchone()
@@ -135,9 +137,10 @@ def _number_in(db: sqlite3.Connection) -> int:
 
 
 class CommitNumber:
-    """Number of the last commit of the database at `path` (None: in memory), and the file that has it too.
+    """Number of the last commit of the database at `path` (None: in memory), and the file beside the database that
+    records it.
 
-    Raises JournalError for a database that ends before the recorded number, and then changes nothing.
+    Raises JournalError if the database ends before the recorded number, and then changes nothing.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -175,7 +178,7 @@ class CommitNumber:
         self.number += 1
 
     def expect(self, number: int) -> None:
-        """Record that commit `number` was made: later starts refuse these files if they lack it."""
+        """Record that commit `number` was made. Later starts then refuse this database if it lacks the commit."""
         if self._fd >= 0:
             self._record(number)
 
@@ -186,12 +189,13 @@ class CommitNumber:
 
 
 def beside(path: Path) -> Path:
-    """Return the file with the number of the last commit of the database at `path`."""
+    """Return the path of the file that records the number of the last commit of the database at `path`."""
     return path.with_suffix(".commits")
 
 
 def check_commits(path: Path) -> int:
-    """Return the number of the last commit, without changes. Raises JournalError if a later one was made."""
+    """Return the number of the last commit, without changing a file. Raises JournalError if the recorded number is
+    higher."""
     file = beside(path)
     try:
         expected = recorded(file)
@@ -214,7 +218,7 @@ def check_commits(path: Path) -> int:
 
 
 def behind(path: Path | str, found: int, expected: int, witness: str) -> JournalError:
-    """Return the error about a database that lacks commits."""
+    """Return the error for a database that lacks commits. `witness`: text that says how they are known."""
     return JournalError(
         f"{path} ends at commit {found}, but commit {expected} was made, {witness}: its log {path}-wal is damaged or "
         "missing, or this is an older copy. Restore a current copy of the whole directory; or move the directory away "
@@ -223,7 +227,8 @@ def behind(path: Path | str, found: int, expected: int, witness: str) -> Journal
 
 
 def _line(number: int) -> bytes:
-    """Return the line for a number. Its constant length fits into one sector, so a write of it is whole or absent."""
+    """Return the line that records a number. It always has the same length and fits into one sector of a disk, so it is
+    written whole or not at all."""
     text = f"{number:020d}"
     return f"{text} {zlib.crc32(text.encode()):08x}\n".encode()
 
@@ -246,23 +251,25 @@ def recorded(file: Path) -> int | None:
 
 
 class CommitMarks:
-    """Signed commit numbers that peers keep. Peers cannot forge them, and numbers of another journal are ignored."""
+    """Signed commit numbers that peers keep for the coordinator. A peer cannot forge one, and a number of another
+    journal is ignored."""
 
     def __init__(self, secret: bytes, process: bytes, found: int) -> None:
         self._secret = secret
         self._process = process
-        """Id of this coordinator process, 8 bytes. It marks the process's own commits, which may reuse the numbers of
-        lost ones."""
+        """Random id of this coordinator process, 8 bytes. It marks the commits of this process, which may have the same
+        numbers as commits that were lost."""
         self._found = found
-        """Number of the last commit at its start."""
+        """Number of the last commit that was on disk when this process started."""
 
     def make(self, number: int) -> bytes:
         what = self._process + number.to_bytes(8, "big")
         return what + self._signed(what)
 
     def missing(self, mark: bytes) -> int | None:
-        """Return the number of the commit in `mark` if an earlier process made that commit and this process did not
-        find it on disk at its start: it is lost. Return None if it is not lost, or if its signature is invalid."""
+        """Return the number of the commit in `mark` if that commit is lost: an earlier process made it, and this
+        process did not find it on disk when it started. Return None if it is not lost, or if the signature is
+        invalid."""
         what, number = mark[:16], int.from_bytes(mark[8:16], "big")
         if mark[:8] == self._process or number <= self._found:
             return None

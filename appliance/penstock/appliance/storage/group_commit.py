@@ -1,9 +1,9 @@
-"""Group commit of the journal: many calls share one commit, which a thread of its own makes.
+"""Group commit of the journal: many calls share one commit, which a separate thread makes.
 
-A commit takes as long as the disk needs to flush: a tenth of a millisecond on an idle local disk, several on a cloud or
-shared disk. When a job of 10,000 slots starts, each of 30,000 calls has something to write; a coordinator that waited
-for each commit would receive no heartbeats meanwhile and take every peer for dead. So the registry continues with the
-next call, and every reply waits until all rows put before it are on disk.
+A commit takes as long as the disk needs to flush: a tenth of a millisecond on an idle local disk, several milliseconds
+on a cloud or shared disk. When a job of 10,000 slots starts, each of 30,000 calls has something to write. A coordinator
+that waited for each commit would receive no heartbeats meanwhile and take every peer for dead. So the registry goes on
+with the next call, and each reply waits until all rows that were put before it are on disk.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from penstock.proto.errors import JournalError
 from penstock.runtime.telemetry.counters import Histogram
 
 COMMIT_BOUNDS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
-"""Bounds of the commit histogram in seconds, from an idle local disk to one that is failing."""
+"""Upper bounds of the buckets of the commit histogram in seconds, from an idle local disk to a failing one."""
 
 
 class GroupCommit:
-    """Writer of the journal. Once it exists, only this object writes the journal.
+    """Writer of the journal. Once it exists, nothing else writes the journal.
 
     Args:
-        journal: its `commit` becomes a no-op.
+        journal: journal to write. Its `commit` does nothing from now on.
     """
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
         journal.deferred = True
         self.seconds = Histogram(COMMIT_BOUNDS_S)
-        """Histogram of commit times in seconds."""
+        """Histogram of the durations of commits, in seconds."""
         self._thread = ThreadPoolExecutor(1, "penstock-journal")
         self._waiting: list[asyncio.Future[None]] = []
         self._writer: asyncio.Task[None] | None = None
@@ -43,8 +43,8 @@ class GroupCommit:
 
     @asynccontextmanager
     async def synced(self) -> AsyncIterator[None]:
-        """Return a context in which to make a reply or an error. Its exit waits until all changes so far are on disk. A
-        cancelled call does not wait; its rows are written with the next call or tick."""
+        """Return a context in which a reply or an error is made. Its exit waits until all changes so far are on disk.
+        If the call is cancelled, it does not wait; its rows are written with the next call or tick."""
         try:
             yield
         except Exception:
@@ -55,8 +55,8 @@ class GroupCommit:
     async def sync(self) -> None:
         """Wait until everything put so far is on disk.
 
-        Raises JournalError if the write failed (the next sync() tries it again), or if earlier commits are missing
-        (`Journal.lost`; from then on the coordinator answers no RPC).
+        Raises JournalError if the write failed, or if earlier commits are missing. The next call tries a failed write
+        again. If commits are missing (`Journal.lost`), the coordinator answers no call from then on.
         """
         if self._journal.lost is not None:
             raise JournalError(self._journal.lost.message)

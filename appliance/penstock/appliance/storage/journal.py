@@ -1,14 +1,15 @@
 """Journal of the coordinator: the cluster state on disk, in SQLite with WAL and synchronous=FULL. It has one writer,
 which commits before any reply.
 
-journal.db holds ownership: runs, attempts, boxes, slots, a few rows each, at about 110 us a commit. Rows are written
-whole, and changes collect in memory until `commit`. A failed commit (disk full) leaves them there, so that no call is
-acknowledged and the next call tries again. Snapshots, which are large and less valuable, are in a database of their own
-(snapshot_store.py).
+The file journal.db holds the ownership: runs, attempts, boxes, slots, with a few rows for each change and about 110 us
+per commit. Changes are collected in memory, and `commit` writes each changed row as a whole. If a commit fails (disk
+full), the changes stay in memory: no call is acknowledged, and the next call tries again. Snapshots, which are large
+and less valuable, are in a database of their own (snapshot_store.py).
 
 A file that cannot be read is never reset: the error names it, and a person decides. WAL does not work on network
-filesystems, whose locks and shared memory do not behave as SQLite needs, so those are refused. One state directory has
-one coordinator, by an advisory lock that the kernel releases with the process.
+filesystems, because their locks and shared memory do not behave as SQLite needs, so such a filesystem is refused. A
+state directory can have only one coordinator at a time. An advisory lock ensures that; the kernel releases it when the
+process ends.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from penstock.proto.errors import JournalError
 from penstock.runtime.files import filesystems
 
 Rows = dict[tuple[Any, ...], tuple[str, Any]]
-"""Rows to write: statement and values, under a key that a later write of the same row replaces. For `put_all` the
-values are a function that makes the values of many rows."""
+"""Rows to write: a key -> SQL statement and values. A later write with the same key replaces an earlier one. For
+`put_all` the values are a function that makes the values of many rows."""
 
 TABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # table: key columns, other columns. A seed is text: SQLite's integers are signed, seeds are unsigned 64-bit.
@@ -66,8 +67,8 @@ _INSERT = {
 
 
 def make_private(path: Path) -> None:
-    """Make a state directory if it is missing. Raises JournalError for one that another user could have written or can
-    read, and OSError where none can be made."""
+    """Create a state directory if it is missing. Raises JournalError if another user could have written or can read it,
+    and OSError if it cannot be created."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = path.stat()
     mode = stat.S_IMODE(found.st_mode)
@@ -84,7 +85,8 @@ def make_private(path: Path) -> None:
 
 
 class StateDir:
-    """Directory held by one coordinator, private to its user: the journal holds the secret that tickets derive from."""
+    """State directory, locked by this coordinator, and private to its user because the journal holds the secret from
+    which tickets are derived."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -126,7 +128,7 @@ def _table(name: str) -> str:
 
 
 class Journal:
-    """Journal that takes rows, and returns whole tables at the start."""
+    """Journal of the coordinator: takes rows to write, and returns whole tables at the start."""
 
     def __init__(self, directory: StateDir | None) -> None:
         self._path = directory.path / "journal.db" if directory else None
@@ -138,25 +140,26 @@ class Journal:
             )
         self._commits = CommitNumber(self._path)
         self.found = self._commits.number
-        """Number of the last commit at the start."""
+        """Number of the last commit found on disk at the start."""
         self._db = open_database(self._path, "\n".join(f"{_table(table)};" for table in TABLES))
         self._db.row_factory = sqlite3.Row
         self.pending: Rows = {}
         self.deferred = False
         """True if `commit` does nothing, because group_commit.py writes the rows."""
         self.lost: JournalError | None = None
-        """Error set when a peer has shown that commits are missing here. No call is answered after that, and the
-        process ends."""
+        """Error that is set when a peer has shown that commits are missing in this journal. No call is answered after
+        that, and the process ends."""
         try:
             (verdict,) = self._db.execute("PRAGMA integrity_check(1)").fetchone()
             if verdict != "ok":
                 raise sqlite3.DatabaseError(" ".join(str(verdict).split()))
             self.secret = bytes.fromhex(self._meta("secret", secrets.token_hex(32)))
-            """Secret that tickets are derived from. It survives a restart, so that lanes stay open."""
+            """Secret from which tickets are derived. It survives a restart, so that clients can use their tickets
+            further."""
             self.marks = CommitMarks(self.secret, secrets.token_bytes(8), self.found)
             self.boots = int(self._meta("boots", "0")) + 1
-            """Number of coordinators that have opened this journal. Versions of long polls start above it, so that no
-            peer takes a view of this process for one of the last process."""
+            """Number of coordinator processes that have opened this journal. Version numbers of this process start
+            above those of the last one, so that no peer takes a new view for one that it has already seen."""
             with transaction(self._db, self._commits):
                 self._db.execute("UPDATE meta SET value=? WHERE name='boots'", (str(self.boots),))
         except sqlite3.Error as error:
@@ -170,27 +173,27 @@ class Journal:
 
     @property
     def path(self) -> Path | None:
-        """Path of the journal's file; None in memory."""
+        """Path of the journal's file; None if the journal is in memory."""
         return self._path
 
     @property
     def name(self) -> str:
-        """Name for messages."""
+        """Name of the journal for messages."""
         return str(self._path or "the journal in memory")
 
     def note(self, name: str, value: str) -> None:
-        """Store a small value, with the next commit."""
+        """Store a small value under a name, with the next commit."""
         self._add(("meta", name), "INSERT OR REPLACE INTO meta VALUES (?, ?)", (name, value))
 
     def noted(self, name: str, default: str) -> str:
-        """Return the value that was noted before the start."""
+        """Return the value that was stored under this name before the start; `default` if there is none."""
         try:
             return self._meta(name, default)
         except sqlite3.Error as error:
             raise JournalError(f"{self.name} cannot be read: {error}") from error
 
     def rows(self, table: str) -> list[Mapping[str, Any]]:
-        """Return a whole table, by key."""
+        """Return all rows of a table, sorted by key."""
         keys, _ = TABLES[table]
         try:
             rows = self._db.execute(f"SELECT * FROM {table} ORDER BY {', '.join(keys)}")
@@ -199,13 +202,14 @@ class Journal:
             raise JournalError(f"{self._path} cannot be read: {error}") from error
 
     def put(self, table: str, row: Mapping[str, Any]) -> None:
-        """Write a row whole, with the next commit. A callable value is called when it is written."""
+        """Write a whole row with the next commit. A value that is a callable is called when the row is written."""
         key = (table, *(row[key] for key in TABLES[table][0]))
         self._add(key, _INSERT[table], (*(row[column] for column in _COLUMNS[table]), _SUM))
 
     def put_all(self, table: str, rows: Callable[[], Iterable[Mapping[str, Any]]], **which: str | int) -> None:
-        """Write many rows whole, all those with the values `which`, with the next commit. `rows` is called when they
-        are written, maybe in another thread and maybe again: what it reads must not change any more."""
+        """Write many rows with the next commit: all rows of the table that have the values `which`. `rows` is called
+        when they are written, possibly in another thread and more than once, so the objects that it reads must not
+        change any more."""
 
         def values() -> Iterator[tuple[Any, ...]]:
             return ((*(row[column] for column in _COLUMNS[table]), _SUM) for row in rows())
@@ -213,7 +217,7 @@ class Journal:
         self._add(("all", table, *which.items()), _INSERT[table], values)
 
     def drop(self, table: str, **where: str | int) -> None:
-        """Remove the rows with these values, with the next commit."""
+        """Remove the rows that have the values `where`, with the next commit."""
         condition = " AND ".join(f"{column}=?" for column in where)
         self._add(("drop", table, *where.items()), f"DELETE FROM {table} WHERE {condition}", tuple(where.values()))
 
@@ -238,13 +242,13 @@ class Journal:
         return rows
 
     def put_back(self, rows: Rows) -> None:
-        """Queue rows that could not be written again; rows put since then take precedence."""
+        """Put back rows that could not be written. A row that was put since then is kept in place of the older one."""
         newer, self.pending = self.pending, rows
         for key, (sql, values) in newer.items():
             self._add(key, sql, values)
 
     def write(self, rows: Rows) -> None:
-        """Write the rows to disk. Called from one thread at a time, any thread."""
+        """Write the rows to disk. Any thread may call it, but only one at a time."""
         if self.lost is not None:
             raise JournalError(self.lost.message)
         try:
@@ -263,7 +267,7 @@ class Journal:
     # ---- commit marks that peers keep
 
     def mark(self) -> bytes:
-        """Return the number of the last commit, for a peer to keep and to show to the next coordinator."""
+        """Return the signed number of the last commit. A peer keeps it and shows it to the next coordinator."""
         return self.marks.make(self.committed)
 
     @property
@@ -272,7 +276,8 @@ class Journal:
         return self._commits.number
 
     def confirm(self, mark: bytes, witness: str) -> None:
-        """Check a peer's mark. Raises JournalError, also in each later call, if commits are missing here."""
+        """Check the commit mark that a peer has kept. If commits are missing in this journal, raise JournalError, in
+        this call and in each later one. `witness`: name of the peer."""
         number = self.marks.missing(mark)
         if number is not None and self.lost is None:
             self.lost = self._missing(number, witness)
@@ -289,11 +294,11 @@ class Journal:
 
 
 _SUM = object()
-"""Placeholder in a row for the checksum of its other values."""
+"""Placeholder in a row for the checksum of the row's other values."""
 
 
 def _made(values: tuple[Any, ...]) -> list[Any]:
-    """Return the values as they are written."""
+    """Return the values to write: callables are called, and the checksum takes the place of its placeholder."""
     made = [value() if callable(value) else value for value in values]
     return [*made[:-1], _sum(made[:-1])] if made and made[-1] is _SUM else made
 
@@ -303,8 +308,9 @@ def _sum(values: list[Any]) -> int:
 
 
 def checked(table: str, row: sqlite3.Row, name: str) -> dict[str, Any]:
-    """Return the row without its checksum, after the check. SQLite has checksums in its log and none in its pages: a
-    flipped bit there may make another number, and no error. Rows of older releases have no checksum."""
+    """Check the row's checksum and return the row without it. SQLite has checksums in its log and none in its pages, so
+    a flipped bit there may change a number without an error. Rows of older releases have no checksum and are not
+    checked."""
     keys, values = TABLES[table]
     found = {name: row[name] for name in (*keys, *values)}
     if "sum" in row.keys() and row["sum"] not in (None, _sum(list(found.values()))):  # noqa: SIM118 (no mapping)
@@ -314,7 +320,7 @@ def checked(table: str, row: sqlite3.Row, name: str) -> dict[str, Any]:
 
 
 def _bytes_of(rows: Rows) -> int:
-    """Return the size of the values alone; SQLite writes whole pages."""
+    """Return the size of the rows' values. SQLite writes more, because it writes whole pages."""
     put = (values for _, values in rows.values() if not callable(values))
     made = (value for values in put for value in values if value is not _SUM)
     return sum(len(value) if isinstance(value, str | bytes) else 8 for value in made)

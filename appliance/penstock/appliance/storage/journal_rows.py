@@ -1,4 +1,5 @@
-"""Rows of the journal, as pure functions of the entities. recovery.py makes the cluster state from them again."""
+"""Rows of the journal, made by pure functions from the entities. recovery.py makes the cluster state from the rows
+again."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def abandoned_row(attempt: Attempt, box: Box, epoch: int) -> Row:
 
 
 def track_row(attempt: Attempt, box: Box, history: Callable[[], bytes]) -> Row:
-    """Return the row of a box's history. `history`: encodes it; called when the row is written."""
+    """Return the row of a box's history. `history`: returns the history as bytes; it is called when the row is
+    written."""
     return _box(attempt, box) | {"over": attempt.state is not AttemptState.OPEN, "history": history}
 
 

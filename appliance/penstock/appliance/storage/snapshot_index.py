@@ -1,12 +1,12 @@
-"""Index of snapshots.db, without the bytes: which snapshots and blobs are kept, and which may be dropped.
+"""Index of snapshots.db: records which snapshots and blobs are kept, without their data, and which may be dropped.
 
-Which snapshots are kept. A slot may have to restart strictly before its last delivered batch, and a state may be
-requested for any step in the retention window. So the newest snapshot below the window is kept, with all newer ones;
-older ones are not needed any more. The window's lower edge is taken from positions that the box reported. It does not
-follow from the step alone, because near the end of an epoch the slots that still have batches take the steps of those
-that have ended.
+A slot may have to restart strictly before its last delivered batch, and a state may be requested for any step in the
+retention window. So the newest snapshot before the window is kept, and all newer ones. Older snapshots are not needed
+any more. The start of the window, as a slot's position, is taken from positions that the box reported. It does not
+follow from the step alone: near the end of an epoch, the slots that still have batches take the steps of those that
+have ended.
 
-Pure: the index decides what to drop; the service removes it from disk once its replacement is stored.
+Pure: the index decides what to drop, and the service removes it from disk once its replacement is stored.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _MORE = (
 
 @dataclass(frozen=True, order=True)
 class DurableSnapshot:
-    """Position and size of one snapshot."""
+    """Position and size of one durable snapshot."""
 
     total: int
     epoch: int
     size: int
     epoch_start: bool = False
-    """True if it was taken at an epoch's start, not after a batch."""
+    """True if the snapshot was taken at the start of an epoch, not after a batch."""
 
     @property
     def is_sure(self) -> bool:
-        """True if any loader can restart from this snapshot: see Kept in penstock.worker.slots.snapshots."""
+        """True if any loader can restart from the snapshot: see Kept in penstock.worker.slots.snapshots."""
         return not self.epoch_start or self.epoch == 0
 
 
@@ -49,7 +49,7 @@ class DropSnapshot:
 
 @dataclass(frozen=True)
 class DropAttempt:
-    """All snapshots of an attempt."""
+    """Order to remove all snapshots of an attempt from disk."""
 
     run: str
     attempt: int
@@ -68,20 +68,23 @@ class _Blob:
     size: int
     touched: float
     credential: str = ""
-    """Digest of the token that it came with; "" = not known, from before a restart."""
+    """Digest of the credential token of the blob's sender; "" = not known, because the coordinator was restarted
+    since."""
 
 
 class SnapshotIndex:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._snapshots: dict[tuple[str, int], dict[SlotKey, list[DurableSnapshot]]] = {}
-        """(run, attempt) -> snapshots of its slots, so that dropping an attempt costs nothing for the others."""
+        """(run, attempt) -> snapshots of its slots. They are grouped in this way so that an attempt can be dropped
+        without a search."""
         self._blobs: dict[str, _Blob] = {}
         self._drops: list[Drop] = []
         self.used = 0
-        """Bytes of all snapshots and blobs."""
+        """Number of bytes of all snapshots and blobs."""
         self.coming = 0
-        """Bytes declared by transfers under way, so that many at once do not exceed the budget together."""
+        """Number of bytes that transfers under way have declared. It is counted so that many transfers at once do not
+        exceed the budget together."""
 
     @property
     def free(self) -> int:
@@ -89,7 +92,7 @@ class SnapshotIndex:
 
     @contextmanager
     def expecting(self, size: int) -> Iterator[None]:
-        """Count a value of this size as coming while it is transferred to the disk."""
+        """Return a context during which a value of this size is counted as in transfer."""
         self.coming += size
         try:
             yield
@@ -99,14 +102,14 @@ class SnapshotIndex:
     def load(
         self, snapshots: Iterable[tuple[SlotKey, DurableSnapshot]], blobs: Iterable[tuple[str, int]], now: float
     ) -> None:
-        """Add what the store holds, at the start."""
+        """Add the snapshots and blobs that the database holds at the start."""
         for key, kept in snapshots:
             self.add(key, kept)
         for name, size in blobs:
             self.add_blob(name, size, now)
 
     def take_drops(self) -> list[Drop]:
-        """Return what may be removed from disk since the last call."""
+        """Return the values that may be removed from disk since the last call."""
         drops, self._drops = self._drops, []
         return drops
 
@@ -121,7 +124,8 @@ class SnapshotIndex:
         return of_attempt.get(key, ()) if of_attempt is not None else ()
 
     def find(self, key: SlotKey, total: int, epoch: int) -> DurableSnapshot:
-        """Return the snapshot at that position; one of 0 bytes if it is not listed, e.g. of a past attempt."""
+        """Return the snapshot at this position. If it is not in the index, for example because its attempt is over,
+        return one with a size of 0."""
         there = (kept for kept in self._of(key) if (kept.total, kept.epoch) == (total, epoch))
         return next(there, DurableSnapshot(total, epoch, 0))
 
@@ -129,7 +133,7 @@ class SnapshotIndex:
         return set(self._snapshots)
 
     def why_refused(self, key: SlotKey, size: int) -> str:
-        """Return "" if a snapshot of this size may be written now, else the reason."""
+        """Return the reason why a snapshot of this size may not be written now; "" if it may."""
         if size > self._limits.value_max:
             return f"a snapshot must have at most {self._limits.value_max} bytes, got {size}"
         share = self._limits.cadence_share if self._of(key) else 1.0
@@ -140,7 +144,7 @@ class SnapshotIndex:
         return ""
 
     def add(self, key: SlotKey, kept: DurableSnapshot) -> None:
-        """Add a snapshot that is on disk. It replaces one of the same position, on disk and in this index."""
+        """Add a snapshot that is on disk. It replaces a snapshot of the same position."""
         others = []
         for old in self._of(key):
             if (old.total, old.epoch) == (kept.total, kept.epoch):
@@ -153,9 +157,11 @@ class SnapshotIndex:
         self.used += kept.size
 
     def trim(self, key: SlotKey, edge: int) -> None:
-        """Drop the slot's old snapshots. Of those below `edge`, which is the slot's total at the oldest position that
-        the box can still return to, keep the newest one from which any loader can restart (`is_sure`), or the newest
-        one if none is sure, and all that are newer.
+        """Drop the slot's old snapshots. `edge`: the slot's total at the oldest position to which the box can still
+        return.
+
+        The newest snapshot below `edge` from which any loader can restart (`is_sure`) is kept, with all newer
+        snapshots. If there is no such snapshot below `edge`, the newest one below `edge` takes its place.
 
         Snapshots are ordered by epoch and then by total, because a snapshot of an abandoned epoch can have a higher
         total than later ones.
@@ -172,7 +178,7 @@ class SnapshotIndex:
         self._snapshots[key.run, key.attempt][key] = list(kept[first:])
 
     def discard(self, key: SlotKey, kept: DurableSnapshot) -> None:
-        """Drop a snapshot that was written and is not needed any more."""
+        """Drop a snapshot that has been written but is not needed. It is not in the index."""
         self._drops.append(DropSnapshot(key, kept.total, kept.epoch))
 
     def drop_attempt(self, run: str, attempt: int) -> None:
@@ -191,7 +197,8 @@ class SnapshotIndex:
         return 0 if blob is None else blob.size
 
     def why_blob_refused(self, size: int, credential: str = "") -> str:
-        """Return why a blob of this size may not be written now, or "". `credential`: the token that it comes with."""
+        """Return the reason why a blob of this size may not be written now; "" if it may. `credential`: digest of the
+        credential token of its sender."""
         if size > self._limits.value_max:
             return f"a stored value must have at most {self._limits.value_max} bytes, got {size}"
         if self.used + self.coming + size > self._limits.budget:
@@ -209,11 +216,11 @@ class SnapshotIndex:
         return ""
 
     def spare(self, drop: Drop) -> None:
-        """Cancel a pending drop of a value that is about to be written again."""
+        """Cancel the drop of a value that is about to be written again."""
         self._drops = [other for other in self._drops if other != drop]
 
     def add_blob(self, name: str, size: int, now: float, credential: str = "") -> None:
-        """Add a blob that is on disk. The age of one that was there already is counted anew."""
+        """Add a blob that is on disk. If it was there already, its age is counted from now."""
         known = self._blobs.get(name)
         if known is not None:
             known.touched = now
@@ -222,7 +229,8 @@ class SnapshotIndex:
         self._blobs[name] = _Blob(size, now, credential)
 
     def drop_idle_blobs(self, named: set[str], now: float) -> None:
-        """Drop blobs that no open attempt names and that were not sent for a while."""
+        """Drop the blobs that no open attempt uses and that were not sent for `limits.blob_idle_s` seconds. `named`:
+        names of the blobs in use."""
         for name, blob in list(self._blobs.items()):
             if name in named:
                 blob.touched = now

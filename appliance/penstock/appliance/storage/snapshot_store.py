@@ -1,7 +1,8 @@
-"""Store of the bytes of snapshots and blobs: snapshots.db. The snapshot index decides what it holds; the store writes,
-reads and removes.
+"""Store of the data of snapshots and blobs: snapshots.db. The snapshot index decides what the store holds; the store
+writes, reads and removes it.
 
-One thread uses it (the service's), so that a commit of a large value does not delay the event loop, and leases with it.
+Only the service's writer thread uses the store, so that the commit of a large value does not delay the event loop and
+with it the leases.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ _AT = "run=? AND attempt=? AND box=? AND slot=? AND total=? AND epoch=?"
 
 
 PIECE = 256
-"""Largest number of rows that one call removes."""
+"""Largest number of rows that one call of `drop` removes."""
 VACUUM_PAGES = 1024
-"""Pages of 4 KiB that one call returns to the filesystem. It is bounded because new snapshots reuse free pages, and
-returning all pages would rewrite the whole file while snapshots arrive."""
+"""Number of pages of 4 KiB that one call returns to the filesystem. It is bounded: new snapshots reuse free pages
+anyway, and returning all pages at once would rewrite the whole file while snapshots arrive."""
 
 
 class Store:
@@ -66,7 +67,7 @@ class Store:
         self.put_snapshots([(header, data)])
 
     def put_snapshots(self, snapshots: Sequence[tuple[pb.SnapshotHeader, bytes]]) -> None:
-        """Write all these snapshots, or none."""
+        """Write all these snapshots in one commit, or none."""
         size = sum(len(data) for _, data in snapshots)
         with self._errors(f"{len(snapshots)} snapshots of {size} bytes cannot be written"), self._transaction():
             for header, data in snapshots:
@@ -80,7 +81,7 @@ class Store:
             yield
 
     def snapshot(self, key: SlotKey, kept: DurableSnapshot) -> tuple[pb.SnapshotHeader, bytes] | None:
-        """Return the snapshot as it was put, or None if it has been dropped meanwhile."""
+        """Return the snapshot as it was put; None if it has been dropped since."""
         with self._errors("a snapshot cannot be read"):
             found = self._db.execute(
                 f"SELECT header, data FROM snapshots WHERE {_AT}", (*key, kept.total, kept.epoch)
@@ -103,7 +104,7 @@ class Store:
             return [ClosedRun(*row) for row in self._db.execute("SELECT run, attempt, step, wall, size FROM closed")]
 
     def keep_closed(self, one: ClosedRun, parts: Sequence[bytes], gone: Iterable[str]) -> None:
-        """Write the state of a run, in place of an older one of it, and remove those of the runs `gone`."""
+        """Write the last state of a run in place of an older one, and remove the states of the runs `gone`."""
         with self._errors(f"a state of {one.size} bytes cannot be written"), self._transaction():
             for run in (*gone, one.run):
                 for table in ("closed", "closed_parts"):
@@ -119,7 +120,7 @@ class Store:
             return [bytes(part) for (part,) in rows]
 
     def drop(self, drops: Sequence[Drop]) -> list[Drop]:
-        """Remove some of the drops; return those that are left."""
+        """Remove some of the values from disk; return those that are still to be removed."""
         left = list(drops)
         with self._errors("cannot be trimmed"):
             with self._transaction():

@@ -1,9 +1,10 @@
-"""Writes of snapshots and blobs to disk: a bound on memory, one thread, and many values in one commit.
+"""Writer of snapshots and blobs: bounds the memory that they take, and writes many of them in one commit, in its own
+thread.
 
-There is a thread because a commit of megabytes takes as long as the disk needs, and leases must not wait for it. All
-waiting values share one commit because its cost is one flush of the disk, whatever its size: for snapshots of 76 kB, a
-commit each would be the larger part of the work. Memory is bounded because a starting fleet sends the first snapshots
-of all its slots at once.
+The thread is needed because a commit of megabytes takes as long as the disk needs, and leases must not wait for it. All
+waiting values share one commit, because the cost of a commit is one flush of the disk, whatever its size: with a commit
+for each snapshot of 76 kB, the flushes would be the larger part of the work. The memory is bounded because a starting
+fleet sends the first snapshots of all its slots at once.
 """
 
 from __future__ import annotations
@@ -21,32 +22,34 @@ from penstock.appliance.storage.snapshot_store import Store
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 COMMIT_BYTES = 8 * MIB
-"""Largest commit in bytes: a tenth of a second on a disk of 80 MB/s, which a drop or a read may have to wait for."""
+"""Largest size of one commit, in bytes. It takes a tenth of a second on a disk of 80 MB/s, for which a removal or a
+read may have to wait."""
 
 _Result = TypeVar("_Result")
 
 
 SMALL_SHARE = 8
-"""Divisor of the memory bound; values up to the quotient count as small."""
+"""Divisor of the memory budget: a value up to the quotient counts as small."""
 
 
 class InflowBudget:
-    """Memory budget with one half for small values and one for large ones, so that a small value never waits for a
-    large one with a slow sender."""
+    """Memory budget of incoming values. One half is for small values and one for large ones, so that a small value
+    never waits for a large one with a slow sender."""
 
     def __init__(self, limit: int) -> None:
         self._small_size = limit // SMALL_SHARE
         self._small, self._large = MemoryBudget(limit // 2), MemoryBudget(limit // 2)
 
     def taken(self, size: int, credential: str = "") -> AbstractAsyncContextManager[None]:
-        """Wait until `size` bytes are free, for a caller with this credential token."""
+        """Return a context that holds `size` bytes of the budget, for a sender with this credential token. Its entry
+        waits until they are free."""
         return (self._small if size <= self._small_size else self._large).taken(size, credential)
 
 
 class MemoryBudget:
-    """Bound on bytes in memory. Of the waiting values, those of the credential token that holds least are admitted
-    first, and those of one token in the order of their arrival. So no token waits for everything that another one has
-    queued."""
+    """Budget of bytes in memory. Among waiting values, those of the credential token that holds the fewest bytes are
+    admitted first, and values of the same token in the order of their arrival. So no token waits for everything that
+    another token has queued."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -56,7 +59,8 @@ class MemoryBudget:
 
     @asynccontextmanager
     async def taken(self, size: int, credential: str = "") -> AsyncIterator[None]:
-        """Wait until `size` bytes are free. A value above the bound is admitted alone. There is no deadline here: each
+        """Hold `size` bytes of the budget while the context is open. Its entry waits until they are free. A value
+        larger than the budget is admitted when nothing else is in memory. There is no deadline here, because each
         waiting call has its own."""
         if self._waiting or not self._fits(size):
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -101,7 +105,7 @@ class MemoryBudget:
 
 
 class SnapshotWriter:
-    """Access to the store, from a thread of its own."""
+    """Access to the snapshot store, whose operations run in a separate thread."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -110,17 +114,17 @@ class SnapshotWriter:
         self._writing: asyncio.Task[None] | None = None
         self._dropping: asyncio.Task[None] | None = None
         self._spared: set[Drop] = set()
-        """Values queued for removal that are being written again, and must be kept."""
+        """Values that were queued for removal and are being written again, so that they must be kept."""
 
     def close(self) -> None:
         self._thread.shutdown()
 
     async def run(self, work: Callable[..., _Result], *args: Any) -> _Result:
-        """Run `work` in the thread."""
+        """Run `work` in the writer's thread and return its result."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
 
     async def put_snapshot(self, header: pb.SnapshotHeader, data: bytes) -> None:
-        """Write the snapshot and return when it is on disk. Raises JournalError if it is not."""
+        """Write the snapshot and return when it is on disk. Raises JournalError if the write fails."""
         written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queue.append((header, data, written))
         if self._writing is None or self._writing.done():
@@ -152,13 +156,14 @@ class SnapshotWriter:
         return self._dropping is not None and not self._dropping.done()
 
     def drop(self, drops: list[Drop], failed: Callable[[list[Drop], Exception], None]) -> None:
-        """Remove these values from disk, a few at a time, so that concurrent writes do not wait long. Do not call it
-        again before it is done. `failed` is called with those that could not be removed."""
+        """Remove these values from disk, a few at a time, so that concurrent writes do not wait long. A second call
+        must wait until the first one is complete. `failed`: called with the values that could not be removed, and the
+        error."""
         self._spared = set()
         self._dropping = asyncio.ensure_future(self._drop(drops, failed))
 
     def spare(self, drop: Drop) -> None:
-        """Keep a value that is written after this call, although a `drop` before it named it."""
+        """Keep a value that is about to be written again, although an earlier call of `drop` named it."""
         self._spared.add(drop)
 
     async def _drop(self, drops: list[Drop], failed: Callable[[list[Drop], Exception], None]) -> None:

@@ -186,8 +186,8 @@ class Appliance:
         self._ordinals: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._opened = 0
         self._seeds: dict[int, int] = {}
-        """Seeds of runs in this process, by the loader's ordinal, so that a loader that is opened again keeps its
-        seed."""
+        """Seeds of runs whose batches are made in this process: number of the loader within the job -> seed. A loader
+        that is opened again keeps its seed."""
         self._job_here = ""
         """Job name of runs without workers, whose batches are made in this process; "" before the first such run."""
         self._faults: tuple[Fault, ...] = ()
@@ -272,7 +272,7 @@ class Appliance:
             raise PenstockError(f"this {type(self).__name__} is closed")
 
     def _reach(self, deadline: float, notice: WaitNotice) -> DaemonAddresses:
-        """Return the coordinator's address; wait until it is up if it is embedded here."""
+        """Return the addresses of the daemons. If local rank 0 starts them (embedded mode), wait until they are up."""
         self._check_open()
         if self._place is None:
             assert self._rendezvous is not None
@@ -286,10 +286,10 @@ class Appliance:
         return self._place
 
     def open_stream(self, owner: Any, opening: Opening) -> tuple[StreamRun, Reader]:
-        """Open a run of a loader, join it as this box, and return the run and its reader.
+        """Open a run of a loader, join the run as this box, and return the run and its reader.
 
         Args:
-            owner: the loader. Its first opening gives it its number within the job.
+            owner: the loader. The first time that a loader is opened, it gets its number within the job.
         """
         if self.in_process:
             return self._open_here(owner, opening)
@@ -298,7 +298,7 @@ class Appliance:
         return run, reader_for(settings.device, run, position, opening.reference.name, settings.timeout_s)
 
     def _open_here(self, owner: Any, opening: Opening) -> tuple[StreamRun, Reader]:
-        """Open a run in this process and thread."""
+        """Open a run whose batches are made in this process and thread (num_workers_per_box=0)."""
         # imported here, because it imports the worker's code
         from penstock.client.in_process import InProcessReader, InProcessRun
 
@@ -320,7 +320,7 @@ class Appliance:
         return run, reader
 
     def _ordinal(self, owner: Any) -> int:
-        """Return the number of a loader within the job."""
+        """Return the loader's number within the job: 0 for the first loader that is opened, then 1, and so on."""
         ordinal = self._ordinals.get(owner)
         if ordinal is None:
             ordinal = self._ordinals[owner] = self._opened
@@ -376,7 +376,8 @@ class Appliance:
         run.open()
 
     def _patiently(self, deadline: float, run: OpenRun, call: Callable[[], None]) -> None:
-        """Retry a call while the coordinator cannot be reached. All calls to the coordinator are idempotent."""
+        """Run `call`. While the coordinator cannot be reached, run it again: calls to the coordinator are
+        idempotent."""
         give_up = min(deadline, time.monotonic() + REACH_S)
         while True:
             try:
@@ -456,7 +457,8 @@ class Appliance:
 
 
 class _Deaths:
-    """Callback that ends an appliance's runs with an error when a daemon dies. It does not keep the appliance alive."""
+    """Callback for the death of a daemon: it ends all runs of an appliance with the error. It refers to the appliance
+    weakly, so it does not keep the appliance alive."""
 
     def __init__(self, appliance: Appliance) -> None:
         self._appliance = weakref.ref(appliance)
@@ -476,7 +478,7 @@ def _tls_of(settings: ApplianceSettings) -> Tls | None:
 
 
 def _exported(settings: ApplianceSettings, torchrun: Torchrun, tls: Tls | None) -> str:
-    """Serve this process's metrics, and return their URL; "" without `http`."""
+    """Start to serve this process's metrics to Prometheus, and return their URL. Return "" if `http` is not set."""
     if not settings.http:
         return ""
     from penstock.client.metrics import open_web
@@ -507,10 +509,10 @@ _entered: ApplianceScope[Appliance] = ApplianceScope(
 
 
 class _Default:
-    """The appliance of loaders that name none, and the set of these loaders.
+    """Default appliance of loaders that name none, and the ids of the loaders that use it.
 
-    A loader is removed by its finalizer, which may run inside the garbage collector: it only removes the loader's id
-    from a set and writes to an eventfd. A thread closes the appliance when the set is empty.
+    A loader is removed by its finalizer. A finalizer may run inside the garbage collector, so it only removes the
+    loader's id from a set and writes to an eventfd. A thread closes the appliance when the set is empty.
     """
 
     def __init__(self) -> None:
@@ -546,10 +548,10 @@ _default_lock = threading.Lock()
 
 
 def current_appliance(loader: Any) -> Appliance:
-    """Return the appliance for a loader that is iterated without one: that of the innermost `with`, or the default one
-    if there is none.
+    """Return the appliance for a loader that is iterated without naming one: the appliance of the innermost `with` of
+    this thread, or the default appliance if there is none.
 
-    Raises AmbiguousContextError if several are open, all of them in other threads.
+    Raises AmbiguousContextError if this thread has none and several are open in other threads.
     """
     global _default
     appliance = _entered.innermost()

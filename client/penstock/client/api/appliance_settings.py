@@ -105,7 +105,8 @@ def _resolved(kind: type[ApplianceSettings], given: dict[str, Any]) -> Appliance
 
 
 def _source(name: str) -> str:
-    """Return the variable, or the line of the settings file, that a setting came from."""
+    """Return the source of a setting for error messages: the name of the environment variable, or the line of the
+    settings file."""
     return source_of(ApplianceSettings, name) or "its default"
 
 
@@ -138,7 +139,7 @@ class Torchrun:
 
 
 def attempt_key(settings: ApplianceSettings, torchrun: Torchrun) -> str:
-    """Return a key that is the same on all boxes of one launch, and another one after they restart."""
+    """Return a key of this launch of the job: the same on all boxes, and a new one after each restart of the job."""
     if settings.attempt or not torchrun.present:
         return settings.attempt
     return f"{torchrun.master}:{torchrun.restarts}"

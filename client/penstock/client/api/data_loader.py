@@ -1,12 +1,12 @@
 """The loader that a training script holds, and the training loop's iterator over it: the number of steps, their epochs,
 and which of them are checkpoints.
 
-The two are in one module because each uses the other: iterating a loader means iterating an executor of it. The
-loader's run is in opened_loader.py, its states are in resumable_loader.py.
+Both classes, DataLoader and DataExecutor, are in one module because each uses the other: to iterate a loader is to
+iterate an executor of it. The loader's run is in opened_loader.py, its states are in resumable_loader.py.
 
-The iterator is a generator that has already run to its first `yield` when the loop gets it. So the run opens in
-`iter()`, which raises the errors of the opening. From then on the generator's `finally` runs whenever the loop ends: at
-the end, by `break`, by an exception, or because the iterator is dropped.
+The executor's iterator is a generator that has already run to its first `yield` when the loop gets it. So the run opens
+in `iter()`, which raises the errors of the opening. From then on the generator's `finally` runs whenever the loop ends:
+at the end, by `break`, by an exception, or because the iterator is dropped.
 
 An epoch that the loop leaves by `break` is abandoned when the next executor starts, not at the `break`. Until then the
 state is that of the last step, in the middle of the epoch. An epoch that is left after its last batch (by its length)
@@ -73,7 +73,7 @@ class DataLoader(ResumableLoader):
     """
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate `DataExecutor(self)`: one epoch, or the rest of it."""
+        """Iterate `DataExecutor(self)`: one epoch, or the rest of an epoch that was begun."""
         return iter(DataExecutor(self))
 
     # ---- description
@@ -113,7 +113,8 @@ class DataLoader(ResumableLoader):
         return self._local.config(self._seed_of_keys)
 
     def can_restore_sample(self) -> bool:
-        """Return True if restore_sample() works: the loader has that method, and does not report that it cannot."""
+        """Return True if restore_sample() works: input_fn's loader has a method restore_sample, and does not report
+        that it cannot restore samples."""
         return self._local.can_restore_sample(self._seed_of_keys)
 
     def restore_sample(self, key: Any) -> Any:
@@ -154,8 +155,8 @@ def wrap(loader: TorchLoader[Any]) -> DataLoader:
     appliance must be embedded; for workers on other machines write an input_fn.
 
     Raises:
-        InvalidArgumentError: its sampler or batch_sampler has an order that cannot be taken over.
-        TypeError: it is no torch DataLoader.
+        InvalidArgumentError: the loader's sampler or batch_sampler has an order that cannot be taken over.
+        TypeError: `loader` is not a torch DataLoader.
     """
     if not isinstance(loader, TorchLoader):
         raise TypeError(f"wrap() takes a torch DataLoader, got a {type(loader).__qualname__}")
@@ -222,7 +223,7 @@ class DataExecutor:
             loader.expect(appliance)
         self._session: Session | None = None
         self._first = 0
-        """Step before this executor's first step."""
+        """Number of the step before this executor's first step."""
         self._last: int | None = None
 
     def __repr__(self) -> str:
@@ -233,12 +234,13 @@ class DataExecutor:
 
     @property
     def step(self) -> int:
-        """Last step: batches delivered to this box over the whole life of the run; 0 before the first."""
+        """Number of the last step: batches delivered to this box over the whole life of the run. 0 before the first
+        batch."""
         return self._loader.step
 
     @property
     def dataloader(self) -> DataLoader:
-        """Loader of this executor."""
+        """Loader whose batches this executor yields."""
         return self._loader
 
     def __len__(self) -> int:
@@ -266,8 +268,8 @@ class DataExecutor:
 
     @property
     def on_final_iteration(self) -> bool:
-        """True at this executor's last batch, and after it. If the executor takes an epoch, this depends on the
-        loaders' len(); without len() it is True only after the last batch."""
+        """True at this executor's last batch, and after it. If the executor takes one epoch, the last batch is known
+        from len() of the workers' loaders; without len() this is True only after the last batch."""
         if self._session is None:
             return False
         last = self._last if self._num_steps is not None or self._last is not None else self._session.expected_last()
@@ -288,7 +290,7 @@ class DataExecutor:
 
     @property
     def stats(self) -> StreamStats:
-        """Waiting and other figures since the loader was opened or loaded."""
+        """Waiting times and counts since the loader was opened, or since a state was loaded."""
         if self._session is None:
             return StreamStats()
         return self._session.stats()

@@ -7,7 +7,7 @@ then one batch ahead of the loop, and a resume would leave that batch out.
 How far such a wrapper is ahead depends on the framework, its version, the position in the epoch and whether the loader
 has a length. So no fixed number is subtracted here. Instead the loop counts: it calls `took()` for each batch that
 reaches it, and the state is that of this step, which workers keep for a while (Appliance(retention_steps=)). Counting
-is free until a state is requested.
+costs nothing until a state is requested.
 
 Two mistakes would save a wrong position, so both are errors: the loop forgets to count, or a wrapper yields other
 batches than it took (it shares them among ranks, joins them, or repeats some as padding).
@@ -73,24 +73,25 @@ class Lookahead(IterableDataset[Any]):
         self._depth = positive("depth", depth)
         self._executor = DataExecutor(loader, checkpoint_steps=checkpoint_steps, appliance=appliance)
         self._epoch_iterator: weakref.ref[Generator[Any, None, None]] | None = None
-        """Iterator that the framework holds."""
+        """Weak reference to the iterator over the present epoch, which the framework holds."""
         self._begun: Generator[Any, None, None] | None = None
-        """The executor's iterator of the epoch, until the loop gets its first batch."""
+        """Iterator of the executor over an epoch of which the loop has not got a batch yet; None otherwise."""
         self._waiting: list[Any] = []
         """Batches that the framework took from `_begun`. They are yielded again if the framework begins the epoch
         twice."""
         self._step: int | None = None
-        """Step of the loop; None before the first epoch, and after a state was loaded."""
+        """Number of the last step whose batch the loop has got; None before the first epoch, and after a state was
+        loaded."""
         self._loads = 0
         self._over_at: int | None = None
-        """Step of a loaded state whose loop had finished its epoch, so that the epoch is not resumed. None without such
-        a state, and after the loop gets a batch."""
+        """Step of the loaded state, if the loop that saved it had finished the epoch, so that the epoch is not resumed.
+        None in all other cases, and after the loop gets a batch."""
 
     # ---- methods that the framework calls
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate one epoch, or the rest of it. If the loop has got no batch of the epoch yet, it is repeated with the
-        same batches, because some frameworks begin an epoch twice."""
+        """Iterate one epoch, or the rest of an epoch that was begun. A second iterator that is made before the loop has
+        got a batch of the epoch yields the same batches again, because some frameworks begin an epoch twice."""
         if get_worker_info() is not None:
             raise RuntimeError(
                 f"{self._loader.name}: a Lookahead must be iterated in the training process, because its batches come "
@@ -123,7 +124,8 @@ class Lookahead(IterableDataset[Any]):
         return len(self._loader)
 
     def _leave(self) -> None:
-        """Close the present epoch. Frameworks that count batches never read an epoch's end, and keep its iterator."""
+        """Close the iterator of the present epoch. A framework that counts batches does not read to the end of the
+        epoch, and keeps the iterator."""
         self._close_epoch()
         begun = self._begun
         self._got()
@@ -151,8 +153,8 @@ class Lookahead(IterableDataset[Any]):
     def took(self) -> None:
         """Count a batch that the loop has got.
 
-        Raises RuntimeError if the framework took no such batch from here: other code repeats batches, or counts them
-        twice.
+        Raises RuntimeError if the framework has taken no more batches from this loader than are counted already: other
+        code repeats batches, or counts them twice.
         """
         if self._step is None or self._step >= self._loader.step:
             raise RuntimeError(
@@ -228,11 +230,11 @@ class Lookahead(IterableDataset[Any]):
 
     @property
     def mid_epoch(self) -> bool:
-        """True if the latest epoch has, or may have, batches after those that were taken."""
+        """True if the latest epoch has, or may have, batches that the framework has not taken yet."""
         return self._loader.mid_epoch
 
     def leave_epoch(self) -> None:
-        """Abandon the epoch of a loaded state, because the saved loop had finished it. The next iteration begins the
-        next epoch, even if the same state is loaded once more, as Lightning does."""
+        """Abandon the epoch of a loaded state, because the loop that saved the state had finished it. The next
+        iteration begins the next epoch, even if the same state is loaded once more, as Lightning does."""
         self._over_at = self._loader.step
         self._loader.leave_epoch()

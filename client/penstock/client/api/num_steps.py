@@ -63,7 +63,7 @@ def compute_num_steps(
 
 
 def _per_epoch(length: int, wanted: int | None, accumulated: int) -> int:
-    """Return the steps of an epoch of `length` batches."""
+    """Return the number of steps in an epoch of `length` batches."""
     if length < 1:
         raise InvalidArgumentError("the dataloader has no batches: its len() is 0")
     if wanted is not None and wanted > length:

@@ -1,5 +1,5 @@
-"""The part of a loader that opens its run. Before that the loader is only a description; afterwards it is a stream with
-a position.
+"""The part of a DataLoader that opens its run. Before it is opened, the loader is only a description. Afterwards it is
+a stream of batches with a position.
 
     DataLoader ── opens ──> Session: a run at an Appliance, and the reader of its batches
 
@@ -48,7 +48,8 @@ _ids = itertools.count(1)
 
 
 class OpenedLoader:
-    """Run of a DataLoader and its reader, as a DataExecutor uses them: see data_loader.py."""
+    """Base class of DataLoader: opens the loader's run and keeps the run's reader, for the DataExecutor in
+    data_loader.py."""
 
     @overload
     def __init__(self, input_fn: Callable[_Arguments, Any], *args: _Arguments.args, **kwargs: _Arguments.kwargs): ...
@@ -58,7 +59,7 @@ class OpenedLoader:
         self, input_fn: Callable[..., Any] | Dataset[Any] | TorchLoader[Any], *args: Any, **kwargs: Any
     ) -> None:
         self._replay = False
-        """True if states are made by replay, even without Appliance(replay=True)."""
+        """True if this loader is saved by replay even without Appliance(replay=True)."""
         if isinstance(input_fn, Dataset) or not callable(input_fn):
             from penstock.client.torch_loaders import taken_over  # imported here, because it imports the data sources
 
@@ -110,7 +111,7 @@ class OpenedLoader:
         return self._loaded.step if self._loaded is not None else 0
 
     def begin(self, executor: Any, appliance: Appliance | None) -> Session:
-        """Return the stream for an executor that starts to iterate; open it if necessary."""
+        """Return the loader's stream for an executor that starts to iterate. Open the stream if it is not open."""
         if self._iterating:
             raise RuntimeError(
                 f"{self.name}: another executor is iterating this loader; finish or close() its iterator first, or "
@@ -146,7 +147,8 @@ class OpenedLoader:
         return session
 
     def finish(self, executor: Any, *, left_early: bool, epoch_ended: bool) -> None:
-        """Release the loader after an executor's loop has ended, in any way."""
+        """Release the loader for other executors after the loop of one has ended: at the end, by `break`, or by an
+        exception."""
         self._executor = None
         session = self._session
         if session is None or session.run.closed:
@@ -178,14 +180,14 @@ class OpenedLoader:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Pair (box, num_boxes) of this process in the loader's run; before the run is open, in the current
+        """Pair (box, num_boxes) of this process in the loader's run. Before the run is open, the pair in the current
         settings."""
         settings = self._settings
         return settings.box, settings.num_boxes
 
     def expect(self, appliance: Appliance) -> None:
-        """Record the appliance that an executor will use. Until the executor begins, the appliance's settings give
-        boxes and workers."""
+        """Record the appliance that an executor will use. Until the executor begins, box and number of workers are
+        taken from this appliance's settings."""
         self._expected = appliance.settings
 
     @property
@@ -280,7 +282,7 @@ class OpenedLoader:
         return session
 
     def _replays(self, settings: ApplianceSettings) -> bool:
-        """Return True if a loader without state methods is also saved, by replay."""
+        """Return True if a loader without state methods can be saved by replay."""
         return self._replay or settings.replay
 
     def _start_of(self, settings: ApplianceSettings, box: int) -> BoxStart:
@@ -334,7 +336,8 @@ class OpenedLoader:
 
 
 def _on(cover: DigestCover, start_of: Callable[[int], BoxStart], box: int) -> BoxStart:
-    """Return the start of a box. If the cover is ROWS, mark the start for digests by rows."""
+    """Return the start of a box that `start_of` gives. If digests cover rows (DigestCover.ROWS), mark its position for
+    them."""
     start = start_of(box)
     start.position.by_rows = cover == DigestCover.ROWS
     return start

@@ -10,8 +10,6 @@ __all__ = ["ProgressLine"]
 
 
 class ProgressLine:
-    """Progress line of one executor."""
-
     def __init__(self, label: str, stats: StreamStats, step: int) -> None:
         self._label, self._stats, self._line = label, stats, Progress()
         self._shown_step, self._shown_waited = step, stats.waited_s

@@ -7,8 +7,8 @@ before. An abstract name has no file permissions, so both ends get the peer's us
 the token, the socket leaves nothing behind when a rank is killed. Another user can take the name first. Rank 0 then
 takes a name that begins with it and ends in a random number, and the others try all such names that the kernel lists.
 
-Ranks leave at slightly different times, and the daemons end with rank 0. So every rank keeps its connection until it
-leaves, and rank 0 waits for the last of them before it stops the daemons.
+Ranks finish at slightly different times, and the daemons end with rank 0. So every rank keeps its connection until it
+no longer needs the appliance, and rank 0 waits until all connections are closed before it stops the daemons.
 """
 
 from __future__ import annotations
@@ -34,10 +34,12 @@ __all__ = ["DaemonAddresses", "SharedAppliance"]
 
 POLL_S = 0.02
 LEAVE_S = 60.0
-"""Seconds that rank 0 waits for the others to leave before it stops the daemons all the same."""
+"""Seconds that local rank 0 waits for the other ranks to close their connections. After that it stops the daemons
+anyway."""
 MAX_PLACE = 4096
 SOCKETS = "/proc/net/unix"
-"""File in which the kernel lists the Unix sockets of this network namespace, abstract names with an @."""
+"""File in which the kernel lists the Unix sockets of this network namespace. Names of abstract sockets begin with an
+@."""
 
 _shared_so_far = 0
 _pause = threading.Event()  # never set: a wait on it is a sleep
@@ -45,7 +47,7 @@ _pause = threading.Event()  # never set: a wait on it is a sleep
 
 @dataclass(frozen=True)
 class DaemonAddresses:
-    """The address of local rank 0's daemons, the credential token, and the job."""
+    """Address of the daemons that local rank 0 started or uses, the credential token for them, and the job's name."""
 
     address: str
     token: str = field(repr=False)
@@ -53,8 +55,8 @@ class DaemonAddresses:
 
 
 def _connected(name: str) -> socket.socket | None:
-    """Return a connection to the owner of this name if the owner is a process of this user, else None. Never waits,
-    because another user's socket may be full."""
+    """Return a connection to the abstract socket of this name if its owner is a process of this user, else None. Never
+    waits, because another user's socket may have a full queue."""
     try:
         return connect_local(name, 0.0)
     except (OSError, PenstockError):
@@ -62,7 +64,7 @@ def _connected(name: str) -> socket.socket | None:
 
 
 def _is_ours(name: str) -> bool:
-    """Return True if a process of this user has the name."""
+    """Return True if the owner of the socket of this name is a process of this user."""
     sock = _connected(name)
     if sock is not None:
         sock.close()
@@ -70,7 +72,7 @@ def _is_ours(name: str) -> bool:
 
 
 def _names(name: str) -> list[str]:
-    """Return the name, and all names listed by the kernel that begin with it."""
+    """Return the socket name, and all socket names listed by the kernel that begin with it."""
     try:
         listed = Path(SOCKETS).read_bytes().decode(errors="replace").split()
     except OSError:
@@ -79,7 +81,7 @@ def _names(name: str) -> list[str]:
 
 
 class SharedAppliance:
-    """Appliance that the ranks of a launch share."""
+    """Embedded appliance of all ranks of a launch on this machine: local rank 0 starts it, the others connect to it."""
 
     def __init__(self, torchrun: Torchrun) -> None:
         global _shared_so_far
@@ -136,7 +138,7 @@ class SharedAppliance:
     def join(self, deadline: float, timeout_s: float, waiting: Callable[[], None] = lambda: None) -> DaemonAddresses:
         """Return the daemons' addresses from local rank 0. From then on, rank 0 waits for this rank to leave.
 
-        deadline: a time.monotonic(). `waiting` is called again and again meanwhile. Raises DeadlineError.
+        deadline: a time of time.monotonic(). `waiting` is called repeatedly during the wait. Raises DeadlineError.
         """
         while True:
             for name in _names(self._name):
@@ -161,7 +163,8 @@ class SharedAppliance:
             _pause.wait(POLL_S)
 
     def leave(self, stop: Callable[[], None]) -> None:
-        """Leave. Local rank 0 first waits for the others, then calls `stop`."""
+        """End this rank's use of the appliance. Local rank 0 first waits until the other ranks have done so, then calls
+        `stop`."""
         if os.getpid() != self._pid:
             return
         if self._joined is not None:

@@ -1,5 +1,5 @@
-"""The part of a loader that saves and resumes: its state at a step, the workers' records of that step, and the loaded
-state."""
+"""The part of a DataLoader that saves and resumes: its state at a step, the workers' records of that step, and the
+loaded state."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ _log = logging.getLogger("penstock.client")
 
 
 class ResumableLoader(OpenedLoader):
-    """The methods of a DataLoader that concern states; see there."""
+    """Base class of DataLoader with the methods that save and load states."""
 
     @property
     def is_restartable(self) -> bool:
-        """True if state_dict() works: by the loader's own methods, or by replay with Appliance(replay=True)."""
+        """True if state_dict() works, either by the state methods of input_fn's loader or by replay with
+        Appliance(replay=True)."""
         session = self._session
         if session is None or session.run.closed or session.run.error is not None:
             settings = session.appliance.settings if session is not None else current_settings()
@@ -57,9 +58,10 @@ class ResumableLoader(OpenedLoader):
             ...
             loader.load_state_dict(torch.load(path)["loader"])
 
-        Before the first step it is the loaded state, or the state of a loader that is built in this process. It may be
-        called in the loop, between executors and after the last; the result depends only on the step.
-        (torch.distributed.checkpoint.load, which requests a state to load into, gets one to be filled.)
+        Before the first step the result is the loaded state, or the state of a loader that is built in this process.
+        The method may be called in the loop, between executors and after the last; the result depends only on the step.
+        When torch.distributed.checkpoint.load calls it, to get a state to load into, it returns an empty state to be
+        filled.
 
         Raises:
             NotRestartableError: the loader has no state methods, or cannot be saved for another reason.
@@ -109,8 +111,8 @@ class ResumableLoader(OpenedLoader):
         return saved.to_dict()
 
     def _seed_to_come(self, settings: ApplianceSettings) -> int:
-        """Return the seed of the run to be opened. If none is given, draw it now: a state without a seed would match a
-        run of any order."""
+        """Return the seed of the run that will be opened. If none is given, draw the seed now, because a state without
+        a seed would be accepted by a run of any order."""
         if settings.seed is not None:
             return settings.seed
         if settings.num_boxes > 1:
@@ -133,10 +135,10 @@ class ResumableLoader(OpenedLoader):
     def checkpoints(self, step: int | None = None) -> list[DataLoaderCheckpoint]:
         """Return each worker's record of the state after a step, of all boxes, in order of global_worker_id.
 
-        The counts are those of this launch, as get_worker_state() gave them; `lifetime_*` count all launches. For a
-        loader with the four methods, `user_state_dict` is the result of its state_dict() on that worker at that step:
-        the input of aggregate_state_dict. For another loader it is the state at the restart point of the worker, which
-        may lie before the step; None if it has no state methods.
+        The counts are those of this launch, as get_worker_state() returned them on the workers; `lifetime_*` count all
+        launches. For a loader with the four methods, `user_state_dict` is the result of its state_dict() on that worker
+        at that step: the input of aggregate_state_dict. For another loader it is the state at the restart point of the
+        worker, which may lie before the step; None if it has no state methods.
 
         Args:
             step: as for state_at(); None: the last delivered step.
@@ -155,7 +157,8 @@ class ResumableLoader(OpenedLoader):
         return checkpoints_of(fetched, self._loaded, step)
 
     def _fetch(self, session: Session, step: int) -> tuple[FetchedState, int]:
-        """Return the records of all workers at a step, and the number of state methods of their loader."""
+        """Return the records of all workers at a step, and the number of state methods that input_fn's loader has (0, 2
+        or 4)."""
         settings, run = session.appliance.settings, session.run
         if run.error is not None:
             raise run.error
@@ -224,8 +227,8 @@ class ResumableLoader(OpenedLoader):
             self._loaded.aggregated = copy.deepcopy(saved.aggregated)
 
     def _made_by_hand(self, sd: object) -> SavedState | None:
-        """Return a state without a record of Penstock, for a loader whose own methods can read it; None for any
-        other."""
+        """Return `sd` as a SavedState if it was not saved by Penstock and the loader's own methods can read it; else
+        None."""
         if not isinstance(sd, Mapping) or KEY in sd:
             return None
         if self._local.can_be_built and self._local.methods("load_state_dict") != 4:

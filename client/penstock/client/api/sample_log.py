@@ -78,7 +78,7 @@ class SampleLog:
         self.close()
 
     def _open(self, step: int) -> BinaryIO:
-        """Open the file. Truncate it after the lines of the steps before `step`."""
+        """Open the file, and delete the lines of `step` and later steps."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         file = self.path.open("a+b")
         file.seek(0)

@@ -40,7 +40,8 @@ class ApplianceScope(Generic[T]):
         self._stack.set((*self._stack.get(), weakref.ref(thing)))
 
     def leave(self, thing: T) -> None:
-        """Leave an object. This may run in another context than `enter` did; that context ignores closed objects."""
+        """Remove an object at the end of its `with`. If this runs in another context than `enter` did, the entry stays
+        on the stack of that context, where `innermost` ignores it."""
         if thing in self._open:
             self._open.remove(thing)
         stack = list(self._stack.get())
@@ -51,8 +52,8 @@ class ApplianceScope(Generic[T]):
         self._stack.set(tuple(ref for ref in stack if ref() in self._open))
 
     def innermost(self) -> T | None:
-        """Return the object of this context. If it has none, return the only one open elsewhere, or None. Raises
-        AmbiguousContextError if several are open elsewhere."""
+        """Return the object that this thread or task entered last. If it entered none, return the only object that is
+        open elsewhere, or None. Raises AmbiguousContextError if several are open elsewhere."""
         usable = [thing for thing in self._open if self._usable(thing)]
         for ref in reversed(self._stack.get()):
             thing = ref()

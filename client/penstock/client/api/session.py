@@ -1,4 +1,4 @@
-"""Opening of a loader: a run at an appliance, and the reader of its batches."""
+"""Session of an opened loader: its run on an appliance, and the reader of the run's batches."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ _log = logging.getLogger("penstock.client")
 
 @dataclass
 class Session:
-    """Run at an appliance, its reader, and the beginning of the present epoch."""
+    """Session of an opened loader: its run, the reader of the run's batches, and the step at which the present epoch
+    began."""
 
     appliance: Appliance
     run: StreamRun
     reader: Reader
     name: str
     first_step: int
-    """Step before the session's first batch."""
+    """Number of the step before the session's first batch."""
     epoch_began_at: int
-    """Step before the first batch of the present epoch."""
+    """Number of the step before the first batch of the present epoch."""
     whole_epoch: bool
     """True if the session reads the present epoch from its beginning, False if from a restored position."""
     warned_ended: set[tuple[int, int]] = field(default_factory=set)
-    """Epoch ends of other boxes, (box, last step), of which the loop was warned."""
+    """Ends of other boxes' epochs, as (box, last step), of which the user was warned already."""
     warned_of_abandoned: bool = False
     cut_due: bool = False
     """True if the loop left the epoch by `break`: the next executor abandons it."""
@@ -57,8 +58,8 @@ class Session:
         self.epoch_began_at, self.whole_epoch = step, True
 
     def abandon_epoch(self) -> None:
-        """Abandon the epoch at the last step. Log once that the next loop does not continue the epoch, because the
-        iterators of other systems continue it."""
+        """Abandon the epoch at the last step. Log once that the next loop does not continue this epoch, because users
+        of other systems may expect that it does."""
         if not self.warned_of_abandoned:
             self.warned_of_abandoned = True
             _log.warning(
@@ -73,8 +74,8 @@ class Session:
         self.epoch_began_at, self.whole_epoch = self.reader.position.step, True
 
     def warn_of_ended(self, step: int) -> None:
-        """Warn once for each other box whose epoch ended before this step, because a collective would wait for that
-        box."""
+        """Warn of each other box whose epoch ended before this step, once for each end. A collective operation on all
+        boxes would wait for such a box forever."""
         for box, last in self.run.ended_boxes.items():
             # If the other box's epoch ended at the step where this box's epoch began, both are between the same two
             # epochs.
@@ -96,7 +97,8 @@ class Session:
         )
 
     def expected_last(self) -> int | None:
-        """Return the last step of this epoch, by the lengths of the workers' loaders; None if one has no length."""
+        """Return the last step of this epoch, computed from len() of the workers' loaders; None if one of them has no
+        len()."""
         position, last = self.reader.position, self.reader.position.step
         for slot in position.live:
             length = self.run.views[slot].capabilities.length

@@ -80,16 +80,16 @@ class AsyncCheckpointer:
         threads: number of writing threads, and of files, on each rank.
         separation_hint: prefix of names that are saved in files of their own.
         fsync: False: a checkpoint may be lost or torn if the machine stops (not if only the process does).
-        buffers: 1: a save waits until the previous one is written; 2: until the one before that is, for twice the
-            memory.
+        buffers: number of saves that may be in flight. 1: a save waits until the previous save is written. 2: it waits
+            only for the save before the previous one, and takes twice the memory.
         timeout_s: seconds after which a save that is not on the disk has failed, and after which a rank stops waiting
             for the others.
-        on_signal: signals (`signal.SIGTERM`, or several) to record for `signalled`; a second one acts as if this were
-            not set.
+        on_signal: signals (`signal.SIGTERM`, or several) to record for `signalled`. A second signal has the effect that
+            it has without `on_signal`.
         on_exit: what to do with a save in flight when the training process ends or is killed: "finish" or "abandon".
         check_replicas: compare values that several ranks have under one name, of which one copy is saved: an object
             that differs is an error, a tensor a warning (samples of large tensors are compared).
-        group: the ranks that save together; None: all ranks.
+        group: process group of the ranks that save together; None: all ranks.
 
     Memory: one copy of what this rank saves, in shared memory, for each buffer.
 
@@ -142,7 +142,7 @@ class AsyncCheckpointer:
         self._pending: list[PendingSave] = []
         """Saves in flight, and ended saves whose result has not been taken yet."""
         self._unraised: list[CheckpointError] = []
-        """Failures of saves that were not raised yet."""
+        """Errors of failed saves that have not been raised yet."""
         self._last: PendingSave | None = None
         self._closed = False
         self._calls = CallLock()
@@ -177,7 +177,8 @@ class AsyncCheckpointer:
             open_streams.saves.stalled(time.monotonic() - began)
 
     def _save(self, step: int, state: Mapping[str, Any]) -> bool:
-        """Save once. Return False if another thread or a signal handler has taken the free buffer; then call again."""
+        """Try to save. Return False if another thread or a signal handler has taken the free buffer; the caller then
+        tries again."""
         self._make_room()
         with self._calls.one("save"), _no_collection():
             self._check_open()
@@ -271,7 +272,7 @@ class AsyncCheckpointer:
         )
 
     def _make_room(self) -> None:
-        """Wait until a buffer is free. While all are in flight, wait for the oldest save."""
+        """Wait until a buffer is free. If all buffers belong to saves in flight, wait for the oldest save."""
         in_flight = self._in_flight
         if len(in_flight) >= len(self._buffers):
             wait_all(self._writer, in_flight[: len(in_flight) - len(self._buffers) + 1], None)
@@ -281,7 +282,7 @@ class AsyncCheckpointer:
         return [one for one in list(self._pending) if not one.ended.is_set()]
 
     def _collect_ended(self) -> None:
-        """Remove ended saves from the pending ones, and keep their errors."""
+        """Remove ended saves from `_pending`, and keep their errors in `_unraised`."""
         for one in [one for one in self._pending if one.ended.is_set()]:
             self._pending.remove(one)
             if one.error is not None:

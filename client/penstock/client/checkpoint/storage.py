@@ -2,9 +2,10 @@
 
     dcp.save(state, storage_writer=AsyncFileSystemWriter(path))
 
-It corrects several points of torch's FileSystemWriter. Files get equal lengths by the parts that are saved, and not by
-whole tensors. Each file has a thread, and the first failure of a thread fails the save. The index is on the disk before
-it gets its name, and so are the names in its folder. torch's own reader reads the result.
+It differs from torch's FileSystemWriter in three points. Files get nearly equal lengths, computed from the parts of
+tensors that are saved and not from whole tensors. Each file is written by a thread, and the first failure of a thread
+fails the save. The index and the names in its folder are on the disk (fsync) before the index is renamed to its final
+name. torch's own reader reads the result.
 
 It writes in the thread or process in which torch calls it. For a separate writer process use AsyncCheckpointer.
 """
@@ -123,7 +124,7 @@ class AsyncFileSystemWriter(FileSystemWriter):
 
 
 def _chunk_bytes(item: WriteItem) -> int | None:
-    """Return the bytes of the part that is saved; None for an object."""
+    """Return the bytes of the part of a tensor that an item saves; None for an object."""
     if item.type is WriteItemType.BYTE_IO or item.tensor_data is None:
         return None
     nbytes = item.tensor_data.properties.dtype.itemsize

@@ -1,10 +1,10 @@
 """JAX: batches as NumPy arrays, which `jax.jit` and `jax.device_put` take, and states as JSON, for Orbax.
 
-An array is a view of the memory that the workers filled; nothing is copied. It holds the tensor that it views, so its
-entry of the ring is not filled again while an array, a slice of it or a jax.Array in the same memory exists: on CPUs
-`jax.device_put` makes such ones, and keeps the array that it got for as long.
+An array is a view of the memory that the workers filled; nothing is copied. The array keeps a reference to the tensor
+that it views. So the ring entry with the batch is not filled again while an array, a slice of it or a jax.Array in the
+same memory exists. (On CPUs `jax.device_put` makes a jax.Array in the same memory, which keeps the NumPy array alive.)
 
-This module imports neither JAX nor Orbax: it is as useful to other libraries that take NumPy arrays.
+This module imports neither JAX nor Orbax, and can be used with any library that takes NumPy arrays.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def numpy_batches(batches: Iterable[Any]) -> Iterator[Any]:
         for batch in numpy_batches(executor):
             parameters, loss = train_step(parameters, batch)     # a function compiled by jax.jit
 
-    It takes a batch when the loop asks for one and keeps none, so the position of the executor or the loader is that of
-    the loop.
+    The iterator takes a batch only when the loop requests one, and keeps none. So the position of the executor or the
+    loader is that of the loop.
 
     Args:
         batches: a DataExecutor, a DataLoader, or another iterable of batches.
@@ -51,9 +51,9 @@ def numpy_batches(batches: Iterable[Any]) -> Iterator[Any]:
 def as_numpy(batch: Any) -> Any:
     """Return a batch with each torch tensor replaced by a NumPy array in the same memory.
 
-    An array has the shape of its tensor and the dtype of the same name, those of bfloat16 and float8 from the package
-    ml_dtypes, which JAX requires. It can be written to, and the tensor has what was written. Dicts, lists, tuples,
-    namedtuples and dataclasses are made anew; all other values stay as they are.
+    An array has the shape of its tensor and the dtype of the same name. The dtypes bfloat16 and float8 come from the
+    package ml_dtypes, which JAX requires. The array is writable, and the tensor sees what is written. Dicts, lists,
+    tuples, namedtuples and dataclasses are made anew; all other values stay as they are.
 
     Raises:
         UnsupportedLeafError: NumPy has no such dtype (complex32, float4_e2m1fn_x2), or ml_dtypes is not installed.
@@ -80,7 +80,7 @@ def as_numpy(batch: Any) -> Any:
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[Any]]:
-    """Return a view of a tensor."""
+    """Return a NumPy array in the same memory as a tensor."""
     if not tensor.is_cpu:
         raise InvalidArgumentError(
             f"as_numpy: tensors must be on the CPU, got one on {tensor.device}: leave device= out of Appliance(), and "
@@ -95,10 +95,10 @@ def _array(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[Any]]:
 
 @cache
 def _extended(dtype: torch.dtype) -> tuple[torch.dtype, np.dtype[Any]] | None:
-    """Return None for a dtype that NumPy has. For another one, return the integer dtype as which torch can convert a
-    tensor, and ml_dtypes' dtype of the same name.
+    """Return None for a dtype that NumPy has. For any other, return an integer dtype of the same size, with which torch
+    can convert the tensor, and the dtype of the same name from ml_dtypes.
 
-    The answer is kept: an array of bfloat16 takes 2 us; an error of torch that is caught takes 30 more.
+    The result is cached. With it an array of bfloat16 takes 2 us; without it a caught error of torch takes 30 us more.
     """
     try:
         torch.empty(0, dtype=torch.uint8, device="cpu").view(dtype).numpy()  # torch warns of an empty complex32
@@ -139,7 +139,7 @@ def state_to_json(state: dict[str, Any]) -> dict[str, str]:
 
 
 def state_from_json(saved: dict[str, Any]) -> dict[str, Any]:
-    """Return the state from which state_to_json() made this value.
+    """Return the loader's state from a value that state_to_json() returned.
 
     Raises StateCorruptError, StateVersionError.
     """

@@ -4,8 +4,9 @@ Lightning itself saves the state of a loader at the batch that its fetcher has t
 is one batch ahead of the loop. It also does not load a state saved at the end of an epoch. So a callback counts the
 batches that reach the loop, and saves and loads the state.
 
-An epoch may be shorter than an epoch of the loader (limit_train_batches). After it Lightning begins the next epoch. A
-position alone does not show that the epoch was over, so the checkpoint also records that.
+Lightning's epoch may be shorter than an epoch of the loader (limit_train_batches). Lightning then leaves the loader's
+epoch before its end, and begins the next one. The loader's position alone does not show that Lightning's epoch was
+over, so the checkpoint also records that.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ __all__ = ["LoaderState"]
 
 
 class LoaderState(Callback):
-    """Callback that makes training resume at the batch after the checkpoint's.
+    """Callback that makes training resume at the first batch that was not trained on before the checkpoint.
 
-    Among the Trainer's callbacks, with the Lookahead that it trains on::
+    Pass it to the Trainer, with the Lookahead that is trained on::
 
         ahead = Lookahead(DataLoader(input_fn))
         trainer = Trainer(callbacks=[LoaderState(ahead), ModelCheckpoint(every_n_train_steps=100, save_last=True)])
@@ -61,8 +62,9 @@ class LoaderState(Callback):
             self._ahead.leave_epoch()
 
     def _epoch_over(self) -> bool:
-        """Return True if the last batch of the epoch is done. Such checkpoints are saved in several hooks, after the
-        batch, the validation, or the epoch. So this reads the progress from which Lightning itself resumes."""
+        """Return True if the last batch of Lightning's epoch is done. A checkpoint may then be saved by several hooks:
+        after the batch, the validation, or the epoch. So this reads the progress from which Lightning itself
+        resumes."""
         if self._trainer is None:
             return False
         batches = self._trainer.fit_loop.epoch_loop.batch_progress

@@ -9,8 +9,8 @@ Their schedulers save in phases, and call a storage writer in each:
 
 Staging copies everything, from any device, to shared memory in the layout of the files (tensor_staging.py). So when it
 returns, the training may change every tensor, and the writing process needs neither CUDA nor the training's memory. The
-result of the writing process is in the same memory. Without a queue there can be no message of an earlier save. A
-killed process is not waited for: it has left no result, which counts as a failure.
+result of the writing process is in the same memory. No queue is used, so a message of an earlier save cannot be read by
+mistake. If the writing process is killed, it leaves no result, which counts as a failure at once.
 
 This module imports neither Megatron-core nor NVRx.
 """
@@ -46,7 +46,7 @@ from penstock.runtime.files.direct_files import write_file
 __all__ = ["FileSystemWriterAsync"]
 
 VERDICT = 8192
-"""Size of the shared memory for the writing process's result, in bytes."""
+"""Bytes of shared memory for the writing process's result."""
 LENGTH = 8
 
 
@@ -66,13 +66,13 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
         single_file_per_rank: True; each rank writes `thread_count` files, as with their writers.
         sync_files: sync all files to disk before a save is done.
         thread_count: number of files of each rank, and of threads that write them.
-        separation_hint: prefix of names whose values go into separate files, as many again.
+        separation_hint: prefix of names whose values go into separate files; there may be up to `thread_count` more
+            files then.
         use_msc: False; NVIDIA's multi-storage client is not supported.
         overwrite: False: a folder that contains a checkpoint is an error.
 
-    Attributes:
-        write_buckets: staged files; None before `prepare_write_data`. Its length is the number of files.
-        results_queue: None.
+    Attributes: write_buckets: staged files; None before `prepare_write_data`. Its length is the number of files.
+        results_queue: None, because the result is in shared memory.
     """
 
     can_run_decentralized_global_plan = True
@@ -102,17 +102,18 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
         self.checkpoint_dir = path
         self.write_buckets: StagedFiles | None = None
         self._buffer: StagingBuffer | None = None
-        """Shared memory that the writing process uses; None before `prepare_write_data`, and once that process is
+        """Shared memory that the writing process uses. None before `prepare_write_data`, and after that process is
         done."""
         self._failure = ""
         self._places: list[tuple[MetadataIndex, StorageInfo]] = []
 
     def prepare_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:
-        """Return this rank's part of the global plan, made without the other ranks: files are named by rank."""
+        """Return this rank's part of the global plan. The other ranks are not needed, because file names contain the
+        rank."""
         return dataclasses.replace(local_plan, storage_data=StoragePrefix(f"__{_rank()}_"))
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
-        """Copy all values of the plan to shared memory. Afterwards nothing refers to live values."""
+        """Copy all values of the plan to shared memory. Afterwards the training may change its values again."""
         Path(self.path, METADATA).unlink(
             missing_ok=True
         )  # the index of a checkpoint that is overwritten, which becomes invalid here
@@ -169,7 +170,7 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
 
 
 class StagedFiles:
-    """Files in shared memory for another process.
+    """Files of a save in shared memory, in a form that can be sent to another process.
 
     Args:
         image: memory of the files; None if there are none.
@@ -193,13 +194,14 @@ class StagedFiles:
         return len(self.files)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return the parts to pickle for a spawned process. The memory's descriptor is sent, not its content."""
+        """Return the constructor and arguments for pickle, so that the object can be sent to a spawned process. The
+        memory's descriptor is sent, not its contents."""
         assert self._image is not None
         handle = reduction.DupFd(self._image.fd)
         return _received, (handle, self._image.nbytes, self.files, self._verdict, self._folder, self._durable)
 
     def write(self) -> None:
-        """Write the files, then the result."""
+        """Write the files to the folder, then the result into the shared memory."""
         assert self._image is not None
         region = memoryview(self._image.map)
         error = ""
@@ -218,12 +220,13 @@ class StagedFiles:
         write_file(path, region, size, durable=self._durable, passing=lambda _: None)
 
     def close(self) -> None:
-        """Close the descriptor in a process that has received it."""
+        """Close the memory's descriptor, in a process that has received it."""
         if self._received and self._image is not None:
             self._image.close()
 
     def _put_result(self, what: dict[str, Any]) -> None:
-        """Write the result. Its length is written last, so that a half-written result is not read."""
+        """Write the result into the shared memory. Its length is written last, so that a half-written result is not
+        read."""
         assert self._image is not None
         data = json.dumps(what).encode()
         if len(data) > VERDICT - LENGTH:
@@ -232,7 +235,7 @@ class StagedFiles:
         self._image.put(self._verdict, len(data).to_bytes(LENGTH))
 
     def result(self) -> dict[str, Any] | None:
-        """Return the result; None if there is none."""
+        """Return the result of the writing process; None if it has written none."""
         assert self._image is not None
         begin = self._verdict + LENGTH
         length = int.from_bytes(self._image.map[self._verdict : begin])
@@ -240,8 +243,8 @@ class StagedFiles:
 
 
 def write_staged(rank: int, staged: StagedFiles, results_queue: None) -> None:
-    """Write the files. The scheduler calls this, in any process. No error is raised, because `retrieve_write_results`
-    reports the result."""
+    """Write the files. The scheduler calls this function, in any process. It raises no error, because
+    `retrieve_write_results` reports the result."""
     staged.write()
     staged.close()
 
@@ -274,7 +277,8 @@ _buffers = _Buffers()
 def _resolved(
     item: WriteItem, planner: SavePlanner, values: dict[Key, torch.Tensor], objects: dict[Key, bytes]
 ) -> LocalItem:
-    """Put an item's value into `values` if it is a plain tensor, else as bytes into `objects`."""
+    """Return an item for an item of torch's plan. Put the item's value into `values` if it is a plain tensor; else put
+    its bytes into `objects`."""
     data = planner.resolve_data(item)
     framed = isinstance(data, torch.Tensor) and is_plain(data) and _fits(item, data)
     local = LocalItem.of(item, framed)

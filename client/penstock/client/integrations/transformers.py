@@ -1,8 +1,9 @@
 """Hugging Face Trainer: the loader's position in the Trainer's checkpoints.
 
 By default the Trainer resumes by reading all batches of the epoch again and dropping them. With ignore_data_skip=True
-it reads none of them, and assumes that the loader is at the right position. This callback brings it there. The position
-is in trainer_state.json, the last file of a checkpoint, so each checkpoint with this file has the position.
+it reads none of them, and assumes that the loader is at the right position. This callback moves the loader to that
+position. The position is saved in trainer_state.json, the last file of a checkpoint, so each checkpoint with this file
+has it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ __all__ = ["LoaderState", "newest_checkpoint"]
 
 
 class LoaderState(TrainerCallback, ExportableState):
-    """Callback that makes training resume at the batch after the checkpoint's::
+    """Callback that makes training resume at the first batch that was not trained on before the checkpoint::
 
         class MyTrainer(Trainer):
             def get_train_dataloader(self): return ahead     # Lookahead(DataLoader(input_fn))
@@ -92,7 +93,7 @@ class LoaderState(TrainerCallback, ExportableState):
         self._took()
 
     def _took(self) -> None:
-        """Count a batch: one of the two hooks above is called for each."""
+        """Count a batch. Either of the two hooks above calls this, once for each batch."""
         assert self._ahead is not None
         self._ahead.took()
 

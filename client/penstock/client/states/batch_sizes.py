@@ -21,7 +21,7 @@ def infer_batch_size(data: Any, batch_size: int | None = None) -> int | None:
 
     Args:
         data: nested dicts, lists, tuples and dataclasses of tensors. Other values are ignored.
-        batch_size: rows of earlier batches; a different number is a UserWarning.
+        batch_size: number of rows of earlier batches. If this batch has another number, that is a UserWarning.
 
     Returns None, with a UserWarning, if the tensors have different numbers of rows. Raises InvalidArgumentError if
     there is no tensor.
@@ -42,8 +42,8 @@ def infer_batch_size(data: Any, batch_size: int | None = None) -> int | None:
 
 
 def batch_size_of(structure: Structure, shapes: Sequence[int]) -> int | None:
-    """Return the number of rows for a known layout; None if the tensors have different numbers, or if there are
-    none."""
+    """Return the number of rows of a batch with this structure and these shapes. Return None if its tensors have
+    different numbers of rows, or if it has no tensors."""
     sizes, dims = set(), 0
     for leaf in structure.leaves:
         if leaf.kind == "t":

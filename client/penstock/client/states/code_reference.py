@@ -39,9 +39,9 @@ __all__ = [
 ]
 
 MAIN = "penstock_main"
-"""Module name under which runners load a main script."""
+"""Module name under which runners load a main script, so that its main guard is false."""
 BY_VALUE = "penstock_by_value"
-"""Module name of callables that have no module to import."""
+"""Module name that is given to callables without a module that could be imported."""
 RUNNER_VARIABLE = "PENSTOCK_RUNNER"
 """Environment variable that the worker sets in every process that runs user code."""
 
@@ -50,26 +50,26 @@ _MAIN_NAMES = ("__main__", "__mp_main__")
 
 @dataclass(frozen=True)
 class CodeReference:
-    """An input_fn by name."""
+    """Reference to an input_fn by its name."""
 
     name: str
-    """Name, "module:qualname"."""
+    """Name of the input_fn, "module:qualname"."""
     main_path: str = ""
     """Absolute path of the training script, if the module is MAIN."""
     only_here: PenstockError | None = field(default=None, compare=False)
-    """Error for workers on other machines, which cannot run code that goes by value; None for code that they can
-    import."""
+    """Error to raise for workers on other machines if the code goes by value, which only this machine's child processes
+    accept. None if the code can be imported."""
 
     def same_as(self, name: str) -> bool:
-        """Return True if `name` names this input_fn. The main script may be named as a file in one of the names, and as
-        a module in the other."""
+        """Return True if `name` is a name of this input_fn. The main script may be named by its file in one of the two
+        names and by its module in the other."""
         module, _, qualname = self.name.partition(":")
         other, _, other_qualname = name.partition(":")
         return qualname == other_qualname and (module == other or bool({MAIN, BY_VALUE} & {module, other}))
 
 
 def check_arguments(input_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raise TypeError if input_fn cannot be called with these arguments, by its signature."""
+    """Raise TypeError if the signature of input_fn does not accept these arguments."""
     try:
         # Of the outermost wrapper, which is what is called: a decorator may supply arguments of the function inside.
         signature = inspect.signature(input_fn, follow_wrapped=False)
@@ -84,11 +84,12 @@ def check_arguments(input_fn: Callable[..., Any], args: tuple[Any, ...], kwargs:
 
 
 def ship(input_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[CodeReference, bytes]:
-    """Return the reference and the arguments to send: by name and in the safe envelope if possible, else by value.
+    """Return the reference to input_fn, and its arguments as bytes. The callable is sent by name and the arguments in
+    the safe envelope if possible, else by value.
 
     Raises:
         TypeError: input_fn is not callable.
-        InvalidArgumentError, UnsupportedStateError: neither is possible.
+        InvalidArgumentError, UnsupportedStateError: they can be sent neither by name nor by value.
     """
     by_value: Any = None
     try:
@@ -126,8 +127,8 @@ def refer(input_fn: Callable[..., Any]) -> CodeReference:
     """Return the reference to an input_fn.
 
     Raises:
-        TypeError: it is not callable.
-        InvalidArgumentError: no other process could import it.
+        TypeError: input_fn is not callable.
+        InvalidArgumentError: no other process could import input_fn.
     """
     if not callable(input_fn):
         raise TypeError(
@@ -184,7 +185,7 @@ def _of_main(module: str, qualname: str) -> CodeReference:
 
 
 def _check_found(input_fn: Callable[..., Any], module: str, qualname: str) -> None:
-    """Raise InvalidArgumentError unless the name leads back to the callable. Otherwise workers would run another
+    """Raise InvalidArgumentError unless importing the name yields this callable. Otherwise workers would run another
     object."""
     try:
         found: Any = sys.modules.get(module) or importlib.import_module(module)
@@ -203,7 +204,8 @@ def _check_found(input_fn: Callable[..., Any], module: str, qualname: str) -> No
 
 
 def encode_arguments(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bytes:
-    """Return the envelope of an input_fn's arguments. Raises UnsupportedStateError, which names the argument."""
+    """Return the envelope of an input_fn's arguments. Raises UnsupportedStateError, which names the argument that an
+    envelope cannot contain."""
     for place, value in [*((f"argument {i}", a) for i, a in enumerate(args)), *kwargs.items()]:
         try:
             encode_state(value)
@@ -222,8 +224,8 @@ def search_path() -> list[str]:
 
 
 def forbid_in_runner(what: str) -> None:
-    """Raise RuntimeError in a process that runs user code for a worker. Otherwise the script would start itself
-    endlessly."""
+    """Raise RuntimeError in a process that runs user code for a worker. Otherwise a script without a main guard would
+    start further workers endlessly."""
     if os.environ.get(RUNNER_VARIABLE):
         raise RuntimeError(
             f"{what} inside a worker: a Penstock worker is loading the script or module that defines input_fn, and it "

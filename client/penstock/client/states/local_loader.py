@@ -26,7 +26,7 @@ __all__ = ["LocalLoader", "check_strict"]
 
 
 class LocalLoader:
-    """The local instance of one DataLoader, built when first needed."""
+    """Instance of a DataLoader's input_fn in the training process. It is built when first needed."""
 
     def __init__(self, name: str, input_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._name = name
@@ -46,26 +46,28 @@ class LocalLoader:
 
     @property
     def maker(self) -> Callable[[], Any]:
-        """Callable that calls input_fn with a copy of its arguments. It refers to nothing else."""
+        """Callable that calls input_fn with a copy of its arguments. It keeps no reference to this object."""
         return partial(_call, self._fn, self._args, self._kwargs)
 
     def instance(self, purpose: str) -> Any:
-        """Return the loader. Raises InputFnError if it cannot be built, TypeError as check_strict()."""
+        """Return the instance, and build it if necessary. purpose: what it is needed for, for error messages. Raises
+        InputFnError if it cannot be built, and the TypeError of check_strict()."""
         instance = self._get(purpose)
         takes_strict(instance)
         return instance
 
     def methods(self, purpose: str) -> int:
-        """Return the number of state methods that the loader has: 4, 2 or 0."""
+        """Return the number of state methods that the instance has: 4, 2 or 0."""
         return state_methods(self._get(purpose))
 
     def check_strict(self, purpose: str) -> None:
-        """Raise TypeError if only one of the two methods takes `strict`."""
+        """Raise TypeError if only one of load_state_dict and deaggregate_state_dict takes `strict`."""
         takes_strict(self._get(purpose))
 
     @property
     def can_be_built(self) -> bool:
-        """True if input_fn runs in this process. It may fail, because its data may be readable only on the workers."""
+        """True if input_fn works in this process. It may fail here, because its data may be readable only on the
+        workers."""
         try:
             self._get("aggregate_state_dict")
         except InputFnError:
@@ -73,14 +75,14 @@ class LocalLoader:
         return True
 
     def aggregate(self, states: list[Any]) -> Any:
-        """Return the result of the user's aggregate_state_dict for the workers' states, by global_worker_id."""
+        """Return the result of the user's aggregate_state_dict. states: states of all workers, by global_worker_id."""
         instance = self._get("aggregate_state_dict")
         takes_strict(instance)
         with _undisturbed():
             return instance.aggregate_state_dict(states)
 
     def initial_state(self, seed: int) -> Any:
-        """Return the aggregated state of a loader from which nothing was read. `seed`: seed of the run."""
+        """Return the aggregated state of a new loader, from which nothing was read. seed: seed of the run."""
         instance = self._build(replace(NEUTRAL, seed=seed), "the state before the first step")
         takes_strict(instance)
         with _undisturbed():
@@ -89,7 +91,7 @@ class LocalLoader:
             return instance.aggregate_state_dict([state])
 
     def length(self, assignments: list[Assignment]) -> int:
-        """Return the sum of len() over one instance for each assignment. Raises TypeError if the instances have no
+        """Return the sum of len() over the instances of these workers. Raises TypeError if the instances have no
         len()."""
         total = 0
         for assignment in assignments:
@@ -98,7 +100,8 @@ class LocalLoader:
         return total
 
     def config(self, seed: int) -> dict[str, Any]:
-        """Return the values that decide the samples and their order."""
+        """Return the name of input_fn and the result of the loader's own config(). They decide the samples and their
+        order."""
         own = getattr(self._of_seed(seed, "config()"), "config", None)
         return {"input_fn": self._name, "loader": own() if callable(own) else None}
 
@@ -109,7 +112,8 @@ class LocalLoader:
         return callable(getattr(loader, "restore_sample", None)) and (bool(own()) if callable(own) else True)
 
     def restore_sample(self, seed: int, key: Any) -> Any:
-        """Return the sample of a key. Raises NotRestartableError if the loader cannot restore samples."""
+        """Return the sample that a restore key names. Raises NotRestartableError if the loader cannot restore
+        samples."""
         if not self.can_restore_sample(seed):
             raise NotRestartableError(
                 f"the loader that {self._name} returned cannot restore samples: it has no restore_sample(key), or "
@@ -119,7 +123,7 @@ class LocalLoader:
             return self._of_seed(seed, "restore_sample()").restore_sample(key)
 
     def _of_seed(self, seed: int, purpose: str) -> Any:
-        """Return the loader as it is in a run with this seed."""
+        """Return the loader, set up as in a run with this seed."""
         if self._seeded is None or self._seeded[0] != seed:
             self._seeded = (seed, self._build(replace(NEUTRAL, seed=seed), purpose))
         return self._seeded[1]
@@ -156,8 +160,8 @@ def _call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def check_strict(input_fn: Callable[..., Any]) -> None:
-    """Raise TypeError if only one of the loader's two methods takes `strict`. The class is input_fn, or the return
-    annotation of input_fn; no user code runs."""
+    """Raise TypeError if only one of load_state_dict and deaggregate_state_dict takes `strict`. The class is input_fn
+    itself, or its return annotation; no user code runs."""
     made = input_fn
     if not isinstance(input_fn, type):
         try:
@@ -170,7 +174,7 @@ def check_strict(input_fn: Callable[..., Any]) -> None:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Restore the random generators at the end of the block."""
+    """Run a block, and restore the state of the random generators at its end."""
     before = capture_rng()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Request of a loader to open a run: the code, the seed and the start."""
+"""Request of a loader to open a run: the code, the seed, and the position and state to start from."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Opening"]
 
 @dataclass(frozen=True)
 class Opening:
-    """Code, seed and start of one opening of a loader."""
+    """Request of a loader to open a run."""
 
     reference: CodeReference
     """Reference to input_fn for other processes."""
@@ -24,14 +24,14 @@ class Opening:
     make: Callable[[], Any]
     """Callable that calls input_fn with a copy of its arguments, in this process."""
     start: BoxStart
-    """Start of this box."""
+    """Position and state from which this box starts."""
     start_of: Callable[[int], BoxStart]
-    """Function from any box to its start."""
+    """Function that returns the start of the box with a given number."""
     seed: int | None
     """Seed of the run. None: the seed of the resumed run, or a random one."""
     key: str
     """Key that distinguishes the openings of one loader in one launch."""
     replay: bool
-    """True if a loader without state methods is also saved, by replay."""
+    """True if a loader without state methods can be saved by replay."""
     cover: DigestCover
     """Bytes that the digests of batches cover."""

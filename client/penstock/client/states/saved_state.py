@@ -1,19 +1,20 @@
 """Saved states, as `DataLoader.state_dict()` returns them: pure functions that build and read them.
 
     {**aggregated, "__penstock__": {"format": 1, "step": S, "record": envelope, "of": {...}}}    with the four methods
-    {"state": aggregated, "__penstock__": ...}                                   the same, if that is not a dict
-    {"__penstock__": ...}                                                        any other loader
+    {"state": aggregated, "__penstock__": ...}                                   the same, if the aggregated state is
+    not a dict {"__penstock__": ...}                                                        any other loader
 
 The user's part stays as their code returned it: readable, and free to be changed. Penstock's part is one reserved key
 with bytes in it, so that checkpoint libraries carry it along whatever they do to nested values. Its envelope has a
-checksum: damage is found at the load. It holds nothing that differs between boxes, so every rank saves the same value.
+checksum, so damage is found when it is loaded. It holds nothing that differs between boxes, so every rank saves the
+same value.
 
 Libraries that load in place (torch.distributed.checkpoint) first request a state from the loader and fill in the values
 that it has. A value that only the saved state has, such as an open document or one more shard, would be left out
-silently; one that only the loader has is an error. So the record holds the user's part as well, and torch's `load` gets
-a state with only Penstock's values to be filled (`blank`). Other such libraries are detected by `of`: a key with an
-empty dict, which they neither save nor load, that names the record that the visible part came with. If the two do not
-belong together, the record's part counts.
+silently; one that only the loader has is an error. So the record holds a copy of the user's part, and torch's `load`
+gets a state with only Penstock's values to be filled (`blank`). Other such libraries are detected by `of`: an empty
+dict under a key that names the record with which the user's part was saved. They neither save nor load an empty dict.
+If record and user's part do not belong together, the copy in the record is used.
 """
 
 from __future__ import annotations
@@ -36,29 +37,31 @@ __all__ = ["FORMAT", "KEY", "STATE", "BoxStart", "SavedState", "WorkerPart", "bl
 KEY = "__penstock__"
 """Reserved key of a saved state."""
 STATE = "state"
-"""Key of an aggregated state that is not a dict."""
+"""Key of the user's part if the aggregated state is not a dict."""
 FORMAT = 3
-"""Number of the format that is written and read."""
+"""Number of the format of saved states that this version writes and reads."""
 
 
 @dataclass(frozen=True)
 class WorkerPart:
-    """Part of a record that belongs to one worker."""
+    """Part of a saved state that belongs to one worker."""
 
     box: int
     slot: int
     worker_step: int
     samples: int
     digest: int
-    """Digest of the worker's last batch up to the step, 0 if there is none. A replay is compared with it."""
+    """Digest of the worker's last batch up to the step; 0 if there is none. The batch of a replay must have the same
+    digest."""
     restart: Any
-    """Restart point. Only penstock.worker writes and reads its contents."""
+    """Restart point of the worker. Only penstock.worker writes and reads its contents."""
     user: Any = None
-    """State of the loader. None for a loader with the four methods, because its states were aggregated."""
+    """State of the user's loader on this worker. None for a loader with the four methods, because its states were
+    aggregated."""
     next_digest: int = 0
-    """Digest of the worker's next batch, 0 if unknown. A loader that resumes is compared with it."""
+    """Digest of the worker's next batch; 0 if unknown. The first batch after a resume must have the same digest."""
     next_epoch: bool = False
-    """True if the next batch is the first of the next epoch."""
+    """True if the worker's next batch is the first of the next epoch."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for impossible values, because a part may come from a file of another program."""
@@ -74,7 +77,7 @@ class WorkerPart:
 
 @dataclass(frozen=True)
 class BoxStart:
-    """Position and state from which a box resumes."""
+    """Position and state from which a box starts or resumes."""
 
     position: records_pb2.BoxPosition
     blob: bytes
@@ -84,12 +87,12 @@ class BoxStart:
 
 @dataclass
 class SavedState:
-    """A run's state at a step."""
+    """State of a run at a step, as read from or written to a dict."""
 
     step: int
     input_fn: str
     methods: int
-    """Number of state methods: 4, 2 or 0."""
+    """Number of state methods that the loader has: 4, 2 or 0."""
     num_boxes: int
     """Number of boxes; 0 if the state was taken before any run was opened, which makes it fit any topology."""
     num_workers_per_box: int
@@ -101,13 +104,13 @@ class SavedState:
     """True if the digests cover all bytes. A stream that resumes from this state must compute its digests in the same
     way."""
     parts: list[WorkerPart] = field(default_factory=list)
-    """Parts by global_worker_id; empty at step 0, and for another topology than the one on which the state was
-    saved."""
+    """Parts of the workers, by global_worker_id. Empty at step 0, and for a topology other than that of the saved
+    run."""
     aggregated: Any = None
 
     @property
     def by_rows(self) -> bool:
-        """True if the digests are sums over rows."""
+        """True if the digests of batches are sums over rows."""
         return any(position.by_rows for position in self.positions)
 
     @property
@@ -119,13 +122,13 @@ class SavedState:
         return DigestCover.FULL if self.full_digest else DigestCover.SAMPLE
 
     is_mixed: bool = False
-    """True if some loaders resumed by their own methods and others were replayed. Their states then count from
-    different starts, and fit no other topology."""
+    """True if some workers' loaders resumed by their own methods and others by replay. Their states then count from
+    different starts, and can be loaded only on the same topology."""
     by_hand: bool = False
-    """True if a user made the state. It has no record of a run, and only the loader's own methods can read it."""
+    """True if a user made the state. It has no record by Penstock, and only the loader's own methods can read it."""
     is_changed: bool = False
-    """True if the user changed the visible part. It then cannot be compared with the batches delivered before the
-    save."""
+    """True if the user changed their part of the state. Batches after the resume then cannot be compared with the
+    digests of the saved run."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the state as a dict. Raises UnsupportedStateError for a value that could not be loaded later."""
@@ -172,7 +175,7 @@ class SavedState:
         return {**self.aggregated, **own_part}
 
     def start(self, box: int, num_boxes: int, num_workers_per_box: int, *, strict: bool) -> BoxStart:
-        """Return a box's start on this topology. Raises StateMismatchError if the loader cannot change topology."""
+        """Return the start of a box on this topology. Raises StateMismatchError if the state cannot be loaded on it."""
         if self.positions and (num_boxes, num_workers_per_box) != (self.num_boxes, self.num_workers_per_box):
             other = self.new_topology(num_boxes, num_workers_per_box)
             return other.start(box, num_boxes, num_workers_per_box, strict=strict)
@@ -196,8 +199,9 @@ class SavedState:
         return BoxStart(position.to_proto(), blob, bool(slots))
 
     def new_topology(self, num_boxes: int, num_workers_per_box: int) -> SavedState:
-        """Return this state for other numbers of boxes and workers, without the parts of single workers: only the
-        loader's own methods divide it. Raises StateMismatchError if the loader cannot change its topology."""
+        """Return this state for other numbers of boxes and workers. It has no parts of single workers, because the
+        loader's own methods divide the aggregated state. Raises StateMismatchError if the loader cannot change its
+        topology."""
         if self.methods != 4:
             raise StateMismatchError(
                 f"the state of {self.input_fn} at step {self.step} was saved on "
@@ -231,8 +235,8 @@ class SavedState:
 
 
 def blank() -> dict[str, Any]:
-    """Return a state to be filled in place. It has only the values that every saved state has; they suffice to load
-    it."""
+    """Return an empty state whose values a library fills in place. It has only the values that every saved state has,
+    which suffice to load it."""
     return {KEY: {"format": 0, "step": 0, "record": b""}}
 
 
@@ -256,12 +260,12 @@ def _topology(num_boxes: int, num_workers_per_box: int) -> str:
 
 
 def read(value: object) -> SavedState:
-    """Return the record of a saved state.
+    """Return the SavedState that a dict contains.
 
     Raises:
         StateMismatchError: the value is not a state of a Penstock loader.
-        StateVersionError: another version of Penstock wrote it.
-        StateCorruptError: it is damaged.
+        StateVersionError: a version of Penstock with another format wrote the state.
+        StateCorruptError: the state is damaged.
     """
     if not isinstance(value, Mapping) or KEY not in value:
         what = f"a {type(value).__qualname__}" if not isinstance(value, Mapping) else f"a dict without the key {KEY!r}"
@@ -304,7 +308,7 @@ def read(value: object) -> SavedState:
 
 
 def _belongs(own: Mapping[str, Any]) -> bool:
-    """Return True if the visible part of a state is unchanged since its record was made."""
+    """Return True if the user's part of a state is unchanged since its record was made."""
     marks = own.get("of")
     return isinstance(marks, Mapping) and _digest(own["record"]) in marks
 

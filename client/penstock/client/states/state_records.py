@@ -1,4 +1,4 @@
-"""Conversion of the workers' records of a step: to a saved state, and to checkpoints for the user."""
+"""Conversions of the workers' records of a step to a saved state, and to the DataLoaderCheckpoints that users get."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ __all__ = ["checkpoints_of", "saved_of"]
 def saved_of(
     fetched: FetchedState, step: int, name: str, methods: int, seed: int, *, full_digest: bool
 ) -> tuple[SavedState, list[Any]]:
-    """Return the state before aggregation, and the workers' own states by global_worker_id."""
+    """Return the saved state without its aggregated part, and the states of the workers' loaders by
+    global_worker_id."""
     first = fetched.records[0][0]
     positions = [Position.from_proto(fetched.positions[box]) for box in sorted(fetched.positions)]
     saved = SavedState(step, name, methods, first.num_boxes, first.num_workers_per_box, seed, positions, full_digest)
@@ -39,9 +40,9 @@ def saved_of(
 
 
 def _by_worker(saved: SavedState, values: list[dict[str, Any]]) -> list[Any]:
-    """Return the loaders' own states by worker number. After a resume by the loader's own methods, worker 0 is the slot
-    whose batch was due first, which may be any slot. Sets `saved.is_mixed` if some loaders resumed from their saved
-    state and others were replayed, because their counts then have different starts."""
+    """Return the states of the workers' loaders by worker number. After a resume by the loader's own methods, worker 0
+    is the slot whose batch was due first, which may be any slot. Sets `saved.is_mixed` if some loaders resumed from
+    their saved state and others were replayed, because their counts then have different starts."""
     launches = [value["launch"] for value in values if "launch" in value]
     if len(launches) < len(values):
         return [value["user"] for value in values]
@@ -58,7 +59,7 @@ def _by_worker(saved: SavedState, values: list[dict[str, Any]]) -> list[Any]:
 def checkpoints_of(fetched: FetchedState, loaded: SavedState | None, step: int) -> list[DataLoaderCheckpoint]:
     """Return the workers' records, with the counts of this launch and the counts of all launches.
 
-    loaded: state from which this launch began. A worker of another topology than the state's began with counts of 0.
+    loaded: state from which this launch began. If that has another topology, all workers began with counts of 0.
     """
     began = loaded.step if loaded is not None else 0
     before = {(part.box, part.slot): part for part in loaded.parts} if loaded is not None else {}

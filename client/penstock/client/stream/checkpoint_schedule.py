@@ -23,14 +23,16 @@ __all__ = ["CheckpointSchedule", "CheckpointSteps", "positive"]
 CheckpointSteps = int | Iterable[int | range] | Callable[[int], bool] | None
 
 HORIZON = 256
-"""Number of steps ahead for which a callable is called, to announce its next checkpoint step."""
+"""Number of steps ahead for which a callable schedule is called, to find the next checkpoint step."""
 MIN_AHEAD = 2
-"""Smallest number of checkpoint steps that are announced ahead, at any distance. All those within the horizon are
-announced, because a worker takes no snapshot at a step that was not announced, and would have to replay to it."""
+"""Smallest number of checkpoint steps that are announced to workers ahead, however distant they are. All steps within
+the horizon are announced, because a worker takes no snapshot at a step that was not announced, and would have to replay
+to it."""
 
 
 def positive(name: str, value: Any, least: int = 1) -> int:
-    """Return `value` as a number of steps. Raises InvalidArgumentError below `least`, TypeError if not an integer."""
+    """Return `value` as a number of steps. Raises InvalidArgumentError if it is below `least`, TypeError if it is not
+    an integer."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be an integer, got {value!r}")
     number = int(value.__index__())
@@ -53,7 +55,8 @@ class CheckpointSchedule:
 
     @classmethod
     def of(cls, steps: CheckpointSteps) -> CheckpointSchedule:
-        """Return the schedule of an argument. Raises InvalidArgumentError or TypeError for an invalid one."""
+        """Return the schedule for an argument `checkpoint_steps`. Raises InvalidArgumentError or TypeError if it is
+        invalid."""
         if steps is None:
             return cls()
         if callable(steps):
@@ -85,8 +88,8 @@ class CheckpointSchedule:
         return (index > 0 and self.steps[index - 1] == step) or any(step in entry for entry in self.ranges)
 
     def after(self, step: int) -> int | None:
-        """Return the first checkpoint step after `step`; None if there is none, or for a callable none within HORIZON
-        steps."""
+        """Return the first checkpoint step after `step`; None if there is none. A callable is called for HORIZON steps
+        at most."""
         if self.every:
             return (step // self.every + 1) * self.every
         if self.predicate is not None:

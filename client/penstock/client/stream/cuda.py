@@ -1,4 +1,4 @@
-"""Batches on a CUDA device: page-locked rings, a stream of their own for the copies, events.
+"""Delivery of batches on a CUDA device: page-locked rings, a separate stream for the copies, and events.
 
 The stream contains only copies, so that no copy waits for the loop's kernels, and an event on it waits only for the
 copies before it. Tensors are allocated on that stream and used on the loop's. `record_stream` informs the allocator of
@@ -87,7 +87,7 @@ class Mapped(Protocol):
 
 
 class PageLocks:
-    """Page locks of memory. Each ends with the object that it was taken for.
+    """Page locks of memory regions. Each lock ends when the Mapped object that it was taken for is garbage-collected.
 
     Only copies of page-locked memory run while the requesting thread continues. Memory that cannot be locked stays
     pageable; copies of it are slower, but correct.
@@ -95,9 +95,9 @@ class PageLocks:
     Args:
         runtime: torch.cuda.cudart(), for cudaHostRegister, cudaHostUnregister and cudaGetErrorString.
         device: name of the device, for the warning.
-        take_error: called after a failed call.
+        take_error: called after a failed call of the runtime, see `take_error`.
         what: description of the memory, for the warning.
-        less: advice on how to need less memory.
+        less: advice on how to need less memory, for the warning.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class PageLocks:
         self._warned = False
 
     def lock(self, memory: Mapped) -> bool:
-        """Lock memory; return True if it is page-locked now. The first failure is a UserWarning."""
+        """Lock memory; return True if it is page-locked now. The first failure is reported as a UserWarning."""
         runtime = self._runtime
         error = runtime.cudaHostRegister(memory.address, memory.nbytes, 0)
         if not int(error):
@@ -131,8 +131,8 @@ class PageLocks:
 
 
 def take_error(device: torch.device) -> None:
-    """Raise the error of a failed call here, by a kernel of this module. The runtime keeps an error for the next kernel
-    launch, which would otherwise be the loop's."""
+    """Clear the error of a failed call, by launching a kernel and dropping the error that it raises. The CUDA runtime
+    keeps an error for the next kernel launch, which would otherwise be one of the training loop."""
     try:
         torch.empty(1, device=device).fill_(0)
     except RuntimeError:
@@ -140,7 +140,7 @@ def take_error(device: torch.device) -> None:
 
 
 def _unlock(runtime: Any, address: int, mapping: mmap.mmap, pid: int) -> None:
-    """Unlock memory whose object was garbage-collected, after the last copy. `mapping` is passed only to keep it alive
-    until then."""
+    """Unlock memory after its object was garbage-collected and the last copy has ended. `mapping` is a parameter only
+    to keep the memory mapped until then."""
     if os.getpid() == pid:  # a forked child also drops its Ring, and must not call CUDA
         runtime.cudaHostUnregister(address)

@@ -3,13 +3,13 @@
 A `DeviceBackend` copies tensors to its device. `copy` only starts copies, in one order, and a `DeviceEvent` reports
 their completion. Until then a source must not change; a result may be read by work that the device runs after
 `order_after_copies`. There are three implementations: the CPU here, whose copies are done when `copy` returns; CUDA in
-cuda.py; and in the tests one whose copies run on command. One test suite covers all.
+cuda.py; and in the tests one whose copies run on command. The same tests run for all three.
 
-Each tensor is copied by itself into memory of its own, and not the batch's whole region at once with views of
-it: a label that the loop keeps would keep the images beside it in device memory, and `torch.save` of it would write
-them. The cost for the training thread was measured for a dict of 8 tensors on the CPU backend: 23 us with eight
-copies, 21 us with one copy and eight views of it (2-core AMD EPYC; the views of the sources take 10 of the 23).
-`benchmarks/device.py` measures the additional cost of each copy on a device.
+Each tensor is copied separately into memory of its own. The batch's whole region is not copied at once, with views of
+the copy as tensors: a label that the loop keeps would then keep the images of its batch in device memory, and
+`torch.save` of the label would write them too. The cost for the training thread was measured for a dict of 8 tensors on
+the CPU backend: 23 us with eight copies, 21 us with one copy and eight views of it (2-core AMD EPYC; the views of the
+sources take 10 of the 23). `benchmarks/device.py` measures the additional cost of each copy on a device.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ class DeviceEvent(Protocol):
 
 
 class DeviceBackend(Protocol):
-    """Device of one ordered reader. Only the training thread uses it."""
+    """Interface to one device for one ordered reader. Only the training thread uses it."""
 
     @property
     def device(self) -> torch.device:
         """Device on which batches arrive."""
 
     def lock(self, ring: Ring) -> None:
-        """Make copies from this ring fast as long as the `Ring` lives. Called once, before the first copy. Never fails:
-        if locking is impossible, copies are slower."""
+        """Prepare a ring so that copies from it are fast, for as long as the `Ring` lives. Called once, before the
+        first copy. Never fails: if page-locking is impossible, copies are slower."""
 
     def copy(self, sources: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], DeviceEvent]:
         """Start copying contiguous CPU tensors to the device, without waiting. Copies end in the order in which they
@@ -57,27 +57,27 @@ class DeviceBackend(Protocol):
 
 
 class _Done:
-    """Event of work that is done already."""
+    """Event whose work is done from the beginning."""
 
     def query(self) -> bool:
         return True
 
 
 class CpuBackend:
-    """Backend of the CPU as a device: batches are private copies."""
+    """Backend of the CPU as a device: each batch is a private copy."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self._done = _Done()
 
     def lock(self, ring: Ring) -> None:
-        """No-op, because page-locking does not speed up copies here."""
+        """No-op: page-locking does not speed up copies on the CPU."""
 
     def copy(self, sources: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], DeviceEvent]:
         return copied(sources, self.device), self._done
 
     def order_after_copies(self, copies: Sequence[torch.Tensor], event: DeviceEvent) -> None:
-        """No-op, because copies are synchronous."""
+        """No-op: copies are synchronous."""
 
 
 _CARRIED: Final[dict[torch.dtype, torch.dtype]] = {
@@ -85,11 +85,13 @@ _CARRIED: Final[dict[torch.dtype, torch.dtype]] = {
     for dtype, (_, needed) in CARRIERS.items()
     if needed is not None
 }
-"""Dtypes that are copied as integers of their size, because some releases of torch cannot copy them, or warn."""
+"""Dtypes that are copied as integers of the same size, because some releases of torch cannot copy them or emit a
+warning."""
 
 
 def copied(sources: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Start the copies on the device's current stream. Return tensors with the sources' shapes, dtypes and bits."""
+    """Start copying tensors on the device's current stream. Return the copies, with the shapes, dtypes and bits of the
+    sources."""
     copies = []
     for source in sources:
         carrier = _CARRIED.get(source.dtype)
@@ -108,7 +110,7 @@ def check_device(name: str) -> str:
     Args:
         name: "cpu", "cuda" (the current device when a loader is first iterated) or "cuda:N".
 
-    Raises InvalidArgumentError for any other, and for one that this process cannot use.
+    Raises InvalidArgumentError for any other name, and for a device that this process cannot use.
     """
     try:
         device = torch.device(name)

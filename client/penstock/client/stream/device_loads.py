@@ -1,11 +1,11 @@
-"""Copies of batches from a ring entry to a device, and the lane that starts them.
+"""Copies of batches from ring entries to a device, and the lane that starts the copies.
 
 `SlotLane` yields views of the ring; `DeviceLane` yields copies out of it. `DeviceLane.take` starts the copies and
 returns a `DeviceLoad`. The load keeps its ring in memory, and therefore page-locked, until the copies are done.
 device_reader.py uses the loads.
 
-Tensors go to the device. Arrays are copied on the host, at once: as views they would keep the entry in use for as long
-as the loop keeps them.
+Tensors go to the device. NumPy arrays are copied on the host at once, because a view would keep the ring entry in use
+for as long as the loop keeps it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from penstock.proto.lane.frames import BATCH, END, Frame
 __all__ = ["LOOK_S", "DeviceLane", "DeviceLoad", "PeekingConsumer"]
 
 LOOK_S = 50e-6
-"""Seconds between two queries of an event while there is no other work. A copy of 1 MiB takes about as long."""
+"""Seconds between two queries of an event while the reader has no other work. A copy of 1 MiB takes about as long."""
 
 
 class DeviceLoad:
-    """Batch that is being copied to the device."""
+    """Batch whose copy to the device was started."""
 
     __slots__ = ("batch", "copies", "digest", "entry", "event", "lane", "ring", "token")
 
@@ -39,16 +39,17 @@ class DeviceLoad:
         self.ring = ring
         self.entry: int = frame.entry
         self.token = frame.ring << 16 | frame.entry
-        """Ring and entry as a token, see penstock.client.stream.lane_reader."""
+        """Token of the batch's ring and entry; see penstock.client.stream.lane_reader."""
         self.digest: int = frame.digest
         self.batch: Any = None
         self.copies: list[torch.Tensor] = []
         """Tensors of the batch on the device."""
         self.event: DeviceEvent | None = None
-        """Event of the copies; None if the batch has no tensors."""
+        """Event for the end of all copies; None if the batch has no tensors."""
 
     def move(self, leaves: list[Any]) -> list[Any]:
-        """Start copying the tensors to the device, and replace the views of the ring entry by the copies."""
+        """Start copying the tensors of a batch to the device. Return the batch's leaves with the copies in place of the
+        views of the ring entry."""
         backend, tensors = self.lane.backend, [leaf for leaf in leaves if type(leaf) is torch.Tensor]
         if tensors:
             if torch.is_inference_mode_enabled():
@@ -69,15 +70,16 @@ class DeviceLoad:
 
     @property
     def done(self) -> bool:
-        """Return True if the copies have ended, so that the ring entry is free. Raises the error of the device."""
+        """Return True if the copies have ended, so that the ring entry may be released. Raises the device's error if a
+        copy failed."""
         return self.event is None or self.event.query()
 
     def forget(self) -> None:
-        """Drop the batch. The load itself stays, because it has to release the ring entry."""
+        """Drop the batch's tensors. The load itself is still needed, to release the ring entry."""
         self.batch, self.copies = None, []
 
     def wait(self, until: float) -> bool:
-        """Wait until the copy is done. Return False if it is not done by `until` (monotonic)."""
+        """Wait until the copies are done. Return False if they are not done by `until`, a time of time.monotonic()."""
         while not self.done:
             if time.monotonic() > until:
                 return False
@@ -93,8 +95,8 @@ class PeekingConsumer(Consumer):
         self._seen: Frame | PenstockError | None = None
 
     def look(self) -> Frame | None:
-        """Return the next result of `receive`, or None if `receive` will raise an error. The error is kept for
-        `receive`."""
+        """Return the frame that the next `receive` will return. Return None if there is no frame, or if `receive` will
+        raise an error; the error is kept for it."""
         if self._seen is None:
             try:
                 self._seen = super().receive()
@@ -119,8 +121,8 @@ class PeekingConsumer(Consumer):
 
 
 class DeviceLane(SlotLane):
-    """Lane of a slot whose batches are copied to a device. `take` returns a DeviceLoad. The load keeps its ring entry
-    in use from `lend` on."""
+    """Lane of a slot whose batches are copied to a device. `take` returns a DeviceLoad, which keeps its ring entry in
+    use from the call of `lend` on."""
 
     __slots__ = ("backend",)
 

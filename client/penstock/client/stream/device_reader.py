@@ -1,24 +1,25 @@
-"""The ordered reader of `Appliance(device=...)`: batches are copied out of the ring, one ahead of the loop.
+"""The ordered reader of `Appliance(device=...)`: batches are copied from the ring to the device, one batch ahead of the
+loop.
 
     frame of batch n+1 ──> views of its ring entry ──> copies on the device ········ event
                                                       (staged)                        ├─> the entry is released
     batch n is in the loop's hands               next() hands the copies out,         │
                                                  the loop's stream waits for the event┘
 
-When `next` has a batch for the loop, and the frame of the next one has arrived already, it starts that one's copy
-before it returns: the device copies while the loop computes. It never waits for a frame for this. One batch ahead is
-enough: a copy that takes no longer than a step is hidden by one step, and a longer one limits the loop's rate with any
-number of copies under way; each further batch would only take device memory.
+Before `next` returns a batch to the loop, it starts the copy of the batch after it, if that batch's frame has arrived
+already. So the device copies while the loop computes. `next` never waits for a frame for this. One batch ahead is
+enough: a copy that takes no longer than a step is hidden behind one step. A copy that takes longer limits the rate of
+the loop, however many copies are started ahead. Further batches ahead would only take device memory.
 
 **A staged batch is not delivered.** Position, digests, acks and saved states ignore it. If the loop abandons the epoch,
 the reader waits for the batch's copy before it drops the batch, because the producer reuses the entry as soon as it
-receives the message. If the batch's runner is replaced, the new runner sends the batch again. Only the frame that is
-due next is ever staged. Any other frame, and an error, stays with the consumer that read it until it is due, and the
+receives the message. If the batch's runner is replaced, the new runner sends the batch again. Only the frame of the
+batch that is due next is ever staged. Any other frame, or an error, stays with the consumer that read it, until the
 ordered reader handles it.
 
-**A ring entry is released by the event of its copy**, once the batch is delivered. There are no views whose end could
-release it. Events are queried whenever the reader is called, and while it waits, because it may wait for a producer
-without free entries.
+**A ring entry is released by the event of its copy**, once the batch is delivered. The loop has no views of the entry,
+so the end of a view cannot release it. Events are queried whenever the reader is called, and while it waits, because it
+may wait for a producer without free entries.
 """
 
 from __future__ import annotations
@@ -43,20 +44,21 @@ from penstock.proto.state.position import Position
 __all__ = ["DeviceReader", "backend_of", "reader_for"]
 
 CLOSE_S = 5.0
-"""Longest time in seconds that closing waits for copies. They take milliseconds, unless the device has failed."""
+"""Largest number of seconds that `close` waits for copies. Copies take milliseconds, unless the device has failed."""
 
 _stranded: list[DeviceLoad] = []
-"""Loads whose copies did not end within CLOSE_S. Their rings must never be freed."""
+"""Loads whose copies did not end within CLOSE_S. The list keeps their rings in memory for the life of the process,
+because the device may still read them."""
 
 
 class DeviceReader(OrderedReader):
-    """Ordered reader whose batches arrive on the backend's device."""
+    """Ordered reader that delivers batches on a device."""
 
     def __init__(self, run: OpenRun, position: Position, label: str, timeout_s: float, backend: DeviceBackend) -> None:
         self._backend = backend
         self._staged: DeviceLoad | None = None
         self._lent: deque[DeviceLoad] = deque()
-        """Delivered loads whose copies are not done yet, in the order in which the backend finishes them."""
+        """Loads of delivered batches whose copies are not done yet, in the order in which the copies end."""
         self._stuck_since = 0.0
         super().__init__(run, position, label, timeout_s)
 
@@ -66,8 +68,8 @@ class DeviceReader(OrderedReader):
     # ---- the hot path
 
     def next(self) -> Any:
-        """Return the next batch, as OrderedReader.next does. The loop's stream waits for the batch's copy; the host
-        does not."""
+        """Return the next batch on the device, as OrderedReader.next does. The loop's stream waits for the batch's
+        copy; the host does not."""
         if self._version != self._run.version:
             self._refresh()
         self._release_copied()
@@ -98,7 +100,7 @@ class DeviceReader(OrderedReader):
         return batch
 
     def _stage(self) -> None:
-        """Start the copy of the batch that is due, if its frame has arrived."""
+        """Start the copy of the batch that is due next, if its frame has arrived."""
         position = self.position
         lane = self._lanes[position.turn]
         consumer = lane.consumer
@@ -127,7 +129,7 @@ class DeviceReader(OrderedReader):
     # ---- ring entries
 
     def _release_copied(self) -> bool:
-        """Release the ring entries whose copies have ended. Return True if there were any."""
+        """Release the ring entries whose copies have ended. Return True if any was released."""
         lent, released = self._lent, False
         while lent and lent[0].done:
             load = lent.popleft()
@@ -188,7 +190,7 @@ class DeviceReader(OrderedReader):
         super().abandon_epoch()
 
     def close(self) -> None:
-        """Close all lanes, once no copy reads their rings. This may run in the garbage collector, and raises no
+        """Close all lanes once no copy reads their rings. This may run in the garbage collector, so it raises no
         error."""
         loads, self._staged = [*self._lent, *filter(None, [self._staged])], None
         self._lent.clear()
@@ -205,13 +207,12 @@ class DeviceReader(OrderedReader):
 
 
 def backend_of(device: str) -> DeviceBackend:
-    """Return the backend of a name from `check_device`."""
+    """Return the backend for the name of a device that `check_device` returned."""
     return CpuBackend() if device == "cpu" else CudaBackend(torch.device(device))
 
 
 def reader_for(device: str, run: OpenRun, position: Position, label: str, timeout_s: float) -> OrderedReader:
-    """Return the ordered reader of a run. With a device, its batches arrive on the device; with "", they are views of
-    the ring."""
+    """Return the ordered reader of a run. It delivers batches on `device`; if that is "", as views of the ring."""
     if not device:
         return OrderedReader(run, position, label, timeout_s)
     return DeviceReader(run, position, label, timeout_s, backend_of(device))

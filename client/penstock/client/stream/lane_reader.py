@@ -1,18 +1,18 @@
 """Lane of one slot in the training loop: the consumer, the rings that it maps, and the ring entries that views still
 use.
 
-A `SlotLane` belongs to one generation of a slot. It outlives its connections: after a connection breaks, the next Hello
-repeats the lane's state. A new generation gets a new lane. A view of an old lane that is freed after that releases
+A `SlotLane` belongs to one generation of a slot. It survives a broken connection: the Hello of the next connection
+contains the lane's state. A new generation gets a new lane. A view of an old lane that is freed after that releases
 nothing, because its token goes to a deque that is no longer read.
 
 Tokens are ints, ring << 16 | entry. Finalizers of views only append them to a deque, because a finalizer may do nothing
 else (see penstock.proto.batch.assemble).
 
 **A delivered batch equals the one that the runner made.** Before delivery its bytes are compared with the digest that
-the runner computed when it wrote them: all bytes up to 64 KiB, a sample of more, or all with
-`Appliance(digest="full")`. A difference is a BatchCorruptError, upon which the reader closes the connection: the ring
-at the other end still has the batch. Only a batch that arrives damaged CORRUPT_TRIES times in a row is an error in the
-training loop.
+the runner computed when it wrote them: all bytes of a batch of up to 64 KiB, a sample of a larger one, or all bytes
+with `Appliance(digest="full")`. A difference is a BatchCorruptError. The reader then closes the connection and fetches
+the batch again, because the ring at the other end still has it. Only a batch that arrives damaged CORRUPT_TRIES times
+in a row is an error in the training loop.
 """
 
 from __future__ import annotations
@@ -37,20 +37,21 @@ __all__ = ["CORRUPT_TRIES", "RingView", "SlotLane"]
 FIRST_BACKOFF_S = 0.02
 MAX_BACKOFF_S = 1.0
 CUT_OFF_S = 2.0
-"""Seconds for which a worker's host must be unreachable before another worker is requested. If the daemon is dead, the
-coordinator reports that within 1.5 s, with a better message."""
+"""Seconds for which a worker's host must be unreachable before the client requests another worker. If only the daemon
+is dead, the coordinator reports that within 1.5 s, with a better message."""
 CHECK_S = 0.1
-"""Seconds before the second try. In this time the coordinator can answer."""
+"""Seconds between the first failed attempt to reach a worker's host and the second. They give the coordinator time to
+reply, which shows whether this host's own network works."""
 CORRUPT_TRIES = 8
-"""Number of times that a batch arrives damaged before it is an error. On a link that damages every second batch, this
-happens once in 256 batches, and so ends the run within a second."""
+"""Number of times in a row that a batch must arrive damaged to be an error. On a link that damages every second batch,
+this happens once in 256 batches, and so ends the run within a second."""
 ABANDONED_KEPT = 256
-"""Largest number of abandoned epochs in a Hello. A runner restarts from a point of the last seconds, and a loop does
-not abandon more epochs in that time."""
+"""Largest number of abandoned epochs listed in a Hello. A runner restarts from a restart point a few seconds old, and a
+loop does not abandon more epochs in that time."""
 
 
 class RingView:
-    """Ring in the form that the hot path reads."""
+    """Ring of a lane with the values that each batch needs, computed once."""
 
     __slots__ = ("buffer", "entry_bytes", "group", "held", "limit", "ring")
 
@@ -59,16 +60,16 @@ class RingView:
         self.buffer = wrap_buffer(ring.map)
         self.entry_bytes = ring.entry_bytes
         self.held: set[int] = set()
-        """Entries that views still use."""
+        """Entries whose views the loop still has."""
         self.limit = min(max(2, ring.entries // 2), ring.entries - 1)
-        """Number of entries in use from which on batches are delivered as copies. So a loop that keeps its batches does
-        not stop the producer."""
+        """Number of entries in use above which batches are delivered as copies, so that a loop that keeps its batches
+        does not stop the producer."""
         self.group = max(1, ring.entries // 4)
-        """Number of deliveries between two acks."""
+        """Number of batches delivered between two acks."""
 
 
 class SlotLane:
-    """Lane of a slot, see the module. Only the training thread uses it."""
+    """Lane of a slot in the training process (see the module's docstring). Only the training thread uses it."""
 
     __slots__ = (
         "abandoned",
@@ -110,52 +111,53 @@ class SlotLane:
         """Worker, box and slot, for messages."""
         self.consumer: Consumer | None = None
         self.poll = select.poll()
-        """Poll object of the connection, created once, because creating it takes longer than the wait for a fast
+        """Poll object of the connection. It is created once, because creating it takes longer than waiting for a fast
         worker."""
         self.rings: dict[int, RingView] = {}
         self.current_ring = 0
         self.release: deque[int] = deque()
         self.freed: list[int] = []
-        """Released entries for the next ack, as ring, entry, ring, entry ..."""
+        """Released entries to report in the next ack: ring, entry, ring, entry ..."""
         self.unacked = 0
         """Number of batches delivered since the last ack."""
         self.group = 1
         self.abandons = 0
-        """Number of abandoned epochs so far, over all generations."""
+        """Number of epochs abandoned so far, counted over all generations of the slot."""
         self.abandoned_epoch = -1
-        """Number of the epoch that was abandoned last."""
+        """Number of the epoch that was abandoned last; -1 if none was."""
         self.abandoned: deque[tuple[int, int]] = deque(maxlen=ABANDONED_KEPT)
         """Pairs (epoch, the slot's last batch in it) of the abandoned epochs."""
         self.unsettled = False
-        """True if no frame has come since the lane was opened or an epoch was abandoned."""
+        """True if no frame has arrived since the lane was opened or since an epoch was abandoned."""
         self.unused = 0
-        """Number of unneeded frames received since the last batch that was due, or since the connection was made."""
+        """Number of unneeded frames since the last needed batch, or since the connection was made."""
         self.last_digest = 0
         """Digest of the slot's last delivered batch."""
         self.layout: tuple[Structure, list[int]] | None = None
         """Structure and dims of the last checked batch."""
         self.wanted: list[int] = []
-        """Announced snapshots that are not taken yet: step, the slot's batches up to it, step, batches ..."""
+        """Announced checkpoint steps at which no snapshot has been taken yet: step, number of the slot's batches up to
+        it, step, number ..."""
         self.retry_at = 0.0
         self.backoff_s = FIRST_BACKOFF_S
         self.last_failure = ""
         """Reason why the last attempt to open the lane failed."""
         self.cut_off_since = self.cut_off_at = 0.0
-        """Time since which the worker's host is unreachable, and time at which this end first noticed it; 0:
-        reachable."""
+        """Monotonic time since which the worker's host has been unreachable, and time at which this client noticed it;
+        both 0 if the host is reachable."""
         self.network_works = False
-        """True if the coordinator replied between `cut_off_at` and the last try, which shows that this end's network
-        works."""
+        """True if the coordinator replied between `cut_off_at` and the last attempt to open the lane. Such a reply
+        shows that this host's network works."""
         self.unreachable = ""
-        """Reason for requesting another worker; "": none is requested."""
+        """Reason for requesting another worker; "" if none is requested."""
         self.failed_since = 0.0
         self.tried_failed = False
         self.copies = 0
         self.corrupt = 0
-        """Number of damaged arrivals in a row."""
+        """Number of times in a row that the due batch arrived damaged."""
 
     def next_generation(self, generation: int, name: str) -> SlotLane:
-        """Return the lane of the slot's next generation. It keeps the count of abandoned epochs and the last digest."""
+        """Return a lane for the slot's next generation. It keeps the number of abandoned epochs and the last digest."""
         after = self._another(generation, name)
         after.abandons, after.abandoned_epoch, after.unsettled = self.abandons, self.abandoned_epoch, self.unsettled
         after.abandoned = self.abandoned
@@ -163,14 +165,14 @@ class SlotLane:
         return after
 
     def _another(self, generation: int, name: str) -> SlotLane:
-        """Return a new lane of this slot."""
+        """Return a new lane of the same kind for this slot."""
         return SlotLane(self.slot, generation, name)
 
     # ---- connections
 
     def hello(self, hello: lane_pb2.Hello) -> None:
-        """Fill in the state of this end. Ring numbers are left out: they belong to one producer, and the next one has
-        others."""
+        """Fill in the lane's state. Ring numbers are left out, because they are those of one producer and the next
+        producer has others."""
         self.drain()
         self.freed.clear()
         for ring_id, ring in self.rings.items():
@@ -187,7 +189,7 @@ class SlotLane:
             hello.epoch = self.abandoned_epoch
 
     def attach(self, sock: socket.socket, wake_fd: int) -> None:
-        """Attach a connection; `poll` reports `wake_fd` too."""
+        """Attach a connection to the lane, and wait for it and for `wake_fd` with `poll` from now on."""
         consumer = self._consumer(sock)
         forks.keep(consumer)
         consumer.abandons = self.abandons
@@ -205,20 +207,21 @@ class SlotLane:
         return Consumer(sock, self.name)
 
     def settle(self) -> None:
-        """Record that a frame came. This shows that the peer works, and has received all abandoned epochs."""
+        """Record that a frame has arrived, which shows that the worker works and knows all abandoned epochs."""
         self.unsettled = False
         self.backoff_s = FIRST_BACKOFF_S
         self.cut_off_since = self.cut_off_at = 0.0
         self.unreachable = ""
 
     def begin_try(self, replied_at: float) -> None:
-        """Record the start of a try to open the lane. `replied_at`: time of the coordinator's last reply."""
+        """Record the start of an attempt to open the lane. replied_at: monotonic time of the coordinator's last
+        reply."""
         self.network_works = replied_at > self.cut_off_at > 0.0
 
     def cut_off(self, now: float, silent_s: float, why: str) -> bool:
         """Record that the worker's host could not be reached, or did not answer for `silent_s`. Return True if another
-        worker must be requested: the host was unreachable for CUT_OFF_S, while this end's network worked. Without the
-        second condition, a box with a network fault of its own would take its slots from healthy workers."""
+        worker must be requested: the host has been unreachable for CUT_OFF_S, and this host's network works. Without
+        the second condition, a box with a network fault of its own would take its slots from healthy workers."""
         self.lose(now, why)
         if not self.cut_off_at:
             self.cut_off_since, self.cut_off_at = now - silent_s, now
@@ -228,7 +231,7 @@ class SlotLane:
         return bool(self.unreachable)
 
     def lose(self, now: float, why: str) -> None:
-        """Drop a lost connection. The next try may begin a little later."""
+        """Drop a lost connection, and set the time of the next attempt, with exponential backoff."""
         if self.consumer is not None:
             self.consumer.close(say_so=False)
             self.consumer = None
@@ -237,7 +240,7 @@ class SlotLane:
         self.backoff_s = min(2 * self.backoff_s, MAX_BACKOFF_S)
 
     def close(self) -> None:
-        """Close the lane on purpose, or because of a new generation."""
+        """Close the lane, because it is no longer needed or because the slot has a new generation."""
         if self.consumer is not None:
             self.consumer.close()
             self.consumer = None
@@ -245,9 +248,9 @@ class SlotLane:
     # ---- batches
 
     def take(self, frame: Frame) -> Any:
-        """Return the batch of a BATCH frame: views of its ring entry, or copies while few entries are free.
+        """Return the batch of a BATCH frame: views of its ring entry, or copies if `limit` entries are in use.
 
-        Raises BatchCorruptError if it differs from the runner's batch.
+        Raises BatchCorruptError if the batch differs from the runner's batch.
         """
         ring_id, slot = frame.ring, frame.entry
         ring, assembler, shapes = self.checked(frame)
@@ -264,7 +267,8 @@ class SlotLane:
         return batch
 
     def checked(self, frame: Frame) -> tuple[RingView, Assembler, list[int]]:
-        """Compare a batch's digest, and return the parts needed to assemble the batch."""
+        """Compare the digest of a frame's batch, and return the ring, assembler and shapes to assemble the batch
+        from."""
         ring = self.rings.get(frame.ring)
         if ring is None:
             ring = self._map(frame.ring)
@@ -294,11 +298,11 @@ class SlotLane:
         return ring, assembler, shapes
 
     def skip(self, frame: Frame) -> None:
-        """Release the entry of an unneeded batch."""
+        """Release the ring entry of an unneeded batch."""
         self.freed += (frame.ring, frame.entry)
 
     def drain(self) -> None:
-        """Collect the tokens of views that were freed."""
+        """Take the tokens of views that were freed, and count their entries as released."""
         release, rings, freed = self.release, self.rings, self.freed
         while release:
             token = release.popleft()
@@ -311,7 +315,7 @@ class SlotLane:
             freed += (ring_id, slot)
 
     def ack(self, total: int) -> bool:
-        """Send deliveries and releases. Return False while the socket's buffer is full."""
+        """Send an ack of deliveries and released entries. Return False while the socket's buffer is full."""
         consumer = self.consumer
         if consumer is None:
             return True

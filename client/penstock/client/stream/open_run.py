@@ -1,4 +1,4 @@
-"""An open run of one box, registered with the coordinator and watched by a thread.
+"""Open run of one box. It is registered with the coordinator, and a thread of this process watches it.
 
 The thread reports progress, renews the box's lease, and receives the slots' addresses. It communicates with the
 training thread in two ways only: it replaces `views` as a whole and then increments `version`, and it makes `wake_fd`
@@ -45,23 +45,25 @@ from penstock.runtime.telemetry.logs import LONGEST, plain
 __all__ = ["OpenRun", "RunLink"]
 
 HOLD_S = 1.0
-"""Seconds that a long poll takes until the coordinator sets another time; also the interval of progress reports."""
+"""Seconds that a long poll of the coordinator takes at most, until the coordinator sets another time. Progress is
+reported as often."""
 CLOSE_S = 5.0
-"""Deadline of closing, in seconds. A coordinator that does not answer detects the end when the lease expires."""
+"""Deadline of closing a run, in seconds. If the coordinator does not answer, it notices the end of the box by its
+expired lease."""
 DIAL_S = 10.0
 AWAY = (CoordinatorUnavailableError, DeadlineError, JournalError)
-"""Errors that are retried, because batches are delivered even without the coordinator, or while its disk is full."""
+"""Errors of calls that are retried. Batches are delivered while the coordinator is unreachable, or its disk full."""
 SHORTEST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0
 RETRY_S = 0.3
-"""Smallest deadline of one attempt of a state query, in seconds."""
+"""Smallest deadline of one attempt to query a state, in seconds."""
 ABANDONED_SENT = 4096
-"""Largest number of abandoned epochs in one report: the coordinator's limit (Limits.abandoned_at_once)."""
+"""Largest number of abandoned epochs in one report; equal to the coordinator's limit (Limits.abandoned_at_once)."""
 AWAY_S = 3600.0
-"""Seconds that a state query waits for an unreachable coordinator. It is the time for which a coordinator keeps an
-attempt without heartbeats (Limits.abandoned_s). Training continues without a coordinator, so saves wait for it too."""
+"""Seconds that a state query waits for an unreachable coordinator: as long as a coordinator keeps an attempt without
+heartbeats (Limits.abandoned_s). Training continues without a coordinator, so saves wait for it too."""
 AWAY_WARN_S = 30.0
-"""Seconds that a state query waits for the coordinator before the first warning. The time doubles for each further
-one."""
+"""Seconds that a state query waits for the coordinator before the first warning. Each later warning comes after twice
+the time."""
 
 _Result = TypeVar("_Result")
 _TEXTS = ("note", "doing", "stack", "worker", "target_worker", "host_id", "tcp_address", "ticket")
@@ -69,7 +71,7 @@ _log = logging.getLogger("penstock.client")
 
 
 def _plain(view: pb.SlotView) -> pb.SlotView:
-    """Shorten and escape the texts of a view, because warnings and errors print them. Return the view."""
+    """Shorten and escape the texts of a slot's view, because warnings and errors print them. Return the view."""
     for name in _TEXTS:
         text = getattr(view, name)
         if not text.isprintable() or len(text) > LONGEST:
@@ -78,10 +80,10 @@ def _plain(view: pb.SlotView) -> pb.SlotView:
 
 
 class RunLink(Protocol):
-    """The part of an appliance that its runs use."""
+    """Interface to an Appliance for the runs on it."""
 
     host: str
-    """Id of this host, see penstock.proto.rpc.channel.host_id."""
+    """Id of this host; see penstock.proto.rpc.channel.host_id."""
     force_tcp: bool
     compression: str | None
     """Codec of batches over TCP, see penstock.proto.lane.compression.NAMES."""
@@ -91,11 +93,11 @@ class RunLink(Protocol):
         """Return a new client of the coordinator."""
 
     def receiver(self) -> str:
-        """Return the address of the receiver; start it if necessary."""
+        """Return the address of this process's receiver. Start the receiver if it does not run."""
 
 
 class OpenRun:
-    """An open run. Any thread may call `close`; everything else belongs to the training thread."""
+    """Open run of one box. Any thread may call `close`; all other methods are for the training thread, unless noted."""
 
     def __init__(
         self,
@@ -106,39 +108,40 @@ class OpenRun:
     ) -> None:
         self.link = link
         self.notice = notice or WaitNotice()
-        """Lines about the wait for the first batch."""
+        """Writer of lines about the wait for the first batch."""
         self.box = request.box
         self.num_slots = request.num_workers_per_box
         self.num_workers = request.num_boxes * request.num_workers_per_box
-        """Workers of all boxes."""
+        """Number of workers of all boxes."""
         self.cover = cover_of(request.loader.options)
         self.name = f"{request.job}/{request.ordinal}"
         self.attempt = 0
         self.seed = 0
         self._lease_s = 0.0
-        """Seconds of the lease that the coordinator has granted. The time depends on the number of boxes."""
+        """Duration in seconds of the lease that the coordinator has granted. It depends on the number of boxes."""
         self._confirmed_epoch = -1
-        """Newest abandoned epoch that the coordinator has confirmed. All epochs up to it are in the journal, and are
-        not sent again."""
+        """Newest abandoned epoch that the coordinator has confirmed. It and all earlier ones are in the journal, and
+        are not sent again."""
         self._commit_mark = b""
-        """Lower bound of the journal's position. It is sent to the next coordinator that opens this journal."""
+        """Signed number of the last commit in the coordinator's journal, from its last reply. Each report returns it,
+        so that a coordinator with an older journal notices that."""
         self.ended_boxes: dict[int, int] = {}
-        """Last steps of other boxes that have ended their epoch, by box."""
+        """Boxes whose epoch has ended -> last step of that epoch."""
         self.views: list[pb.SlotView] = [pb.SlotView(slot=slot) for slot in range(self.num_slots)]
         self._taken = 0
-        """Version of the reply that `views` came with. The coordinator's versions rise over all runs."""
+        """Version of the newest reply whose views were taken. Versions increase over all runs of the coordinator."""
         self._take_lock = threading.Lock()
         self.version = 0
-        """Counter of the changes of `views` and `error`."""
+        """Counter that increases with each change of `views` or `error`."""
         self.error: PenstockError | None = None
-        """Reason for which the run is over, such as a newer attempt."""
+        """Error that has ended the run, such as a newer attempt of the job; None while the run is open."""
         self.away_since: float | None = None
         """Monotonic time since which the coordinator has not answered; None while it answers."""
         self.replied_at = 0.0
         """Monotonic time of the coordinator's last reply."""
         self._reporting: threading.Thread | None = None
         self.away_because = ""
-        """Last error of a call to the unreachable coordinator."""
+        """Message of the last failed call to the unreachable coordinator."""
         self.progress = BoxProgress()
         self.abandoned = False
         self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -153,7 +156,7 @@ class OpenRun:
         forks.keep(self)
 
     def forked(self) -> None:
-        """End the run in a forked child, with an error that names the fork (see penstock.runtime.process.forks)."""
+        """End the run in a forked child with an error that names the fork (see penstock.runtime.process.forks)."""
         self.error = self._owner.error(f"run {self.name}, box {self.box}")
         self._closed = True
         self.version += 1  # readers check `error` first
@@ -162,7 +165,7 @@ class OpenRun:
     # ---- opening
 
     def open(self) -> None:
-        """Join the run as this box. Raises the coordinator's error."""
+        """Join the run as this box. Raises the coordinator's error if it refuses."""
         reply = self._client.open_run(self._request)
         self.name, self.attempt, self.seed = reply.run, reply.attempt, reply.seed
         hold_s, self._lease_s = intervals(reply)
@@ -201,8 +204,8 @@ class OpenRun:
         )
 
     def _report(self, seen: int, hold_s: float) -> pb.WatchRunReply:
-        """Send a report and return the reply. After the reply, the reported abandoned epochs are in the coordinator's
-        journal."""
+        """Report progress to the coordinator, and return its reply. Once it has replied, the reported abandoned epochs
+        are in its journal."""
         request = self._watch_request(seen, hold_s)
         reply = self._client.watch_run(request)
         if request.abandoned:
@@ -210,13 +213,13 @@ class OpenRun:
         return reply
 
     def _unconfirmed(self) -> tuple[tuple[int, int], ...]:
-        """Return the abandoned epochs that are not confirmed yet, in ascending order, because epochs only increase."""
+        """Return the abandoned epochs that the coordinator has not confirmed yet, in ascending order."""
         abandoned = self.progress.abandoned
         return abandoned[bisect_right(abandoned, self._confirmed_epoch, key=itemgetter(0)) :]
 
     def _report_abandoned(self) -> None:
-        """Send abandoned epochs in several reports if there are too many for one, after a long absence of the
-        coordinator."""
+        """Report abandoned epochs until the rest fits in one report. There are too many for one after the coordinator
+        was unreachable for long."""
         while len(self._unconfirmed()) > ABANDONED_SENT:
             self._report(0, 0.0)
 
@@ -251,22 +254,22 @@ class OpenRun:
             self._take(reply)
 
     def reach(self, seconds: float) -> None:
-        """Wait until the coordinator can be reached, or until `seconds` are over, but at least SHORTEST_BACKOFF_S,
+        """Wait until the coordinator can be reached, or until `seconds` have passed. Wait at least SHORTEST_BACKOFF_S,
         because a reachable coordinator may still refuse a call. May be called from any thread."""
         self._closing.wait(SHORTEST_BACKOFF_S)
         if not self._closing.is_set():
             self._client.reach(seconds)
 
     def _linger(self) -> None:
-        """Wait until the loader drops this run, which the coordinator has ended already."""
+        """Wait until the loader drops this run. The coordinator has ended the run already."""
         while not self._closing.wait(HOLD_S):
             if self.abandoned:
                 self.close()
                 return
 
     def _take(self, reply: pb.WatchRunReply) -> None:
-        """Apply a reply's views, unless a newer reply came first: `report` sends requests in parallel with the watch
-        thread."""
+        """Apply the slots' views in a reply. Ignore a reply that is older than one already applied: `report` sends
+        requests in parallel with the watch thread."""
         with self._take_lock:
             if reply.version <= self._taken:
                 return
@@ -291,7 +294,7 @@ class OpenRun:
         self._notify()
 
     def wait_for(self, ready: Callable[[StreamRun], bool], timeout_s: float) -> bool:
-        """Wait until `ready` is true. Return False if the time ran out. Raises the run's error."""
+        """Wait until `ready` returns True for this run. Return False after `timeout_s`. Raises the run's error."""
         until = time.monotonic() + timeout_s
         poll = select.poll()
         poll.register(self.wake_fd, select.POLLIN)
@@ -306,7 +309,7 @@ class OpenRun:
         return True
 
     def report(self) -> None:
-        """Report progress now instead of within HOLD_S. While the coordinator is unreachable, the watch thread reports
+        """Report progress now instead of within HOLD_S. If the coordinator is unreachable, the watch thread reports it
         later."""
         try:
             reply = self._report(0, 0.0)
@@ -316,7 +319,7 @@ class OpenRun:
         self._take(reply)
 
     def report_soon(self) -> None:
-        """Report progress now, in another thread. Do nothing while such a report is being sent."""
+        """Report progress now from another thread. Do nothing if that thread is sending a report already."""
         if self._reporting is None or not self._reporting.is_alive():
             self._reporting = threading.Thread(target=self.report, name=f"penstock-report-{self.name}", daemon=True)
             self._reporting.start()
@@ -324,9 +327,9 @@ class OpenRun:
     # ---- calls of the training thread
 
     def dial(self, view: pb.SlotView, hello: lane_pb2.Hello) -> socket.socket:
-        """Connect to the slot's runner, or to the receiver that connects to it, and send the hello.
+        """Connect to the slot's runner, or for a runner on another host to the receiver, and send the Hello.
 
-        Raises OSError or LaneLostError if nothing listens there.
+        Raises OSError or LaneLostError if nothing listens at the address.
         """
         hello.protocol = LANE_PROTOCOL
         hello.run, hello.attempt, hello.box = self.name, self.attempt, self.box
@@ -367,8 +370,9 @@ class OpenRun:
         return self._when_back(fetch, f"the state of step {request.step}", request.deadline_s)
 
     def _when_back(self, call: Callable[[float], _Result], what: str, deadline_s: float) -> _Result:
-        """Return the result of `call`. Retry it while the coordinator is unreachable (restarting or moving), for the
-        longer of AWAY_S and `deadline_s`. `call` gets the seconds of absence so far, to add to its deadline."""
+        """Return the result of `call`. Retry it while the coordinator is unreachable (because it restarts or moves),
+        for AWAY_S or `deadline_s`, whichever is longer. `call` gets the seconds of unreachability so far, to add to its
+        deadline."""
         away_s, since, warn_at = 0.0, 0.0, AWAY_WARN_S
         while True:
             called_at = time.monotonic()
@@ -386,8 +390,8 @@ class OpenRun:
                 away_s += time.monotonic() - called_at
 
     def aggregate(self, states: bytes, deadline_s: float) -> bytes:
-        """Run the loader's aggregate_state_dict on a worker. `states`: envelope of the list of states. Returns the
-        envelope of the result."""
+        """Run the loader's aggregate_state_dict on a worker, and return the envelope of the result. states: envelope of
+        the list of the workers' states."""
         request = pb.FetchStateRequest(run=self.name, attempt=self.attempt, deadline_s=deadline_s)
         put = self._client.put_blob
         request.aggregate_blob = self._when_back(lambda _: put(states, self.name), "an aggregation", deadline_s)

@@ -1,7 +1,7 @@
 """Registry of this process's readers, receivers and saves, for metrics.
 
-Objects register here when they begin, and are dropped when they are garbage-collected. A scrape, on another thread,
-reads those that are alive. No step of a loop runs this code.
+Objects are added here when they are created, and disappear when they are garbage-collected. A scrape of metrics, on
+another thread, reads those that are alive. No step of a training loop runs this code.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ _Thing = TypeVar("_Thing")
 
 
 class _Watched(Generic[_Thing]):
-    """Set of objects that does not keep them alive."""
+    """Set of objects with weak references, so that the set does not keep them alive."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # a set must not grow while it is iterated
         self._things: weakref.WeakSet[_Thing] = weakref.WeakSet()
 
     def add(self, thing: _Thing) -> None:
-        """Register an object."""
         with self._lock:
             self._things.add(thing)
 
@@ -49,15 +48,15 @@ class SaveCounters:
     """Total time that save() blocked the training loop, in seconds."""
     last_stall_s: float = 0.0
     last_write_s: float = 0.0
-    """Time from the end of the last stall to the commit, in seconds."""
+    """Seconds from the last return of save() to the commit of its checkpoint."""
     written_bytes: int = 0
     last_step: int = -1
     """Step of the last complete checkpoint; -1: none."""
     _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
-    """Lock. It is reentrant, because a signal handler may save in the middle of a save."""
+    """Reentrant lock, because a signal handler may call save() during a save."""
 
     def stalled(self, seconds: float) -> None:
-        """Count a call of save() that has returned or raised."""
+        """Add the seconds for which a call of save() blocked the training loop."""
         with self._lock:
             self.stalled_s += seconds
             self.last_stall_s = seconds

@@ -1,8 +1,9 @@
-"""The hot path: frames of several lanes -> batches in the order of the position. All of it runs in the training thread.
+"""Ordered reader: takes frames from several lanes and returns batches in the order of the position. This is the hot
+path, and all of it runs in the training thread.
 
 `OrderedReader.next` reads a frame from the lane whose batch is due, makes a batch of it and advances the position. If
-there is no frame, it waits for that lane or for changes of the slots. A batch is acknowledged at a later call, not
-before it is returned, because until then the loop does not have it. Acks go in groups. A long wait sends all acks of
+there is no frame, it waits for that lane or for changes of the slots. A batch is acknowledged in a later call of
+`next`, because the loop does not have it before `next` returns. Acks are sent in groups. A long wait sends all acks of
 all lanes, because a producer without credits would wait for them.
 
 Order is checked: a batch that is not exactly the next one of its slot is an error, except that a batch repeated after a
@@ -55,13 +56,14 @@ __all__ = ["OrderedReader"]
 
 OUTRUN = 2 * (MAX_ENTRIES + 8)
 """Number of batches of each slot for which checkpoint steps are announced ahead. A worker may be a whole ring ahead of
-the loop, and the next announcement is sent when the loop has reached the middle."""
+the loop, and the next announcement is sent when the loop has taken half of these batches."""
 FAILED_GRACE_S = 2.0
-"""Seconds in which the remaining batches of a failed slot, and its error, may still arrive over its lane."""
+"""Seconds that the reader waits, after a slot has failed, for the remaining batches and the error to arrive over the
+slot's lane."""
 RETRY_FLUSH_S = 0.02
 LAZY_S = 0.002
-"""Seconds of a wait after which the acks of incomplete groups are sent. If they were sent at once, they would cost one
-system call and one wake-up of the producer for each batch of a loop that is faster than its workers."""
+"""Seconds of a wait after which the acks of incomplete groups are sent. If they were sent at once, a loop that is
+faster than its workers would pay one system call and one wake-up of the producer for each batch."""
 
 _STAGES: dict[int, str] = {
     pb.FORK_SERVER: "import of torch in the fork server",
@@ -69,25 +71,25 @@ _STAGES: dict[int, str] = {
     pb.RESTORE: "restore of its state",
     pb.FIRST_BATCH: "first batch of its loader",
 }
-"""Texts of the stages of a start: what it waits for."""
+"""Text for each stage of a runner's start, for messages about what the start waits for."""
 
 _log = logging.getLogger("penstock.client")
 
 
 class OrderedReader:
-    """The batches of one box, in order."""
+    """Reader of the batches of one box, in the order of the box's position."""
 
     def __init__(self, run: OpenRun, position: Position, label: str, timeout_s: float) -> None:
         self.position = position
         self.stats = StreamStats()
         self.first_step = position.step
-        """Step before the first batch."""
+        """Number of the step before the first batch of this reader."""
         self.wait_s = 0.0
         """Seconds that the loop waited for the last batch."""
         self.layout: tuple[Structure, list[int]] | None = None
         """Structure and dims of the last batch."""
         self.thread = threading.get_ident()
-        """Id of the thread that reads. Lanes belong to it alone."""
+        """Id of the thread that reads. Only this thread uses the lanes."""
         self._run = run
         self._label = label
         self._timeout_s = timeout_s
@@ -99,7 +101,7 @@ class OrderedReader:
         self._slow = [""] * run.num_slots
         self._start_places = [0] * run.num_slots
         self._queue_moved = 0.0
-        """Monotonic time at which a waiting runner last moved up in its worker's queue of starts."""
+        """Monotonic time at which a runner that waits to be started last moved up in the queue of its worker."""
         self._notice = run.notice
         self._notice.pause()
         self._open_epochs = position.epoch
@@ -166,7 +168,8 @@ class OrderedReader:
             return batch
 
     def _count(self, lane: SlotLane, digest: int) -> None:
-        """Record the batch that was due as delivered: position, digest, ack."""
+        """Count the due batch as delivered: advance the position, add the digest, and send an ack if a group is
+        complete."""
         if self._waiting_since:
             self._waiting_since = 0.0
         lane.last_digest = digest
@@ -178,7 +181,8 @@ class OrderedReader:
         self._moving = False
 
     def _corrupt(self, lane: SlotLane, what: str) -> None:
-        """Fetch damaged data of this lane again, or raise BatchCorruptError if they stay damaged."""
+        """Drop the lane's connection, so that damaged data are fetched again. Raises BatchCorruptError if they stay
+        damaged."""
         lane.corrupt += 1
         self.stats.corrupt += 1
         lane.lose(time.monotonic(), what)
@@ -196,7 +200,7 @@ class OrderedReader:
         _log.warning("%s: damaged data arrived and is fetched again: %s", self._label, what)
 
     def _other(self, lane: SlotLane, frame: Frame) -> bool:
-        """Handle any frame except the batch that is due. Return True if the epoch has ended."""
+        """Handle a frame that is not the due batch. Return True if the epoch has ended."""
         position, kind, slot = self.position, frame.kind, lane.slot
         if kind == ERROR:
             if frame.error.name == BatchCorruptError.__name__:
@@ -231,16 +235,18 @@ class OrderedReader:
         return False
 
     def _cut_off(self, lane: SlotLane, error: records_pb2.ErrorDetail) -> None:
-        """Handle a receiver that cannot reach the lane's worker. Report this at once: the first report shows whether
-        the coordinator can be reached from here, and a later one requests another worker."""
+        """Handle the receiver's message that it cannot reach the lane's worker. Report it to the coordinator at once:
+        the first report shows whether the coordinator can be reached from here, and a later one requests another
+        worker."""
         silent_s = USER_TIMEOUT_S if error.name == DeadlineError.__name__ else 0.0
         first = not lane.cut_off_at
         if lane.cut_off(time.monotonic(), silent_s, error.message) or first:
             self._run.report_soon()
 
     def _unreachable(self) -> list[tuple[int, int, str]]:
-        """Return (slot, generation, why) of all slots on unreachable workers, for the watch thread. The loop waits for
-        one slot at a time, so by itself it would detect each of them only when its batch is due."""
+        """Return (slot, generation, reason) of all slots on unreachable workers, for the watch thread. The slots of a
+        worker are listed together, because the loop waits for one slot at a time and would notice each only when its
+        batch is due."""
         views, lanes = self._run.views, list(self._lanes)
         why = {views[lane.slot].worker: lane.unreachable for lane in lanes if lane.unreachable}
         known = [(lane, views[lane.slot]) for lane in lanes]
@@ -251,8 +257,8 @@ class OrderedReader:
         ]
 
     def _pass_over(self, lane: SlotLane) -> None:
-        """Count an unneeded frame. Raise ProtocolError above MAX_UNUSED, because the deadline is not checked while such
-        frames arrive."""
+        """Count an unneeded frame. Raises ProtocolError if more than MAX_UNUSED arrive, because the deadline is not
+        checked while such frames arrive."""
         lane.unused += 1
         if lane.unused > MAX_UNUSED:
             raise self._confused(lane, f"{lane.unused} batches and messages that are not needed")
@@ -268,7 +274,7 @@ class OrderedReader:
     # ---- waiting
 
     def _wait(self, lane: SlotLane) -> None:
-        """Wait until there may be a frame for `lane`. Acks of all lanes are sent first."""
+        """Wait until a frame for `lane` may have arrived. The acks of all lanes are sent first."""
         run = self._run
         version = run.version
         if self._version != version:
@@ -316,7 +322,8 @@ class OrderedReader:
             self._waited(lane.slot, worker, time.monotonic() - now)
 
     def _first_batch(self, lane: SlotLane, view: pb.SlotView) -> tuple[str, str]:
-        """Return what the loop waits for before its first batch, and why that takes time."""
+        """Return two texts for messages: what the loop waits for before its first batch, and the reason for the
+        wait."""
         slots = f" from slot {lane.slot}" if self._run.num_slots > 1 else ""
         why = f"its lane cannot be opened: {lane.last_failure}" if lane.last_failure else "its runner makes it"
         if view.phase in (pb.SLOT_PHASE_UNSPECIFIED, pb.WAITING):
@@ -330,7 +337,7 @@ class OrderedReader:
         return f"the first batch of {self._label}{slots}", why
 
     def _waited(self, slot: int, worker: str, seconds: float) -> None:
-        """Add a wait to the statistics of the run."""
+        """Add the seconds of a wait to the statistics."""
         self.wait_s += seconds
         stats = self.stats
         stats.waited_s += seconds
@@ -338,8 +345,8 @@ class OrderedReader:
         self._run.progress.waited_by_slot[slot] += seconds
 
     def _failed(self, lane: SlotLane, view: pb.SlotView, now: float) -> float:
-        """Raise the error of a slot that has failed and is not restarted, once nothing more can arrive. Until then,
-        return the time of the next check."""
+        """Raise the error of a slot that has failed and is not restarted, if nothing more can arrive over its lane.
+        Otherwise return the time of the next check."""
         if lane.consumer is None:
             if lane.tried_failed:
                 raise self._slot_error(view)
@@ -396,14 +403,15 @@ class OrderedReader:
     # ---- slots and their lanes
 
     def _first_lane(self, slot: int) -> SlotLane:
-        """Return a slot's first lane, of generation 0, before the coordinator has reported a generation."""
+        """Return the first lane of a slot. Its generation is 0, until the coordinator reports a generation."""
         return SlotLane(slot, 0, self._lane_name(slot, ""))
 
     def _lane_name(self, slot: int, worker: str) -> str:
         return f"box {self._run.box}, slot {slot}, worker {worker or 'unknown'}"
 
     def _refresh(self) -> None:
-        """Apply the watch thread's new views: slots that moved, slots that became ready."""
+        """Apply the views that the watch thread has received: replace lanes of slots that have moved, and note slots
+        that are ready."""
         run = self._run
         if isinstance(run.error, ForkedProcessError):
             raise run.error  # even if unprocessed frames remain, because they belong to the parent
@@ -442,7 +450,8 @@ class OrderedReader:
             warn_user(f"{self._label}: {note}")
 
     def _log_not_used(self, views: Sequence[pb.SlotView]) -> None:
-        """Log once why the loader's own states are not used. Saves and recoveries are slower without them."""
+        """Log once why the states of the loader's own methods are not used. Without them saves and recoveries are
+        slower."""
         why = next((view.capabilities.not_used for view in views if view.capabilities.not_used), "")
         if why and not self._logged_not_used:
             self._logged_not_used = True
@@ -474,7 +483,7 @@ class OrderedReader:
     # ---- between batches
 
     def flush(self) -> bool:
-        """Send all acks. Return False while a socket's buffer is full."""
+        """Send the acks of all lanes. Return False while the buffer of a socket is full."""
         total = self.position.total
         done = True
         for lane in self._lanes:
@@ -482,7 +491,7 @@ class OrderedReader:
         return done
 
     def open_epochs(self, limit: int) -> None:
-        """Allow the workers to open epochs up to this epoch."""
+        """Allow the workers to begin epochs up to and including `limit`."""
         if limit > self._open_epochs:
             self._open_epochs = limit
             for lane in self._lanes:
@@ -490,7 +499,7 @@ class OrderedReader:
                     lane.consumer.open_epochs(limit)
 
     def announce(self, schedule: CheckpointSchedule, last: int | None) -> int | None:
-        """Announce the next checkpoint steps to the workers. Returns the step at which to do so again."""
+        """Announce the next checkpoint steps to the workers. Return the step at which to announce again, or None."""
         position = self.position
         steps = schedule.ahead(position.step, last, OUTRUN * len(self._lanes))
         pairs: list[list[int]] = [[] for _ in self._lanes]
@@ -512,7 +521,7 @@ class OrderedReader:
         return steps[(len(steps) - 1) // 2] if steps else None
 
     def abandon_epoch(self) -> None:
-        """Abandon the epoch at this position; the workers drop its remaining batches."""
+        """Abandon the epoch at the present position. The workers drop its remaining batches."""
         position = self.position
         if not any(position.delivered):
             return  # no batch of the epoch was taken
@@ -536,16 +545,16 @@ class OrderedReader:
 
     @property
     def copies(self) -> int:
-        """Number of batches delivered as copies."""
+        """Number of batches delivered as copies instead of views."""
         return sum(lane.copies for lane in self._lanes)
 
     @property
     def run(self) -> OpenRun:
-        """Run whose batches these are."""
+        """Run whose batches this reader delivers."""
         return self._run
 
     def open_lanes(self) -> list[Literal["local", "tcp"]]:
-        """Return the kind of each open lane. May be called from any thread."""
+        """Return the transport of each open lane. May be called from any thread."""
         views = self._run.views
         lanes = [lane for lane in list(self._lanes) if lane.consumer is not None]
         return ["tcp" if self._run.is_remote(views[lane.slot]) else "local" for lane in lanes]
@@ -556,7 +565,8 @@ class OrderedReader:
         return sum(len(ring.held) for lane in list(self._lanes) for ring in list(lane.rings.values()))
 
     def snapshot(self) -> records_pb2.BoxPosition | None:
-        """Return the position, even while the training thread changes it. For the watch thread."""
+        """Return the present position, for the watch thread. Return None if it cannot be read, because the training
+        thread keeps changing it."""
         position = self.position
         for _ in range(1000):
             before = (position.step, position.epoch, len(position.live))

@@ -1,26 +1,27 @@
-"""The receiver: TCP -> a ring of this host, for the lanes of a training job whose workers are on other hosts.
+"""The receiver: a process that receives batches over TCP into a ring on this host, for a training job whose workers are
+on other hosts.
 
-The receiver is a small process of its own, without torch or numpy, because a thread of the training process would share
-the interpreter lock with the training loop. It runs by its file's path (`receiver_process.Receiver` starts it), because
-`python -m` would import penstock.client, and with that torch.
+It is a process, without torch or numpy, because a thread of the training process would share the interpreter lock with
+the training loop. It runs by its file's path (`receiver_process.Receiver` starts it), because `python -m` would import
+penstock.client, and with that torch.
 
 A consumer connects to it as to a daemon on its own host, and the consumer's Hello names the address of the worker's
 daemon (`target`). Towards the consumer the receiver is then a producer like any other, with two differences: each batch
 is received from TCP straight into a ring entry, and the consumer's acks are forwarded to the sender. One lane is one
-state machine, and one thread serves all of them. No step waits for one socket: a receiver that waited for the network
-without reading from its consumer would stop the credits, and then both sides would wait forever.
+state machine, and one thread serves all of them. No step waits for a single socket. A receiver that waited for the
+network without reading from its consumer would not forward the consumer's acks, and then both sides would wait forever.
 
 The ring is the flow control: without a free entry the receiver does not read from TCP until the consumer releases one.
-A small batch is copied out of the receive buffer (one receive for many). A large batch is received into its entry, and
-the bytes after it are received into the buffer in the same call. A compressed batch comes in pieces: each is received
-into a buffer of the lane, and unpacked into the entry while the next is on its way.
+Small batches are copied out of the receive buffer, and one receive gets many of them. A large batch is received into
+its entry, and the bytes after it are received into the buffer in the same call. A compressed batch comes in pieces:
+each is received into a buffer of the lane, and unpacked into the entry while the next is on its way.
 
 Arrived data are verified: frames by their seals, payloads by the check after them (penstock.proto.lane.tcp), and each
 piece right after its arrival, while it is in the processor's cache. A difference is an ERROR frame to the consumer,
 which reconnects and gets all of it again.
 
 With TLS a receive returns at most 16 KiB, and epoll does not report the bytes that TLS has already read. So a lane
-whose turn ends before it has read all of them reports that to the loop. An invalid certificate of the worker, or the
+whose turn ends before it has read all of these bytes tells the event loop. An invalid certificate of the worker, or the
 worker's refusal of this end's certificate, is an error and not a lost connection, because a retry would not help.
 
 Ends. If the TCP connection is lost or refused, complete batches are forwarded, then the consumer's socket ends, and the
@@ -81,25 +82,27 @@ HELLO_S = 10.0
 SMALL = 16 << 10
 """Largest payload in bytes that is copied out of the receive buffer; one receive gets many such payloads."""
 AHEAD = 4 << 10
-"""Bytes received after a larger payload, in the same call: enough for the next frame, and little to copy."""
+"""Bytes that are received after a large payload in the same call. They are enough for the next frame, and few to
+copy."""
 WAKE_AT = 512 << 10
-"""Bytes of a large payload that must arrive before the next receive. Without this limit one receive gets 160 KiB of 8
-MiB, and the wake-ups cost sender and receiver a tenth of their time (docs/benchmarks.md)."""
+"""Bytes of a large payload that must have arrived before the next receive. Without this limit one receive gets 160 KiB
+of 8 MiB, and the wake-ups cost sender and receiver a tenth of their time (docs/benchmarks.md)."""
 READS_A_TURN = 32
-"""Number of receives of one lane before other lanes get their turn."""
+"""Largest number of receives of one lane before the other lanes are served."""
 PACKED_AHEAD = 32 << 10
-"""Bytes received after a piece of a compressed payload, in the same call. They are few, because each may unpack to many
-times as much."""
+"""Bytes that are received after a piece of a compressed payload in the same call. They are few, because they may be
+compressed data that unpack to many times as much."""
 PACKED_READS_A_TURN = 8
-"""The limit READS_A_TURN for a lane in the middle of a compressed payload, because unpacking a piece takes 0.2 ms."""
+"""Limit in place of READS_A_TURN for a lane in the middle of a compressed payload, because unpacking a piece takes 0.2
+ms."""
 NEVER = float("inf")
 
 Connection = socket.socket | OSError | PenstockError
-"""Result of an attempt to connect."""
+"""Result of an attempt to connect: a socket or an error."""
 
 
 class ReceiverLane:
-    """Lane of the receiver: one consumer, one TCP connection, one ring between them."""
+    """Lane of the receiver: it connects one consumer, one TCP connection to a worker, and the ring between them."""
 
     def __init__(self, loop: ReceiverLoop, sock: socket.socket, max_batch_bytes: int) -> None:
         sock.setblocking(False)
@@ -136,7 +139,7 @@ class ReceiverLane:
         loop.watch(self, self._consumer_fd, select.EPOLLIN)
 
     def on_event(self, fd: int, events: int) -> None:
-        """Handle events of one of the two sockets."""
+        """Handle events of the consumer's socket or of the TCP socket."""
         try:
             if fd != self._consumer_fd:
                 if events & ~select.EPOLLOUT:
@@ -153,7 +156,7 @@ class ReceiverLane:
             self.fail(error)
 
     def end(self, why: str) -> None:
-        """End the lane: close both sockets. The consumer can still read everything that was sent to it."""
+        """End the lane and close both sockets. The consumer can still read everything that was sent to it."""
         if self.over:
             return
         _log.info("a lane has ended: %s", why)
@@ -167,7 +170,7 @@ class ReceiverLane:
             self._tcp.close()
 
     def fail(self, error: BaseException) -> None:
-        """End the lane with an error for the consumer, because the stream cannot be continued."""
+        """End the lane because its stream cannot be continued, and send the error to the consumer."""
         _log.warning("a lane failed: %s: %s", type(error).__name__, error)
         known = isinstance(error, PenstockError)
         detail = records_pb2.ErrorDetail(
@@ -233,13 +236,14 @@ class ReceiverLane:
             self._settle()
 
     def _cut_off(self, error: PenstockError) -> None:
-        """End the lane with a CLOSE to the consumer, with the reason that the other host cannot be reached."""
+        """End the lane because the worker's host cannot be reached, and send the consumer a CLOSE frame with the
+        reason."""
         detail = records_pb2.ErrorDetail(name=type(error).__name__, message=error.message)
         self._producer.forward_end(Frame(CLOSE, rest=detail.SerializeToString()))
         self.end(error.message)
 
     def _receive(self) -> None:
-        """Read TCP until no more bytes are there, the turn is over, or no ring entry is free."""
+        """Read from TCP until no bytes are left, the lane's turn is over, or no ring entry is free."""
         sock, inbox = self._tcp, self._inbox
         if sock is None or self._ended:
             return
@@ -278,14 +282,14 @@ class ReceiverLane:
             self.fail(error)
 
     def _crowded(self) -> bool:
-        """Return True if the consumer does not read its frames. Then no more are received, and the rest waits in the
-        network."""
+        """Return True if the consumer does not read its frames. Then nothing more is received, so that TCP stops the
+        sender."""
         if self._producer.crowded:
             self._producer.flush()
         return self._producer.crowded
 
     def _work_through(self) -> bool:
-        """Process the frames that have arrived. Return False if a batch waits for a ring entry."""
+        """Process the frames in the receive buffer. Return False if a batch waits for a ring entry."""
         inbox, producer = self._inbox, self._producer
         while True:
             if self._waiting and not self._open_slot():
@@ -328,7 +332,7 @@ class ReceiverLane:
                 raise ProtocolError(f"a worker sent a frame of unknown kind {kind}")
 
     def _check_claims(self, frame: Frame) -> None:
-        """Check a batch before memory is allocated for it. Raises ProtocolError."""
+        """Check the sizes that a BATCH frame states before memory is allocated for the batch. Raises ProtocolError."""
         size = frame.nbytes + 8 * frame.size
         if size > self._slot_bytes.get(frame.ring, -1):
             raise ProtocolError(f"a worker sent a batch of {frame.nbytes} bytes, which fits no ring that it announced")
@@ -340,7 +344,8 @@ class ReceiverLane:
             raise ProtocolError(f"a worker sent a batch of structure {frame.structure}, which it has not announced")
 
     def _fill(self) -> bool:
-        """Copy the part of the payload in the receive buffer to `_target`. Return False if more is to come."""
+        """Copy the payload's bytes from the receive buffer to `_target`. Return False if the payload is not complete
+        yet."""
         while self._target is not None:
             if self._target:
                 piece = self._inbox.take_bytes(len(self._target))
@@ -357,7 +362,8 @@ class ReceiverLane:
         return True
 
     def _open_slot(self) -> bool:
-        """Get a ring entry for the batch in `_frame`. It is as large as the sender's, so that both rings grow alike."""
+        """Get a ring entry for the batch in `_frame`, or skip the batch if its epoch was abandoned. Return False if no
+        entry is free. The entry is as large as the sender's, so that both rings grow alike."""
         frame, producer = self._frame, self._producer
         size = frame.nbytes + 8 * frame.size
         if frame.abandons < producer.abandons:
@@ -378,7 +384,7 @@ class ReceiverLane:
         return True
 
     def _unpack(self, unpacker: Unpacker) -> None:
-        """Unpack the part of a compressed payload that was received into `_target`."""
+        """Unpack the piece of a compressed payload that has been received into `_target`."""
         if self._frame.abandons < self._producer.abandons:  # the epoch was abandoned meanwhile: do not unpack
             assert self._reserved is not None
             self._producer.return_unused(self._reserved)
@@ -394,7 +400,7 @@ class ReceiverLane:
             self._unpacker, self._whole = None, True
 
     def _publish(self) -> None:
-        """Publish the batch in `_frame`. Its payload is in the ring entry."""
+        """Announce the batch in `_frame` to the consumer. Its payload is complete in the ring entry."""
         reserved, self._reserved, self._whole = self._reserved, None, False
         assert reserved is not None
         if self._frame.abandons < self._producer.abandons:
@@ -403,7 +409,7 @@ class ReceiverLane:
             self._producer.forward(reserved, self._frame, more=True)  # `_settle` flushes
 
     def _settle(self) -> None:
-        """Send pending bytes to the sender, check for the lane's end, and set the events to wait for."""
+        """Send pending bytes to the worker, check whether the lane has ended, and set the events to wait for."""
         if self.over or not self._has_hello:
             return
         sock, out, producer = self._tcp, self._out, self._producer
@@ -448,11 +454,11 @@ class ReceiverLane:
 
 
 class ReceiverLoop:
-    """Event loop of all lanes, with one thread and one epoll."""
+    """Event loop that serves all lanes in one thread with one epoll."""
 
     def __init__(self, name: str, parent_pid: int, max_batch_bytes: int, tls: Tls | None = None) -> None:
         self.again: set[ReceiverLane] = set()
-        """Lanes with bytes to read that epoll does not report."""
+        """Lanes with bytes to read that epoll does not report, because TLS has read them already."""
         self.dialer = LaneDialer(tls)
         self.rings = RingBudget()
         self._max_batch_bytes = max_batch_bytes
@@ -470,7 +476,7 @@ class ReceiverLoop:
         self._epoll.register(self._listener, select.EPOLLIN)
 
     def run(self) -> None:
-        """Serve until the watched parent process has ended."""
+        """Serve lanes until the parent process has ended."""
         special = {self._wake: self._take_connections, self._listener.fileno(): self._accept}
         while True:
             soonest = min((lane.deadline for lane in self._lanes), default=NEVER)
@@ -493,7 +499,7 @@ class ReceiverLoop:
                     lane.end("its deadline passed")
 
     def close(self) -> None:
-        """Release all resources, after `run` has returned. The process itself does not need this, because it ends."""
+        """Release all resources after `run` has returned. Only tests need this, because the process ends then."""
         for lane in list(self._lanes):
             lane.end("the receiver ends")
         self._listener.close()
@@ -523,8 +529,8 @@ class ReceiverLoop:
             self.watch(lane, fd, 0)
 
     def connect(self, address: str, then: Callable[[Connection], None]) -> None:
-        """Connect in a thread, because name look-ups block and a handshake may take long. `then` is called in the
-        loop."""
+        """Connect to an address in a thread, because name look-ups block and a handshake may take long. `then` is
+        called with the result in the event loop's thread."""
 
         def work() -> None:
             found: Connection

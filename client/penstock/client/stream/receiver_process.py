@@ -1,5 +1,4 @@
-"""Handle on the receiver, the process that receives batches from other hosts. receiver.py is the code of that
-process."""
+"""Start and end of the receiver, the process that receives batches from other hosts. The process runs receiver.py."""
 
 from __future__ import annotations
 
@@ -18,15 +17,17 @@ __all__ = ["Receiver"]
 
 RECEIVER = Path(__file__).with_name("receiver.py")
 START_S = 30.0
-"""Seconds in which the process must listen. On an idle machine it takes 0.1 s."""
+"""Seconds within which the receiver must listen. On an idle machine it takes 0.1 s."""
 
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_": str(4 << 20)}
-"""Setting for glibc. Unpacking allocates and frees 256 KiB for each piece. By default glibc returns them to the kernel
-each time, which took more than half of the receiver's time with lz4: 9.5 ms for 8 MiB instead of 4."""
+"""Environment variables for glibc's malloc in the receiver. Unpacking allocates and frees 256 KiB for each piece. By
+default glibc returns this memory to the kernel each time, which took more than half of the receiver's time with lz4:
+9.5 ms for 8 MiB instead of 4."""
 
 
 class Receiver:
-    """The receiver of this process. `start` may be called often: it starts a receiver only if none is running.
+    """Handle on the receiver process of this training process. `start` may be called often, because it starts a process
+    only if none is running.
 
     Args:
         max_batch_bytes: largest ring entry in bytes; larger ones are refused.
@@ -37,7 +38,7 @@ class Receiver:
         self.max_batch_bytes = max_batch_bytes
         self.tls = tls
         self.name = ""
-        """Abstract Unix socket of the running receiver; "" before the first start."""
+        """Name of the running receiver's abstract Unix socket; "" before the first start."""
         self._process: Spawned | None = None
         self._lock = threading.Lock()
 
@@ -62,7 +63,7 @@ class Receiver:
             return self.name
 
     def stop(self) -> None:
-        """End the receiver, and with it all its lanes."""
+        """End the receiver process, and with it all its lanes."""
         with self._lock:
             self._end()
 
@@ -96,7 +97,7 @@ class Receiver:
         self.name = name
 
     def _tls_arguments(self) -> list[str]:
-        """Return the TLS arguments. They are names of files, and contain no secrets."""
+        """Return the command-line arguments for TLS. They contain names of files, and no secrets."""
         tls = self.tls
         if tls is None:
             return []

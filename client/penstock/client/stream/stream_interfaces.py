@@ -1,6 +1,6 @@
-"""Interfaces of an open run and of its reader. There are two implementations. In one, batches come from worker
-processes, through a coordinator and lanes (open_run.py, ordered_reader.py). In the other, they are made in this process
-(penstock.client.in_process). The module also has the parts that both share: progress, figures, messages."""
+"""Interfaces of an open run and of its reader. There are two implementations. In the first, batches come from worker
+processes over lanes (open_run.py, ordered_reader.py). In the second, they are made in this process
+(penstock.client.in_process). The module also contains the parts that both share: progress, statistics, messages."""
 
 from __future__ import annotations
 
@@ -36,27 +36,28 @@ EPOCH_ENDED: Final = object()
 
 @dataclass
 class BoxProgress:
-    """Progress of the training thread, for the coordinator. The thread replaces values, and never changes them in
-    place."""
+    """Progress of a box, written by the training thread and reported to the coordinator by another. The training thread
+    replaces values, and never changes them in place."""
 
     position: Callable[[], records_pb2.BoxPosition | None] = lambda: None
     waiting_for: int = 0
     """Number of the slot for which the loop waits, plus 1; 0: none."""
     waiting_since: float = 0.0
-    """Start of the wait, a time.monotonic()."""
+    """Start of the present wait, a time of time.monotonic()."""
     waited_by_slot: list[float] = field(default_factory=list)
-    """Seconds waited, by slot. A new list resets the count."""
+    """Seconds that the loop has waited for each slot. Assign a new list to reset the counts."""
     epoch_ended: bool = False
     unreachable: Callable[[], list[tuple[int, int, str]]] = list
-    """(slot, generation, why) of workers that this host cannot reach."""
+    """Function that returns (slot, generation, reason) for each slot whose worker this host cannot reach."""
     abandoned: tuple[tuple[int, int], ...] = field(default=())
     """Pairs (epoch, last step) of the epochs that the loop left by `break`."""
     _reported_waits: tuple[list[float], list[float]] = field(default=([], []))
 
     def waits(self) -> list[float]:
-        """Return the seconds waited so far, by slot, including the present wait.
+        """Return the seconds that the loop has waited for each slot so far, including the present wait.
 
-        The figures never fall, although the training thread may be between the end of a wait and its entry in the list.
+        A value never decreases between calls, even if the training thread has just ended a wait and not yet added it to
+        the list.
         """
         counted = self.waited_by_slot
         seconds, slot = list(counted), self.waiting_for - 1
@@ -71,7 +72,7 @@ class BoxProgress:
 
 @dataclass
 class StreamStats:
-    """Figures of a run's stream so far."""
+    """Statistics of a run's stream since the loader was opened."""
 
     steps: int = 0
     """Batches delivered to the loop."""
@@ -82,7 +83,7 @@ class StreamStats:
     copies: int = 0
     """Batches delivered as copies, because the loop held too many views."""
     ahead: int = 0
-    """Batches whose copy to the device began before the loop requested them; 0 without a device."""
+    """Batches whose copy to the device was started before the loop requested them; 0 without a device."""
     recoveries: int = 0
     """Slots that moved to another runner while the loop was reading."""
     corrupt: int = 0
@@ -92,7 +93,7 @@ class StreamStats:
 
 
 class StreamRun(Protocol):
-    """An open run of one box."""
+    """Interface of an open run of one box."""
 
     name: str
     box: int
@@ -101,23 +102,23 @@ class StreamRun(Protocol):
     seed: int
     cover: DigestCover
     error: PenstockError | None
-    """Reason why the run is over."""
+    """Error that has ended the run; None while the run is open."""
     views: list[pb.SlotView]
     progress: BoxProgress
     ended_boxes: dict[int, int]
-    """Last steps of other boxes that have ended their epoch, by box."""
+    """Boxes whose epoch has ended -> last step of that epoch."""
     abandoned: bool
-    """True once the loader was collected; set by its finalizer."""
+    """True once the loader was garbage-collected. The loader's finalizer sets it."""
     away_since: float | None
 
     @property
     def closed(self) -> bool: ...
 
     def wait_for(self, ready: Callable[[StreamRun], bool], timeout_s: float) -> bool:
-        """Wait until `ready` is true. Return False if the time ran out."""
+        """Wait until `ready` returns True for this run. Return False after `timeout_s`."""
 
     def report(self) -> None:
-        """Report progress now."""
+        """Report progress to the coordinator now."""
 
     def fail(self, error: PenstockError) -> None:
         """End the run with an error. May be called from any thread."""
@@ -126,15 +127,15 @@ class StreamRun(Protocol):
         """Return the records of all workers of all boxes at a step."""
 
     def aggregate(self, states: bytes, deadline_s: float) -> bytes:
-        """Run the loader's aggregate_state_dict. `states`: envelope of the list of states. Returns the envelope of the
-        result."""
+        """Run the loader's aggregate_state_dict, and return the envelope of the result. states: envelope of the list of
+        the workers' states."""
 
     def close(self, *, forget: bool = True) -> None:
         """Close the run. May be called again."""
 
 
 class Reader(Protocol):
-    """Reader of the batches of one box, in order."""
+    """Interface of a reader, which returns the batches of one box in order."""
 
     position: Position
     stats: StreamStats
@@ -154,22 +155,22 @@ class Reader(Protocol):
         """Return the next batch, or EPOCH_ENDED."""
 
     def flush(self) -> bool:
-        """Acknowledge the delivered batches."""
+        """Send acknowledgements of all delivered batches."""
 
     def open_epochs(self, limit: int) -> None:
-        """Allow epochs up to this one to be opened."""
+        """Allow the workers to begin epochs up to and including `limit`."""
 
     def announce(self, schedule: CheckpointSchedule, last: int | None) -> int | None:
-        """Announce the next checkpoint steps. Returns the step at which to do so again."""
+        """Announce the next checkpoint steps to the workers. Return the step at which to announce again, or None."""
 
     def abandon_epoch(self) -> None:
-        """Abandon the epoch at this position."""
+        """Abandon the epoch at the present position."""
 
     def raise_failed(self, view: pb.SlotView) -> NoReturn:
         """Raise the error of a slot that has failed and is not restarted."""
 
     def open_lanes(self) -> list[Literal["local", "tcp"]]:
-        """Return the kind of each open lane."""
+        """Return the transport of each open lane."""
 
     def close(self) -> None:
         """Close the reader. Batches that the loop still holds stay valid."""
@@ -183,13 +184,13 @@ def placed(error: PenstockError, worker: str, box: int, slot: int, step: int) ->
 
 
 def recovered(box: int, slot: int, why: str) -> str:
-    """Return the loop's warning of a recovered slot."""
+    """Return the text of the warning that a slot was recovered."""
     return f"slot {slot} of box {box} was recovered: {why}; the stream continues as without the fault"
 
 
 def warn_of_whole_input(label: str, views: Sequence[pb.SlotView], num_workers: int) -> bool:
-    """Warn if no worker has read its assignment by the time of the first batches. `num_workers`: number of workers of
-    all boxes."""
+    """Warn if no worker has looked at its assignment by the time of the first batches, because then each reads the
+    whole input. Return True if it warned. num_workers: number of workers of all boxes."""
     if num_workers < 2 or not all(
         view.HasField("capabilities") and not view.capabilities.looked_at_assignment for view in views
     ):

@@ -1,7 +1,8 @@
-"""A line on standard error about what a training job waits for until its first batch: nothing if that comes soon.
+"""Lines on standard error about what a training job waits for before its first batch. None is written if the batch
+comes soon.
 
-A first batch takes a fraction of a second on an idle machine, and many seconds on a busy one or where no worker is
-free. Without a word a job that waits looks like one that hangs.
+A first batch takes a fraction of a second on an idle machine, and many seconds if the machine is busy or no worker is
+free. Without such lines a job that waits looks like one that hangs.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ __all__ = ["WaitNotice"]
 FIRST_S = 2.0
 """Seconds of waiting before the first line."""
 LEAST_S, MOST_S = 10.0, 60.0
-"""Bounds of the seconds between two lines; between them the time waited so far doubles."""
+"""Smallest and largest number of seconds between two lines. In between, the next line is due when the time waited so
+far has doubled."""
 
 
 def _print(line: str) -> None:
@@ -26,37 +28,37 @@ def _print(line: str) -> None:
 
 
 class WaitNotice:
-    """Time waited so far, and the lines about it. It begins to count at once.
+    """Clock of the wait for the first batch, and writer of the lines about it. It runs from its creation.
 
     Args:
-        clock: seconds, monotonic.
-        write: takes a line.
+        clock: returns a monotonic time in seconds.
+        write: function that writes a line.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, write: Callable[[str], None] = _print) -> None:
         self._clock, self._write = clock, write
         self._since = clock()
         self._waited_s: float | None = None
-        """Seconds waited before it was paused; None: it counts."""
+        """Seconds waited before the clock was paused; None while it runs."""
         self._next_s = FIRST_S
 
     @property
     def due(self) -> float:
-        """Time of the clock at which the next line is due, if the wait lasts."""
+        """Time of `clock` at which the next line is due if the wait continues."""
         return self._since + self._next_s
 
     def pause(self) -> None:
-        """Stop counting until `resume`: the training job does something else."""
+        """Stop the clock until `resume`, while the training job does something other than waiting."""
         if self._waited_s is None:
             self._waited_s = self._clock() - self._since
 
     def resume(self) -> None:
-        """Count on after `pause`."""
+        """Let the clock run again after `pause`."""
         if self._waited_s is not None:
             self._since, self._waited_s = self._clock() - self._waited_s, None
 
     def tell(self, what: str, why: str) -> None:
-        """Write "waiting for WHAT (WHY, N s)", if a line is due."""
+        """Write the line "waiting for WHAT (WHY, N s)" if one is due."""
         waited_s = self._clock() - self._since
         if waited_s >= self._next_s:
             self._next_s = waited_s + min(max(waited_s, LEAST_S), MOST_S)

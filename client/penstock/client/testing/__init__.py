@@ -1,4 +1,4 @@
-"""Testing a training loop without daemons: an appliance in this process and thread.
+"""Tests of training loops without daemons: an appliance in this process and thread.
 
 Example::
 

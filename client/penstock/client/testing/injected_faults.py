@@ -26,7 +26,7 @@ class SlowBatch:
 @dataclass(frozen=True)
 class InputError:
     """Fault: input_fn's loader raises `error` (a ValueError by default) while it makes the batch of this step. The loop
-    gets an InputFnError that names the error, and the run ends. After load_state_dict another run can be opened."""
+    gets an InputFnError with the error's text, and the run ends. After load_state_dict another run can be opened."""
 
     step: int
     error: Exception = field(default_factory=partial(ValueError, "injected by a test"))

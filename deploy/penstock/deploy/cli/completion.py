@@ -1,7 +1,6 @@
-"""Shell completion of the names of runs and workers, from the coordinator.
+"""Shell completion of the names of runs and workers, which the coordinator reports.
 
-A person waits for the completion, so the coordinator has one second to answer, and after any failure no name is
-offered.
+A person waits for the completion, so the coordinator has one second to answer. After any failure no names are offered.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ DEADLINE_S = 1.0
 
 
 def run_names(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return the runs, as JOB/ORDINAL."""
+    """Return the names of runs for completion, as JOB/ORDINAL."""
     return _names(ctx, incomplete, lambda reply: [run.run for run in reply.runs])
 
 
 def worker_names(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return the registered workers."""
+    """Return the names of registered workers for completion."""
     return _names(ctx, incomplete, lambda reply: [worker.worker for worker in reply.workers])
 
 

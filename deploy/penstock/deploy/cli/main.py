@@ -1,7 +1,7 @@
-"""The command `penstock`, assembled from penstock.deploy.cli.commands.
+"""Command line `penstock`, assembled from penstock.deploy.cli.commands.
 
-Nothing heavy is imported before a command needs it: `--help` is text, and `coordinator`, `worker` and `status` never
-import torch.
+No large package is imported before a command needs it: `--help` only prints text, and `coordinator`, `worker` and
+`status` never import torch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from penstock.runtime.telemetry.logs import printable
 __all__ = ["app", "main"]
 
 UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
-"""Error numbers (errno) of a failed write to standard output, such as a full disk or a closed pipe."""
+"""Error numbers (errno) of a failed write to standard output: a full disk, an exceeded quota or file size, a failing
+disk, a closed pipe."""
 
 
 class _Commands(Group):
@@ -94,7 +95,7 @@ app.command("import-state")(guarded(import_state))
 
 
 def main() -> None:
-    """Entry point of `penstock`, called by __main__ once the imports are done."""
+    """Run the command line: the entry point of `penstock`, which __main__ calls once the imports are done."""
     for given in sys.argv:
         if not given.isascii() and any(
             "\ud800" <= char <= "\udfff" for char in given

@@ -1,1 +1,1 @@
-"""Common parts of commands: settings, options, exit codes, tables."""
+"""Parts that commands share: settings, options, exit codes, tables."""

@@ -1,6 +1,5 @@
 """Source of a command's token. The token is never an argument, because every user of the machine can read arguments,
-and it is never printed or logged. A coordinator without a token makes one and logs the name of its file.
-"""
+and it is never printed or logged. A coordinator that is given no token makes one and logs the name of its file."""
 
 from __future__ import annotations
 
@@ -22,16 +21,16 @@ FILE = "token"
 
 
 def peer_token(role: Role, file: Path | None) -> str:
-    """Return the token of a worker or an operator: from the file, else from the environment."""
+    """Return the token of a worker or an operator: from the file, else from the environment or the settings file."""
     return read_token(role, file=file)
 
 
 def coordinator_tokens(file: Path | None, state_dir: Path | None) -> str:
-    """Return the text of a coordinator's tokens; if there are none, make one that is valid for all roles.
+    """Return the text of a coordinator's tokens. If none are given, make a token that is valid for all roles.
 
-    `state_dir` None: the coordinator keeps nothing on disk.
+    `state_dir` None: the coordinator keeps nothing on disk, so no token can be made.
 
-    Raises AuthenticationError for a file that cannot be read, JournalError if none can be written.
+    Raises AuthenticationError for a file that cannot be read, JournalError for a file that cannot be written.
     """
     named = os.environ.get("PENSTOCK_TOKEN") or os.environ.get("PENSTOCK_TOKEN_FILE") or token_file_of_settings()
     if file is not None or named:
@@ -53,7 +52,7 @@ def coordinator_tokens(file: Path | None, state_dir: Path | None) -> str:
 
 
 def _refuse_planted(path: Path) -> None:
-    """Raise JournalError for a state directory in which others own a token, or could have placed one."""
+    """Raise JournalError if another user owns the token file, or could have placed it in the state directory."""
     from penstock.appliance.storage.journal import make_private
 
     try:
@@ -71,7 +70,7 @@ def _refuse_planted(path: Path) -> None:
 
 
 def make_token(path: Path) -> bool:
-    """Write a new token to a file that only this user can read, atomically; return False if there is one already.
+    """Write a new token to a file that only this user can read, atomically. Return False if the file exists already.
 
     Raises JournalError if it cannot be written.
     """

@@ -1,8 +1,8 @@
-"""Common parts of commands: the layout of their help, and the options that all of them take.
+"""Parts that commands share: the layout of their help, and the options that all of them have.
 
-`App` and `subcommands` make every command the same way, so that each has its exit codes and `--config`. A
-command that calls the coordinator has one parameter `peer`, which stands for the options of its address and
-credentials.
+`App` and `subcommands` make every command in the same way, so that each help ends with the exit codes and each command
+has `--config`. A command that calls the coordinator has one parameter `peer`, which stands for the options of the
+coordinator's address and of the credentials.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SECTIONS: tuple[tuple[str, frozenset[str]], ...] = (
     ("TLS", frozenset(("tls_ca", "tls_cert", "tls_key", "tls_name"))),
     ("General", frozenset(("as_json", "config", "debug", "help", "install_completion", "show_completion", "version"))),
 )
-"""Headings of the options that many commands share; a command's own options come before them."""
+"""Headings in the help for the options that many commands share. They come after the command's own options."""
 
 
 def _format_options(self: Any, ctx: Any, formatter: Any) -> None:
@@ -55,28 +55,28 @@ def _format_options(self: Any, ctx: Any, formatter: Any) -> None:
 
 class _Command(TyperCommand):
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Show options under their headings."""
+        """Write the options to the help, under their headings."""
         _format_options(self, ctx, formatter)
 
 
 class Group(TyperGroup):
-    """Group whose commands are listed under headings, by purpose."""
+    """Group of commands whose help lists them under headings, by purpose."""
 
     heads: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Heading -> commands, in order; all others come under "Commands"."""
+    """Heading -> commands, in the order of the help. All other commands come under "Commands"."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """List commands in the order of the headings, also for shell completion."""
+        """Return the commands in the order of the headings; shell completion uses this order too."""
         order = [name for commands in self.heads.values() for name in commands]
         return sorted(self.commands, key=lambda name: order.index(name) if name in order else len(order))
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Show options under their headings, then the commands."""
+        """Write the options to the help, under their headings, and then the commands."""
         _format_options(self, ctx, formatter)
         self.format_commands(ctx, formatter)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Show commands by heading."""
+        """Write the commands to the help, under their headings."""
         names = [name for name in self.list_commands(ctx) if not self.commands[name].hidden]
         listed = {name for commands in self.heads.values() for name in commands}
         rest = {"Commands": tuple(name for name in names if name not in listed)}
@@ -88,15 +88,15 @@ class Group(TyperGroup):
 
 
 def _first_line(command: Any) -> str:
-    """Return the first paragraph of a command's help as one line; Typer would cut it off."""
+    """Return the first paragraph of a command's help as one line. Typer alone would cut it off."""
     return " ".join((command.help or "").split("\n\n")[0].split())
 
 
 class App(typer.Typer):
-    """Application whose commands end their help with the exit codes, and take `--config`."""
+    """Typer application whose commands end their help with the exit codes and have the option `--config`."""
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:  # type: ignore[override]
-        """Register a command, as Typer does."""
+        """Return a decorator that registers a command, like Typer's, with the exit codes and `--config` added."""
         add = super().command(name, **{"cls": _Command, "epilog": EPILOG, **settings})
         return lambda command: add(completed(command))
 
@@ -105,8 +105,8 @@ _PEER = {**flags_of(PeerSettings), "token_file": TokenFile, **flags_of(TlsSettin
 
 
 def completed(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the command with more options: `--config`, which takes effect by its callback; those of a parameter
-    `peer`; and those of every parameter that is `Annotated[Flags, ...]`."""
+    """Return the command with additional options: `--config`; the options of a coordinator in place of a parameter
+    `peer`; and the flags of the settings in place of each parameter that is `Annotated[Flags, ...]`."""
     signature = inspect.signature(command, eval_str=True)
     groups: dict[str, dict[str, Any]] = {}
     options: dict[str, inspect.Parameter] = {}
@@ -137,8 +137,8 @@ def completed(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _one(value: Any) -> Any:
-    """Return a flag's value; for a repeatable one, all values joined. Typer passes an empty list if it was not
-    given."""
+    """Return the value of a flag. The values of a repeatable flag are joined by commas; Typer passes an empty list if
+    the flag was not given."""
     return (",".join(value) if value else None) if isinstance(value, list) else value
 
 
@@ -147,11 +147,11 @@ def _option(name: str, annotation: Any) -> inspect.Parameter:
 
 
 def subcommands(cls: type[Group] = Group, **settings: Any) -> App:
-    """Return a command that has subcommands."""
+    """Return a Typer application for a command that has subcommands."""
     return App(cls=cls, epilog=EPILOG, rich_markup_mode=None, context_settings=CONTEXT, **settings)
 
 
 def quiet_grpc() -> None:
-    """Silence gRPC on standard error, because Penstock's errors report the same. A worker must not call it, because its
-    runners would inherit the setting."""
+    """Stop gRPC from writing to standard error, because Penstock's errors report the same. A worker must not call this,
+    because its runners would inherit the setting."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")

@@ -1,5 +1,5 @@
-"""Address and credentials of the coordinator that a command calls. They come from six options, which every such command
-has (see penstock.deploy.console.common_options); for options that are not given, from variables and the settings
+"""Address and credentials of the coordinator that a command calls. Every such command has six options for them (see
+penstock.deploy.console.common_options). Values that are not given as options come from variables and the settings
 file."""
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ __all__ = ["Peer"]
 
 @dataclass(frozen=True)
 class Peer:
-    """Values of the options; None if not given. Each method raises the errors of the options that it reads."""
+    """Values of the options for a coordinator; None for those that were not given. Each method raises the errors of the
+    options that it uses."""
 
     coordinator: str | None = None
     token_file: Path | None = None
@@ -34,7 +35,7 @@ class Peer:
         return resolve(PeerSettings, coordinator=self.coordinator).coordinator
 
     def tls(self) -> Tls | None:
-        """Return the TLS files, read and checked."""
+        """Return the TLS files of the command, read and checked; None without TLS."""
         files = {"tls_ca": self.tls_ca, "tls_cert": self.tls_cert, "tls_key": self.tls_key, "tls_name": self.tls_name}
         return resolve(TlsSettings, **files).load()
 

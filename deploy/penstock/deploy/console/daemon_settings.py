@@ -1,11 +1,11 @@
-"""Settings of daemons and commands: their fields, their valid values and their descriptions.
+"""Settings of daemons and commands: their names, valid values and descriptions.
 
-A daemon's variables carry its name (PENSTOCK_COORDINATOR_LISTEN, PENSTOCK_WORKER_SLOTS), so that one environment can
-hold the settings of both; PENSTOCK_COORDINATOR, PENSTOCK_TOKEN, PENSTOCK_TOKEN_FILE and PENSTOCK_TLS_* are shared with
-the training job. In the settings file each daemon has a section of its own, and shared settings are in [cluster].
-settings_sources.py finds the values.
+The variables of a daemon carry its name (PENSTOCK_COORDINATOR_LISTEN, PENSTOCK_WORKER_SLOTS), so that one environment
+can hold the settings of both daemons. PENSTOCK_COORDINATOR, PENSTOCK_TOKEN, PENSTOCK_TOKEN_FILE and PENSTOCK_TLS_* are
+shared with the training job. In the settings file each daemon has a section of its own, and shared settings are in
+[cluster]. settings_sources.py finds the values.
 
-The token is not a field here: see command_token.py. No field is secret, so that a daemon can log its settings.
+The token is not among these settings: see command_token.py. None of them is secret, so a daemon can log them all.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ Modules = Annotated[str, IsList(), Unit("PREFIX")]
 
 
 class PeerSettings(Section):
-    """Settings of commands that call the coordinator."""
+    """Settings of the commands that call the coordinator."""
 
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_")
     table: ClassVar[str] = CLUSTER
@@ -125,15 +125,16 @@ class PeerSettings(Section):
 
 
 class TlsSettings(TlsFiles):
-    """Settings of every command."""
+    """TLS settings, which every command has."""
 
     def load(self) -> Tls | None:
-        """Return the TLS files, read and checked. Raises TlsError that names the file and the remedy."""
+        """Return the TLS files, read and checked; None without TLS. Raises TlsError, which names the file and the
+        remedy."""
         return load_tls(self.tls_ca, self.tls_cert, self.tls_key, self.tls_name)
 
 
 class TelemetrySettings(Section):
-    """Settings of both daemons: logs, metrics and traces. Training jobs have PENSTOCK_OTEL too."""
+    """Settings of both daemons for logs, metrics and traces. Training jobs use PENSTOCK_OTEL too."""
 
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_")
     table: ClassVar[str] = CLUSTER
@@ -265,7 +266,7 @@ class WorkerSettings(Section):
 
     @property
     def prefixes(self) -> list[str]:
-        """Return the prefixes of `allow`."""
+        """Return the module prefixes in the setting `allow`."""
         return self.allow.split(",")
 
     @field_validator("allow")

@@ -1,12 +1,12 @@
-"""Exit codes, in one table, by the kind of failure, so that a script can decide without parsing messages.
+"""Exit codes of commands, in one table, by the kind of failure, so that a script can decide without parsing messages.
 
-Codes below 10 are general (0 success, 1 a bug, 2 usage, 3 TLS); 10 to 19 concern the coordinator, the network and
-runs, 20 to 29 states and user code, 30 and above the findings of `penstock doctor`. A number that is in use never
-changes its meaning. `docs/cli.md` holds the same table, and a test compares the two.
+Codes below 10 are general (0 success, 1 a bug, 2 usage, 3 TLS). 10 to 19 concern the coordinator, the network and runs;
+20 to 29 states and user code; 30 and above the findings of `penstock doctor`. A number that is in use never changes its
+meaning. `docs/cli.md` has the same table, and a test compares the two.
 
-Every error of Penstock ends a command as one line on stderr, with --json as one JSON object; its traceback, and a
-remote one that it carries, are shown with --debug only. Any other exception is a bug, and always shows its
-traceback. Standard output has data or nothing.
+An error of Penstock ends a command with one line on standard error, or with one JSON object if --json is given. Its
+traceback, and the remote traceback that it may carry, are shown only with --debug. Any other exception is a bug, and
+its traceback is always shown. Standard output has either the command's data or nothing.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True)
 class ExitCode:
-    """Exit code and its meaning. `errors`: the classes of penstock.proto.errors that end with it."""
+    """Exit code and its meaning. `errors`: classes of penstock.proto.errors that end a command with this code."""
 
     number: int
     meaning: str
@@ -136,11 +136,12 @@ CODES = (
 _CODE_OF = {name: code.number for code in CODES for name in code.errors}
 
 EXIT_LINES = "\n".join(f"{code.number:>3}  {code.meaning}" for code in CODES)
-"""Table of exit codes for --help."""
+"""Table of the exit codes for --help, as text."""
 
 
 class CommandError(Exception):
-    """Failure of a command outside the error catalogue, with a code of its own."""
+    """Failure of a command that none of the classes in penstock.proto.errors describes. It carries its own exit
+    code."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -148,7 +149,7 @@ class CommandError(Exception):
 
 
 def exit_code(error: PenstockError) -> int:
-    """Return the code of an error: that of its class, or of the nearest base class in the catalogue."""
+    """Return the exit code of an error: that of its class, or of the nearest base class in the table."""
     name = next(cls.__name__ for cls in type(error).__mro__ if cls.__name__ in CATALOGUE)
     return _CODE_OF[name]
 
@@ -157,19 +158,20 @@ _debug = False
 
 
 def set_debug(value: bool) -> bool:
-    """Show tracebacks of expected errors too (the option --debug)."""
+    """Set whether tracebacks of expected errors are shown too (the option --debug); return `value`."""
     global _debug
     _debug = _debug or value
     return value
 
 
 def debugging() -> bool:
-    """Return whether tracebacks are shown."""
+    """Return whether tracebacks of expected errors are shown."""
     return _debug
 
 
 def guarded(command: Callable[_P, int | None]) -> Callable[_P, NoReturn]:
-    """Wrap a command to end with an exit code: the returned one (None: 0), or that of the raised error."""
+    """Return the command wrapped so that it ends the process with an exit code: the value that it returns (None: 0), or
+    the code of the error that it raises."""
 
     @functools.wraps(command)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> NoReturn:
@@ -193,7 +195,8 @@ def _code_of(command: Callable[[], int | None], *, as_json: bool) -> int:
 
 
 def _print_error(message: str, name: str | None, code: int, as_json: bool) -> None:
-    """Print an error that is being handled; with --debug, also its traceback and the remote one that it carries."""
+    """Print the error that is being handled. With --debug also print its traceback, and the remote traceback that it
+    carries."""
     if _debug:
         traceback.print_exc()
     line = printable(" ".join(message.split()))

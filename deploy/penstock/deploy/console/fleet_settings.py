@@ -1,5 +1,5 @@
-"""Settings of `penstock up`: flags over PENSTOCK_UP_* over defaults. It imports little, because every command imports
-it."""
+"""Settings of `penstock up`: flags take precedence over PENSTOCK_UP_* variables, and those over defaults. The module
+imports little, because every command imports it."""
 
 from __future__ import annotations
 

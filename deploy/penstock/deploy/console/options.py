@@ -1,7 +1,8 @@
-"""Typer options made from settings: a flag's help is its field's description, with its variable and its default.
+"""Typer options made from settings: the help of a flag is the description of its setting, with its variable and its
+default.
 
-Typer itself gets neither the variable nor the default. So a flag that was not given stays None, and
-penstock.deploy.console.settings_sources alone decides the precedence.
+Typer itself is told neither the variable nor the default. So the value of a flag that was not given is None, and
+penstock.deploy.console.settings_sources alone decides which source takes precedence.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ __all__ = [
 
 
 LARGEST = 2**63 - 1
-"""Largest step or attempt, as in messages and the journal."""
+"""Largest step or attempt that an option accepts. It is also the largest in messages and in the journal."""
 LARGEST_BOX = 2**32 - 1
 LARGEST_SEED = 2**64 - 1
 
 Flags = dict[str, Any]
-"""Type of a command's parameter `Annotated[Flags, WorkerSettings]`: all flags of these settings; None for those that
-were not given. See penstock.deploy.console.common_options."""
+"""Type of a command's parameter that stands for all flags of some settings: `Annotated[Flags, WorkerSettings]`. The
+value of a flag that was not given is None. See penstock.deploy.console.common_options."""
 
 
 def option(section: type[Section], field: str) -> Any:
-    """Return the option of a setting."""
+    """Return the Typer option of a setting."""
     info = section.model_fields[field]
     facts = [variable(section, field)]
     if info.is_required():
@@ -58,7 +59,7 @@ def option(section: type[Section], field: str) -> Any:
 
 
 def flags_of(section: type[Section]) -> dict[str, Any]:
-    """Return field -> the annotation of its flag."""
+    """Return a dict for the settings of the class: name of a setting -> type annotation of its flag."""
     found: dict[str, Any] = {}
     for field, info in section.model_fields.items():
         several = any(isinstance(fact, IsList) for fact in info.metadata)
@@ -78,7 +79,7 @@ TokenFile = Annotated[
 
 
 def _use_config(path: Path | None) -> Path | None:
-    """Set the settings file in the environment, so that child processes read the same one."""
+    """Set the path of the settings file as an environment variable, so that child processes read the same file."""
     if path is not None:
         os.environ[settings_file.VARIABLE] = os.fspath(path.absolute())
     return path

@@ -1,8 +1,10 @@
-"""Sources of a command's settings: flags over PENSTOCK_* variables over the settings file over defaults.
+"""Sources of a command's settings: flags take precedence over PENSTOCK_* variables, those over the settings file, and
+the file over defaults.
 
-An unknown setting is an error in every source: a setting that is silently not applied is worse than a daemon that does
-not start. So a variable with a daemon's prefix and an unknown name is refused (except those that Kubernetes makes of a
-Service's name), and so is every unknown section and key of the file, also in sections that this command does not read.
+An unknown setting is an error in every source, because a setting that is silently ignored is worse than a daemon that
+does not start. So a variable with a daemon's prefix and an unknown name is refused, except those that Kubernetes makes
+from the name of a Service. Every unknown section and key of the file is refused too, also in sections that the command
+does not read.
 """
 
 from __future__ import annotations
@@ -21,30 +23,32 @@ from penstock.runtime.config.settings_file import CLUSTER, likely, read_settings
 __all__ = ["check_settings_file", "daemon", "describe", "flag", "refuse_unknown", "resolve", "sections", "variable"]
 
 _KUBERNETES = re.compile(r".*_(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_\d+_(TCP|UDP|SCTP)(_.+)?)?)")
-"""Variables that a Service named penstock-coordinator puts into every pod's environment."""
+"""Pattern of the variables that Kubernetes puts into every pod for a Service, such as penstock-coordinator."""
 
 _Section = TypeVar("_Section", bound=Section)
 
 
 def flag(field: str) -> str:
-    """Return the flag of a field."""
+    """Return the command-line flag of a setting: "--state-dir" for "state_dir"."""
     return "--" + field.replace("_", "-")
 
 
 def daemon(section: type[Section]) -> bool:
-    """Return whether a class's variables have their own prefix, and its settings their own section of the file."""
+    """Return whether the class holds the settings of one daemon: its variables then have a prefix of their own, and the
+    file a section of their own."""
     return section.table not in ("", CLUSTER)
 
 
 def sections(table: str) -> list[type[Section]]:
-    """Return the settings classes of a section of the file, of those imported so far."""
+    """Return the settings classes whose settings are in this section of the file, among those imported so far."""
     return [section for section in Section.__subclasses__() if section.table == table]
 
 
 def resolve(section: type[_Section], **flags: Any) -> _Section:
-    """Return the settings of a command. `flags`: values from the command line; None if not given.
+    """Return the settings of a command, from all sources. `flags`: values from the command line; None for those not
+    given.
 
-    Raises InvalidArgumentError that names every bad or missing setting and where it came from.
+    Raises InvalidArgumentError, which names every invalid or missing setting and its source.
     """
     given = {name: value for name, value in flags.items() if value is not None}
     if daemon(section):
@@ -57,7 +61,7 @@ def resolve(section: type[_Section], **flags: Any) -> _Section:
 
 
 def check_settings_file() -> None:
-    """Raise InvalidArgumentError for an unknown section or key of the settings file."""
+    """Raise InvalidArgumentError if the settings file has an unknown section or key."""
     file = read_settings_file()
     if file is None:
         return
@@ -71,7 +75,7 @@ def check_settings_file() -> None:
 
 
 def refuse_unknown(section: type[Section]) -> None:
-    """Raise InvalidArgumentError for a variable with a daemon's prefix that names none of its settings."""
+    """Raise InvalidArgumentError if a variable has the daemon's prefix but is not one of its settings."""
     prefix = str(section.model_config.get("env_prefix", ""))
     known = {variable(section, field) for field in section.model_fields}
     for name in sorted(os.environ):
@@ -100,7 +104,7 @@ def _explain(section: type[Section], error: ValidationError, given: dict[str, An
 
 
 def describe(settings: Section, **flags: Any) -> str:
-    """Return every setting with its value and source, for the log of a daemon."""
+    """Return a text with every setting, its value and its source, for a daemon's log."""
     sources, parts = stated(type(settings)), []
     for field, value in settings:
         source = flag(field) if flags.get(field) is not None else sources.get(field, ("default",))[0]

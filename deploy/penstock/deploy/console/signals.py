@@ -1,4 +1,4 @@
-"""Signals that would end a process at once, turned into errors where it must clean up first."""
+"""Signals that end a process at once, turned into exceptions where the process must clean up first."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ __all__ = ["ending", "raised"]
 
 
 def ending() -> list[signal.Signals]:
-    """Return the signals that end this process: SIGTERM, and SIGHUP unless it is ignored."""
+    """Return the signals that would end this process: SIGTERM, and SIGHUP unless it is ignored."""
     kept = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [signal.SIGTERM] if kept else [signal.SIGTERM, signal.SIGHUP]
 
 
 @contextlib.contextmanager
 def raised(error: Callable[[signal.Signals], BaseException]) -> Iterator[Callable[[], None]]:
-    """Turn SIGTERM and SIGHUP (a closed terminal) into this error within the block, as Python turns Ctrl-C into
-    KeyboardInterrupt. Under nohup, which ignores SIGHUP, SIGHUP stays ignored.
+    """Turn SIGTERM and SIGHUP (a closed terminal) into an exception within the context, as Python turns Ctrl-C into
+    KeyboardInterrupt. Under nohup, SIGHUP stays ignored. `error`: returns the exception for a signal.
 
-    Python drops an error that is raised while a finalizer or a weak reference's callback runs. So the error is raised
-    again at the end of the block, and by the yielded function, which a caller with a loop calls in each round.
+    Python drops an exception that is raised while a finalizer or the callback of a weak reference runs. So the
+    exception is raised again at the end of the context, and by the yielded function, which a caller with a loop must
+    call in each round.
     """
     received: list[signal.Signals] = []
 

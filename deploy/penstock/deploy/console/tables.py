@@ -1,10 +1,10 @@
-"""Tables: drawn by rich on a terminal, aligned text otherwise.
+"""Tables: drawn by rich on a terminal, as aligned text otherwise.
 
 Cells contain text from peers, so control characters in them are replaced.
 
-Plain text is for grep, awk and bug reports: the title as a line, a header, one line per row, columns two blanks apart,
-no cell cut. An empty cell is a "-", so that columns can be counted. rich does not format the text, because it takes six
-seconds for the 10,000 slots of a fleet, and a tenth of a second to import.
+The text is made for grep, awk and bug reports: the title as a line, a header, one line for each row, two blanks between
+columns, no cell cut. An empty cell is a "-", so that columns can be counted. The text is not made by rich, because rich
+takes six seconds for the 10,000 slots of a fleet, and a tenth of a second to import.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ __all__ = ["Table", "drawn", "show"]
 
 @dataclass(frozen=True)
 class Table:
-    """Table to show. A heading that ends with ">" stands over a column of numbers, aligned to the right."""
+    """Table to show. A heading that ends with ">" belongs to a column of numbers, which is aligned to the right."""
 
     title: str
     headings: Sequence[str]
     rows: list[Sequence[str]] = field(default_factory=list)
     empty: str = ""
-    """Line to show when there are no rows; "" = show nothing."""
+    """Line to show if the table has no rows; "" = show nothing."""
 
 
 def show(tables: Iterable[Table]) -> None:
@@ -51,7 +51,7 @@ def show(tables: Iterable[Table]) -> None:
 
 
 def drawn(table: Table, styles: Iterable[str] = (), *, no_wrap: bool = False, **look: Any) -> rich.table.Table:
-    """Return the table for rich. `styles`: styles of the rows; `look`: arguments of rich's table."""
+    """Return the table as one of rich. `styles`: style of each row. `look`: arguments of rich's table."""
     import rich.table
     from rich.text import Text
 

@@ -1,1 +1,1 @@
-"""`penstock demo`."""
+"""Implementation of `penstock demo`."""

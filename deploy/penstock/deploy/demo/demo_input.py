@@ -12,11 +12,11 @@ from penstock.data import MapLoader, SyntheticDataset
 __all__ = ["images"]
 
 MAKING_S = 0.004
-"""Seconds to make an image, as decoding would take, so that the stream lasts long enough for the faults."""
+"""Seconds that making an image takes, like decoding one, so that the stream lasts long enough for the faults."""
 
 
 def images(samples: int, batch_size: int) -> MapLoader:
-    """Build the loader, as a user's input_fn does."""
+    """Return the loader of the demo. It is the demo's input_fn."""
     spec = {"image": torch.empty(3, 16, 16), "label": _label}
     return MapLoader(SyntheticDataset(spec, samples), global_batch_size=batch_size, shuffle=True)
 

@@ -1,8 +1,8 @@
-"""`penstock demo`: shows what Penstock guarantees, on this machine, with only the installed package.
+"""Implementation of `penstock demo`: shows what Penstock guarantees, on this machine, with only the installed package.
 
-Real daemons run under the local engine's supervisor, and a training loop in this process. One of the daemons is killed
-with SIGKILL while the loop runs; the state is saved and resumed on another number of workers; and the batches are
-compared, by digest, with those of a run without faults.
+The command starts real daemons under the local engine's supervisor, and runs a training loop in its own process. It
+kills one of the daemons by SIGKILL while the loop runs. It saves the state and resumes it with another number of
+workers. Then it compares the digests of all batches with those of a run without faults.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ class _Demo:
         self.killed = ""
         self.recoveries = 0
         self.longest_s = 0.0
-        """Longest wait of the loop for one batch after the kill, in seconds."""
+        """Longest time that the loop waited for one batch after the kill, in seconds."""
 
     def stream(self, job: str, workers: int, *, state: dict[str, Any] | None = None, until: int = STEPS) -> Any:
-        """Run a training loop up to a step; return its state there and the digests of its stream by step."""
+        """Run a training loop of the job up to step `until`; return the state there, and the digest of each batch by
+        step."""
         from penstock.client import Appliance, DataExecutor, DataLoader
         from penstock.deploy.demo.demo_input import images
 
@@ -76,7 +77,7 @@ class _Demo:
             return digests, loader.state_dict() if until == SAVE_AT else None
 
     def _kill(self, run: str) -> None:
-        """Send SIGKILL to the daemon that makes the next batches, and to all its descendants."""
+        """Kill by SIGKILL a daemon that makes batches of the run, with all its descendants."""
         with CoordinatorClient(self._fleet.coordinator, self._token) as client:
             reply = client.status()
         slots = [slot for one in reply.runs if one.run == run for box in one.boxes for slot in box.slots]
@@ -92,7 +93,7 @@ class _Demo:
 
 
 def run_demo(as_json: bool) -> int:
-    """Run the demo; return 0 if the streams are equal, else 1."""
+    """Run the demo and print the result; return 0 if the streams are equal, else 1."""
     began = time.monotonic()
 
     def show(line: str) -> None:

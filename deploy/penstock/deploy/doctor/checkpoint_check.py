@@ -1,4 +1,5 @@
-"""`penstock doctor CHECKPOINT`: reads all files of a checkpoint and compares them with what was written."""
+"""Check of checkpoints for `penstock doctor CHECKPOINT`: reads all files of a checkpoint and compares them with what
+was written."""
 
 from __future__ import annotations
 
@@ -17,22 +18,23 @@ __all__ = ["is_path", "show_checkpoints"]
 
 @dataclass(frozen=True)
 class Verified:
-    """Checkpoint and its defects."""
+    """Checkpoint that was checked, with its defects."""
 
     found: FoundCheckpoint
     wrong: list[str]
 
 
 def is_path(target: str) -> bool:
-    """Return whether a target is a folder, and not the module:name of an input_fn."""
+    """Return whether the target is a folder, and not MODULE:NAME of an input_fn."""
     return Path(target).is_dir() or "/" in target
 
 
 def show_checkpoints(path: Path, as_json: bool) -> int:
-    """Verify the checkpoint at `path`, or all of those in the folder, and print the findings; return the exit code.
+    """Check the checkpoint at `path`, or all checkpoints in this folder, and print the findings. Return the exit code.
 
     Raises:
-        CheckpointNotFoundError: there is none. CheckpointCorruptError: one is damaged; the damage has been printed.
+        CheckpointNotFoundError: there is no checkpoint.
+        CheckpointCorruptError: a checkpoint is damaged; the damage has been printed.
     """
     verified = [_verify(one) for one in _at(path)]
     aside = [one.name for one in leftovers(path)]

@@ -1,8 +1,8 @@
-"""`penstock doctor cluster`: check whether coordinator and workers can be reached from here, and can run the job.
+"""Checks of `penstock doctor cluster`: whether coordinator and workers can be reached from here and can run the job.
 
-The steps of the connection to the coordinator depend on each other: a name that does not resolve makes all later checks
-meaningless. So the first step that fails is the last finding. If all succeed, the coordinator's view of each worker is
-checked, and the lane of every worker is tried from here, many at a time.
+The steps of connecting to the coordinator depend on each other: if its name does not resolve, all later checks are
+meaningless. So the first step that fails is the last finding. If all succeed, the coordinator's data about each worker
+is checked, and a lane to every worker is tried from here, many at a time.
 """
 
 from __future__ import annotations
@@ -32,33 +32,34 @@ __all__ = ["JobQuestion", "check_cluster", "check_lost", "check_skew", "check_sl
 CONNECT_S = 3.0
 """Deadline of a TCP connection within a cluster, in seconds."""
 NO_ANSWER = f"it accepts connections, but does not answer within {CONNECT_S:g} s"
-"""Finding about a worker that hangs or is stopped: the kernel still accepts connections for it."""
+"""Finding about a worker that hangs or is stopped. The kernel still accepts connections for it."""
 LATE_HEARTBEAT_S = 2.0
-"""Seconds since a worker's last heartbeat above which a warning is given. Heartbeats come each second, and the lease
-has not ended yet."""
+"""Age of a worker's last heartbeat above which a warning is given, in seconds. Heartbeats come every second in a small
+fleet, so one is missing, but the lease has not ended yet."""
 LARGE_FLEET = 1000
-"""Number of workers above which LATE_HEARTBEAT_S grows in proportion: heartbeats are rarer then (see lease_policy)."""
+"""Number of workers above which LATE_HEARTBEAT_S grows in proportion, because heartbeats are rarer in such a fleet (see
+lease_policy)."""
 AT_A_TIME = 64
 SKEW_S, FAR_OFF_S = 2.0, 300.0
-"""Differences of two clocks, in seconds: above SKEW_S it is reported; above FAR_OFF_S certificates may be invalid at
-one end."""
+"""Limits of the difference between two clocks, in seconds. A difference above SKEW_S is reported. Above FAR_OFF_S, one
+side may take valid certificates for invalid."""
 
 
 @dataclass(frozen=True)
 class JobQuestion:
-    """Requirements on the cluster. None: no requirement."""
+    """Requirements of a job that the cluster must meet. None: no requirement."""
 
     boxes: int | None = None
     workers: int | None = None
-    """Workers of each box."""
+    """Number of workers of each box."""
     input_fn: str | None = None
 
 
 def check_cluster(
     address: str, load_tls: Callable[[], Tls | None], read_token: Callable[[], str], job: JobQuestion
 ) -> Iterator[Finding]:
-    """Return all findings, up to the first failed step on which the rest depends. Errors of load_tls and read_token
-    are findings too."""
+    """Yield all findings, up to the first failed step without which the rest is meaningless. Errors of `load_tls` and
+    `read_token` are findings too."""
     try:
         tls = load_tls()
     except TlsError as error:
@@ -104,7 +105,7 @@ def check_cluster(
 
 
 def _check_connection(address: str, tls: Tls | None) -> Iterator[Finding]:
-    """Check the connection to the coordinator: name, connection, TLS."""
+    """Check the connection to the coordinator: its name, a TCP connection, TLS."""
     if socket_path(address) is not None:
         return
     host, port = host_of(address)
@@ -135,7 +136,7 @@ def _check_connection(address: str, tls: Tls | None) -> Iterator[Finding]:
 
 
 def _connect_error(address: str | None) -> str:
-    """Return why no TCP connection to an address can be made; "" if one can."""
+    """Return the reason why no TCP connection to the address can be made; "" if one can."""
     if not address:
         return "it has no address for lanes from other machines"
     try:
@@ -148,8 +149,8 @@ def _connect_error(address: str | None) -> str:
 
 
 def _lane_error(address: str | None, tls: Tls | None) -> str:
-    """Return why a worker's lanes cannot be reached from here; "" if it answers (with a refusal) a Hello for no
-    slot."""
+    """Return the reason why a worker's lanes cannot be reached from here; "" if they can. The worker must answer a
+    Hello that names no slot, which it refuses."""
     refused = _connect_error(address)
     if refused or not address:
         return refused
@@ -181,7 +182,11 @@ def _no_status(error: PenstockError, address: str) -> Finding:
 
 
 def check_version(who: str, has: str, ours: str, protocol: int) -> Finding:
-    """Compare a peer's release with ours, and the number of its control protocol."""
+    """Compare a peer's release with that of this installation, and the version of its control protocol.
+
+    `who`: the peer. `has`: its release. `ours`: the release of this installation. `protocol`: the peer's protocol
+    version.
+    """
     if not has:
         return warning("version", f"the {who} does not report one", "It is of an older release.")
     found = f"the {who} runs Penstock {has}, this is {ours}"
@@ -194,8 +199,8 @@ def check_version(who: str, has: str, ours: str, protocol: int) -> Finding:
 
 
 def check_skew(ahead_s: float, took_s: float) -> Finding:
-    """Compare the clocks. `ahead_s`: lead of the coordinator's clock over ours before the call. `took_s`: duration of
-    the call."""
+    """Compare the coordinator's clock with this machine's. `ahead_s`: seconds by which the coordinator's clock, as it
+    answered, is ahead of this one before the call. `took_s`: duration of the call in seconds."""
     if ahead_s < -1e8:
         return warning("clock", "the coordinator does not report its time", "It is of an older release.")
     # The coordinator read its clock at some time within the call.
@@ -219,9 +224,10 @@ def check_worker(
     """Check a worker.
 
     Args:
-        error: why its lanes cannot be reached from here; "" if they can. here: it is on this host, where lanes need no
-        network. coordinator: the coordinator's release. quiet_s: seconds since its last heartbeat above which a warning
-        is given.
+        error: reason why its lanes cannot be reached from here; "" if they can.
+        here: whether it is on this host, where lanes need no network.
+        coordinator: release of the coordinator.
+        quiet_s: age of its last heartbeat above which a warning is given, in seconds.
     """
     check = f"worker {worker.worker}"
     if not worker.live:
@@ -275,7 +281,7 @@ def check_lost(found: ClusterView) -> Iterator[Finding]:
 
 
 def check_slots(workers: Sequence[WorkerView], job: JobQuestion) -> Finding:
-    """Check for free capacity for a job, on workers that may run it."""
+    """Check that workers which may run the job have enough free capacity for it."""
     ready = [worker for worker in workers if worker.state == "live"]
     module = module_of(job.input_fn) if job.input_fn else ""
     may = [worker for worker in ready if not module or not worker.allow or under(module, worker.allow)]

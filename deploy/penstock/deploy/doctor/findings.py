@@ -1,4 +1,4 @@
-"""Findings of `penstock doctor` about a machine or a cluster: the value, whether it suffices, and the remedy."""
+"""Findings of `penstock doctor` about a machine or a cluster: what was found, whether it suffices, and the remedy."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ class Finding:
     level: Level
     found: str
     remedy: str = ""
-    """Remedy, a command where there is one; "" if none is needed."""
+    """Remedy, as a command where there is one; "" if none is needed."""
 
 
 def ok(check: str, found: str) -> Finding:
-    """Return a finding without a problem."""
+    """Return a finding that reports no problem."""
     return Finding(check, "ok", found)
 
 
 def warning(check: str, found: str, remedy: str) -> Finding:
-    """Return a warning: it works, but perhaps not well or not for long."""
+    """Return a finding that warns: Penstock works, but perhaps not well or not for long."""
     return Finding(check, "warning", found, remedy)
 
 
 def problem(check: str, found: str, remedy: str) -> Finding:
-    """Return a problem: it does not work."""
+    """Return a finding that reports a problem: Penstock does not work."""
     return Finding(check, "problem", found, remedy)
 
 
 def show_findings(what: str, findings: Sequence[Finding], as_json: bool) -> int:
-    """Print findings and return the exit code: UNFIT if there is a problem."""
+    """Print findings and return the exit code: UNFIT if one of them is a problem. `what`: title."""
     count = {level: sum(each.level == level for each in findings) for level in ("ok", "warning", "problem")}
     code = UNFIT if count["problem"] else 0
     if as_json:

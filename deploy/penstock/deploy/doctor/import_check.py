@@ -1,6 +1,7 @@
-"""Check that an input_fn can be imported here, in a child process with a deadline: importing runs user code.
+"""Check that an input_fn can be imported here. It runs in a child process with a deadline, because importing runs user
+code.
 
-The module is found by the same rules as in a worker's runner: what is installed, PYTHONPATH, the working directory.
+The module is searched as in a worker's runner: in installed packages, PYTHONPATH, the working directory.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ from penstock.worker.tools.loader_children import interpreter, load_input_fn
 __all__ = ["ImportedLoader", "main", "try_import"]
 
 TRACEBACK = 8 << 10
-"""Largest number of characters of a traceback. With the message it fits into a pipe's buffer, because the pipe is read
-only at the end."""
+"""Largest number of characters of a traceback that the child sends. Traceback and message must fit into the buffer of a
+pipe, because the pipe is read only after the child has ended."""
 
 
 @dataclass(frozen=True)
 class ImportedLoader:
-    """Result of a successful import."""
+    """Result of a successful import of an input_fn."""
 
     file: str
-    """File of the module."""
+    """Path of the file of the module."""
 
 
 def try_import(input_fn: str, deadline_s: float) -> ImportedLoader:
-    """Import "module:name" and look the name up.
+    """Import "module:name" in a child process and return where it was found.
 
-    Raises the errors of a worker: InputFnNotFoundError, InputFnError with the traceback; DeadlineError.
+    Raises the same errors as a worker: InputFnNotFoundError, InputFnError with the traceback; and DeadlineError.
     """
     module, _, name = input_fn.partition(":")
     if not module or not name:
@@ -63,7 +64,8 @@ def try_import(input_fn: str, deadline_s: float) -> ImportedLoader:
 
 
 def main() -> None:
-    """Run in the child: the arguments are the name, and the descriptor of the answer pipe."""
+    """Run the child process. Its arguments are the input_fn's "module:name" and the descriptor of the pipe for the
+    answer."""
     from penstock.proto.v1 import records_pb2
 
     input_fn, pipe = sys.argv[1], int(sys.argv[2])

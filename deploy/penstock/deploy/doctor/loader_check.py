@@ -1,16 +1,16 @@
-"""`penstock doctor`: check before a run whether and how a loader can be saved and resumed exactly.
+"""Checks of `penstock doctor` on a loader: whether, and how, it can be saved and resumed exactly.
 
-The loader streams batches, with a snapshot after each. It is restored in fresh processes early, in the middle, late, at
-the end of its first epoch and at the start of its epochs, and the next batches are compared, one by one, with those of
-the first stream. That tests one restore, so chains follow: a state is taken from the restored loader and restored in
-the next process, and once more. A four-method loader whose own states work only on the same worker is tested by
-launches: the states of all workers are aggregated, deaggregated in the processes of a next launch, and saved again some
-batches later.
+The loader streams batches, with a snapshot after each. It is restored in fresh processes at several positions: early,
+in the middle, late, at the end of its first epoch and at the start of its epochs. The batches that follow are compared,
+one by one, with those of the first stream. This tests a single restore. So chains of restores follow: a state is taken
+from the restored loader and restored in the next process, and once more. If the states of a four-method loader work
+only on the same worker, launches are tested instead. The states of all workers are aggregated, deaggregated in the
+processes of a next launch, and saved again some batches later.
 
-A run verifies states in the same way (worker/slots/verification.py): a state that does not lead to the delivered
-batches is not used, and the batches are replayed and counted instead. So even a loader with wrong states can be saved
-and resumed, as long as it yields the same batches again from its start. The verdict names the cost, and the
-consequences for other numbers of workers.
+A run verifies states in the same way (worker/slots/verification.py). It does not use a state that does not lead to the
+delivered batches, and replays the batches instead, counting them. So even a loader with wrong states can be saved and
+resumed, if it yields the same batches again from its start. The verdict names the cost of that, and the consequences
+for other numbers of workers.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ __all__ = [
 ]
 
 STATE, METHODS, REPLAY = "state", "methods", "replay"
-"""Methods of saving a loader: by its own state; by its aggregate and deaggregate methods; or by replaying a counted
-number of batches from a verified position."""
+"""Ways in which a loader can be saved: by its own state; by its aggregate and deaggregate methods; or by replaying a
+counted number of batches from a verified position."""
 COMPARED = 8
-"""Events (batches and ends of epochs) after which the next generation's state is taken."""
+"""Number of events (batches and ends of epochs) that are compared after a restore, before the state for the next
+restore in the chain is taken."""
 _WHERE = {
     "start": "from the start, by replay",
     "early": "after batch {total}",
@@ -53,33 +54,33 @@ _WHERE = {
     "uneven": "after batch {total}, by aggregate and deaggregate, the others one batch behind",
 }
 GENERATIONS = 3
-"""Number of restores in a chain, each from a state of the loader restored before it."""
+"""Number of restores in a chain. Each but the first uses a state of the loader that was restored before it."""
 _CHAINED = ("early", "end")
-"""Names of the snapshots from which a chain starts: early in the first epoch, and after its last batch."""
+"""Names of the snapshots from which chains of restores start: early in the first epoch, and after its last batch."""
 _AGAIN = ("", ", saved by a loader that was restored", ", saved by one that was restored twice")
 
 
 @dataclass(frozen=True)
 class LoaderQuestion:
-    """Loader to examine, and the topology to examine it on."""
+    """Loader to examine, and the number of workers with which to examine it."""
 
     input_fn: str
     args: str
-    """Positional arguments, a JSON list."""
+    """Positional arguments of input_fn, as a JSON list."""
     kwargs: str
-    """Keyword arguments, a JSON object."""
+    """Keyword arguments of input_fn, as a JSON object."""
     batches: int
-    """Number of batches of each worker."""
+    """Number of batches that each worker streams."""
     workers: int
     """Number of workers of the box."""
     replay: bool
-    """True if a loader without state methods counts as one that can be saved."""
+    """True if replay is allowed as a way to save a loader without state methods."""
     seed: int
     deadline_s: float
     """Deadline of each child process, in seconds."""
 
     def fields(self, slot: int) -> dict[str, Any]:
-        """Return the fields of a task on one of the workers. Raises InvalidArgumentError."""
+        """Return the fields of a task that runs the loader as worker `slot`. Raises InvalidArgumentError."""
         module, _, name = self.input_fn.partition(":")
         if not module or not name:
             raise InvalidArgumentError(
@@ -96,7 +97,8 @@ class LoaderQuestion:
 
 
 def json_option(option: str, text: str, kind: type) -> Any:
-    """Return the value of an option that is JSON. Raises InvalidArgumentError."""
+    """Return the value of a command-line option that is JSON. `kind`: type that the value must have. Raises
+    InvalidArgumentError."""
     what = "list, such as '[1, \"a\"]'" if kind is list else "object, such as '{\"name\": 1}'"
     try:
         value = json.loads(text)
@@ -109,41 +111,43 @@ def json_option(option: str, text: str, kind: type) -> Any:
 
 @dataclass
 class LoaderCheck:
-    """Result of one restore."""
+    """Result of one restore of a loader."""
 
     where: str
     total: int
-    """Number of batches of this worker before the restart point."""
+    """Number of batches of the worker before the restart point."""
     snapshot: bool
-    """True if it was restored from a worker's own state_dict(), not from an epoch's start or by aggregate and
-    deaggregate."""
+    """True if the loader was restored from a worker's own state_dict(); False if from the start of an epoch, or by
+    aggregate and deaggregate."""
     generation: int = 1
-    """Number of loaders restored one after the other."""
+    """Number of the restore in its chain, from 1."""
     exact: bool = True
     differs: int | None = None
-    """Number of the first batch that differs."""
+    """Number of the first batch that differs; None if none does."""
     what: str = ""
     from_beginning: bool = False
-    """True if it reached its next epoch only with a loader that was streamed from the start again."""
+    """True if the restored loader could not begin its next epoch, and only a loader that streamed from the start again
+    could."""
     traceback: str = ""
-    """Traceback of user code that raised in this process."""
+    """Traceback of the user code that raised an error in this process; "" = none did."""
 
 
 @dataclass
 class ExaminedLoader:
-    """A worker's loader, and the results of its checks."""
+    """Loader of one worker, with the results of its checks."""
 
     slot: int
     capabilities: dict[str, Any]
     streamed: dict[str, Any]
-    """Results of penstock.deploy.doctor.loader_trials: events, looked_at, samples, unsaved, state_bytes, batch_ms,
-    snapshot_ms."""
+    """Results of the first stream, from penstock.deploy.doctor.loader_trials: events, looked_at, samples, unsaved,
+    state_bytes, batch_ms, snapshot_ms."""
     points: dict[str, tuple[int, bool, bytes]]
-    """Name -> (total, whether it is the start of an epoch, encoded)."""
+    """Name of a restart point -> (total, whether it is the start of an epoch, the encoded state)."""
     checks: list[LoaderCheck] = field(default_factory=list)
 
     def events_after(self, total: int, *, epoch_start: bool) -> list[list[Any]]:
-        """Return the events after `total` batches. For the start of an epoch, leave out the end of the epoch before."""
+        """Return the events of the first stream after `total` batches. `epoch_start`: the restart point is the start of
+        an epoch, so the end of the epoch before is left out."""
         events: list[list[Any]] = self.streamed["events"]
         start = next(
             (i for i, event in enumerate(events) if event[1] > total or (event[1] == total and event[2] is None)),
@@ -155,7 +159,7 @@ class ExaminedLoader:
 
 @dataclass
 class LoaderReport:
-    """All findings, and the verdict."""
+    """All findings about a loader, and the verdict."""
 
     question: LoaderQuestion
     loaders: list[ExaminedLoader]
@@ -165,14 +169,14 @@ class LoaderReport:
 
 
 def examine(question: LoaderQuestion) -> LoaderReport:
-    """Run all checks. Raises what the loader raised before it could be examined."""
+    """Run all checks of a loader. Raises the error of the loader if it fails before it can be examined."""
     question.fields(0)
     with TrialProcesses(question.deadline_s) as trials:
         return examine_in(trials, question)
 
 
 def examine_in(trials: TrialProcesses, question: LoaderQuestion) -> LoaderReport:
-    """Run all checks in trial processes that exist already, with their deadline."""
+    """Run all checks of a loader in an existing set of trial processes, with their deadline."""
     loaders = [_streamed(trials, question, slot) for slot in range(question.workers)]
     for examined in loaders:
         for name in _restored(examined):
@@ -184,7 +188,7 @@ def examine_in(trials: TrialProcesses, question: LoaderQuestion) -> LoaderReport
 
 
 def _saves(examined: ExaminedLoader) -> bool:
-    """Return whether the loader has snapshots to restore."""
+    """Return whether the loader has snapshots that can be restored."""
     capabilities = examined.capabilities
     return (
         bool(capabilities["state_methods"]) and not capabilities["not_restartable"] and not examined.streamed["unsaved"]
@@ -192,12 +196,12 @@ def _saves(examined: ExaminedLoader) -> bool:
 
 
 def _by_own_methods(examined: ExaminedLoader) -> bool:
-    """Return whether the loader's load_state_dict takes only results of its deaggregate_state_dict."""
+    """Return whether the loader's load_state_dict accepts only results of its deaggregate_state_dict."""
     return bool(examined.capabilities["state_methods"] == 4 and not examined.capabilities["loads_own_state"])
 
 
 def _restored(examined: ExaminedLoader) -> Iterator[str]:
-    """Return the names of the restart points to restore, each once."""
+    """Yield the names of the restart points to restore, each once."""
     end = examined.points.get("end", (0, False, b""))[0]
     for name, (total, epoch_start, _) in examined.points.items():
         alone = _saves(examined) and not _by_own_methods(examined)
@@ -226,7 +230,8 @@ def _ask(
     parts: Sequence[bytes],
     **fields: Any,
 ) -> bytes | None:
-    """Restore a restart point, and note whether the same events follow. Return the next generation's restart point."""
+    """Restore a restart point and record in `check` whether the same events follow. Return the restart point for the
+    next restore in the chain; None if there is none."""
     examined.checks.append(check)
     try:
         answer = trials.ask(
@@ -249,7 +254,7 @@ def _ask(
 
 
 def _chain(trials: TrialProcesses, question: LoaderQuestion, examined: ExaminedLoader, name: str) -> None:
-    """Restore a restart point; if a chain starts there, restore the states of each restored loader too."""
+    """Restore a restart point. If a chain starts there, also restore the states of each restored loader."""
     total, epoch_start, data = examined.points[name]
     last = GENERATIONS if name in _CHAINED else 1
     for generation in range(1, last + 1):
@@ -267,7 +272,8 @@ def _chain(trials: TrialProcesses, question: LoaderQuestion, examined: ExaminedL
 
 
 def _up_to_a_batch(events: list[list[Any]]) -> list[list[Any]]:
-    """Return the events up to the last batch, because no state is taken at an epoch's end."""
+    """Return the events without ends of epochs after the last batch, because no state is taken at the end of an
+    epoch."""
     while events and events[-1][2] is None:
         events = events[:-1]
     return events
@@ -277,8 +283,8 @@ def _up_to_a_batch(events: list[list[Any]]) -> list[list[Any]]:
 
 
 def _launches(trials: TrialProcesses, question: LoaderQuestion, loaders: list[ExaminedLoader]) -> None:
-    """Check launch after launch, from positions that all workers reach in their first epoch; and a launch from a step
-    at which the workers do not have equally many batches."""
+    """Check launches: one after the other, from positions that all workers reach in their first epoch, and one from a
+    step at which workers have different numbers of batches."""
     if _within_first_epoch(loaders[0], "uneven"):
         one, others = (
             loaders[0].points["uneven"],
@@ -308,8 +314,8 @@ def _launch(
     parts: list[bytes],
     generation: int,
 ) -> list[bytes] | None:
-    """Resume all workers from their states after so many batches. Return their states some batches later, if the
-    batches were right and all workers are within the same epoch there."""
+    """Resume all workers from the states `parts`, after `totals` batches. Return their states some batches later; None
+    if a batch was wrong, or if not all workers are within the same epoch there."""
     where = _WHERE[name].format(total=totals[0]) + _AGAIN[generation - 1]
     try:
         aggregated = trials.ask(
@@ -350,7 +356,7 @@ def _within_first_epoch(examined: ExaminedLoader, name: str) -> bool:
 
 
 def saved_by(question: LoaderQuestion, loaders: list[ExaminedLoader]) -> str | None:
-    """Return how the loader is saved: STATE, METHODS or REPLAY; None if it cannot be saved."""
+    """Return how the loader can be saved: STATE, METHODS or REPLAY; None if it cannot."""
     capabilities = loaders[0].capabilities
     unsaved = any(examined.streamed["unsaved"] for examined in loaders)
     wrong = [check for examined in loaders for check in examined.checks if not check.exact]

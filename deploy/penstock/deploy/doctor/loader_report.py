@@ -1,4 +1,4 @@
-"""Output of `penstock doctor`: its findings as tables or JSON, and its exit code."""
+"""Output of `penstock doctor` about a loader: the findings as tables or JSON, and the exit code."""
 
 from __future__ import annotations
 
@@ -39,10 +39,7 @@ _SAVED_BY = {
 
 
 def show_doctor(question: LoaderQuestion, as_json: bool) -> int:
-    """Examine and print; return the exit code.
-
-    Tracebacks of user code are shown in full.
-    """
+    """Examine the loader and print the findings; return the exit code. Tracebacks of user code are shown in full."""
     try:
         diagnosis = examine(question)
     except PenstockError as error:
@@ -67,7 +64,7 @@ def _show_traceback(text: str) -> None:
 
 
 def as_dict(diagnosis: LoaderReport) -> dict[str, Any]:
-    """Return the findings as plain values; their names are stable for scripts (docs/cli.md)."""
+    """Return the findings as plain values. Their names are stable for scripts (docs/cli.md)."""
     question = diagnosis.question
     return {
         "input_fn": question.input_fn,
@@ -105,7 +102,7 @@ def _check(check: LoaderCheck) -> dict[str, Any]:
 
 
 def _time(value_ms: float) -> str:
-    """Format a time with three significant digits."""
+    """Return a time in milliseconds as text with three significant digits."""
     return f"{value_ms:.3g}" if value_ms < 100 else f"{value_ms:.0f}"
 
 

@@ -1,14 +1,13 @@
-"""Child processes of `penstock doctor`, in which the user's loader runs by the code of workers
+"""Child processes of `penstock doctor`, in which the user's loader is run by the same code as in workers
 (worker/loader/restorable_loader.py).
 
-One fresh interpreter imports torch and then only forks, as a worker's fork server does: each task gets a process that
-has seen no user code. Tasks:
+A fresh interpreter imports torch and then only forks, like a worker's fork server. So each task gets a process that has
+seen no user code. Tasks:
 
-    stream     build, stream N batches over as many epochs as it takes, with a snapshot after each; some are kept
-        check      restore one of them, compare the next batches with those of the stream, and take a snapshot there:
-        the
-               next generation's
-    aggregate  a four-method loader's aggregate_state_dict over the states of all workers
+    stream     build the loader; stream N batches over as many epochs as that takes, with a snapshot after each
+    check      restore a snapshot of the stream, compare the next batches with those of the stream, and take a
+               snapshot there for the next restore
+    aggregate  call a four-method loader's aggregate_state_dict with the states of all workers
     resume     deaggregate and load the result as the next launch does, compare, and take a state there
 
 The output of a loader is sent as events: [epoch, total, digest] for a batch, [epoch, total, null] for the end of an
@@ -38,12 +37,12 @@ __all__ = ["main"]
 Event = list[Any]
 
 SETTLE_S = 0.05
-"""Pause before a snapshot that is kept, in seconds. In it a background prefetch runs ahead, as during a training step.
-Without the pause a wrong snapshot might be right by chance."""
+"""Pause before a snapshot that will be restored, in seconds. During it a background prefetch can run ahead, as during a
+training step. Without the pause, a wrong snapshot might be right by chance."""
 
 
 def main() -> None:
-    """Fork a child for each task."""
+    """Fork a child process for each task: the entry point of the interpreter."""
     torch.set_num_threads(1)
     serve(_do_task)
 
@@ -96,7 +95,7 @@ class _Stream:
         self._workers: int = fields["workers"]
         self._unsaved = ""
         self._snapshot: tuple[int, bytes] | None = None
-        """Snapshot of the newest batch: (total, encoded)."""
+        """Snapshot after the newest batch: (total, encoded state)."""
         self._ended = False
         self._batch_s: list[float] = []
         self._snapshot_s: list[float] = []
@@ -158,7 +157,7 @@ class _Stream:
             self._source.open_epoch(step=self._step())
 
     def _step(self) -> int:
-        """Return the box's step that delivers the newest batch, as long as no slot's epoch has ended."""
+        """Return the step of the box that delivers the newest batch, if no slot's epoch has ended."""
         total = self._source.position.total
         return self._slot + 1 + (total - 1) * self._workers if total else 0
 
@@ -183,7 +182,7 @@ class _Stream:
 
 
 def _take(source: RestorableLoader, replay_digest: ReplayDigest, batch: Any) -> None:
-    """Record the batch's digest and samples, as its delivery does."""
+    """Record the digest and the number of samples of the batch, as if it had been delivered."""
     try:
         source.digest, samples = replay_digest.take(batch)
     except UnsupportedLeafError as error:
@@ -211,7 +210,8 @@ def _check(
 def _resume(
     source: RestorableLoader, channel: ControlChannel, fields: Mapping[str, Any], parts: Sequence[bytes]
 ) -> None:
-    """Resume as a runner does on the same topology: the loader's own methods, then the generators of that moment."""
+    """Resume as a runner does on the same number of boxes and workers: by the loader's own methods, and then with the
+    random generators of that moment."""
     point = RestartPoint.taken(parts[0])
     source.build()
     launch = Launch(fields["launch"]["step"], point.position.total, point.position.samples, source.worker)
@@ -226,8 +226,8 @@ def _resume(
 
 
 def _compare(source: RestorableLoader, channel: ControlChannel, fields: Mapping[str, Any]) -> None:
-    """Compare the next events with those expected, and send the first that differs, if any. If another launch follows
-    (`then`: its number of batches and its step), send a snapshot of that position too."""
+    """Compare the next events with the expected ones, and send the first one that differs, if any. If another launch
+    follows (`then`: its number of batches and its step), also send a snapshot of that position."""
     replay_digest, then = ReplayDigest(), fields.get("then")
     for epoch, total, digest in fields["events"]:
         if not source.is_open:
@@ -255,7 +255,7 @@ def _compare(source: RestorableLoader, channel: ControlChannel, fields: Mapping[
 
 
 def _aggregate(_: RestorableLoader, channel: ControlChannel, fields: Mapping[str, Any], parts: Sequence[bytes]) -> None:
-    """Aggregate as the training process does: with an instance of its own, outside any worker."""
+    """Aggregate as the training process does: with a loader of its own that belongs to no worker."""
     input_fn = load_input_fn(records_pb2.LoaderSpec(input_fn=fields["input_fn"]))
     with place_of.assigned(place_of.NEUTRAL):
         loader = input_fn(*fields["args"], **fields["kwargs"])

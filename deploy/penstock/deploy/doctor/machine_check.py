@@ -1,4 +1,4 @@
-"""`penstock doctor machine`: the checks of machine_findings.py with the properties and the effective settings of this
+"""Checks of `penstock doctor machine`: calls machine_findings.py with the properties and the effective settings of this
 machine."""
 
 from __future__ import annotations
@@ -54,10 +54,11 @@ __all__ = ["MachineQuestion", "check_import", "check_machine"]
 
 @dataclass(frozen=True)
 class MachineQuestion:
-    """Options of the command line. None: the effective setting is used."""
+    """Values from the command line for the checks of a machine. None: the effective setting is used."""
 
     flags: dict[str, Any]
-    """Options: listen and state_dir of a coordinator, slots and allow of a worker, the TLS files."""
+    """Values of settings that were given as options: listen and state_dir of a coordinator, slots and allow of a
+    worker, the TLS files."""
     token_file: Path | None = None
     input_fn: str | None = None
     deadline_s: float = 60.0
@@ -144,7 +145,7 @@ def _found(section: type[Section], field: str) -> ResolvedSetting:
 
 
 def _value(section: type[Section], field: str, question: MachineQuestion) -> Any:
-    """Return a field's value from the command line, else from the settings; None if it is missing or invalid."""
+    """Return the value of a setting, from the command line or the other sources; None if it is missing or invalid."""
     given = question.flags.get(field) if section is not JobSettings else None
     if given is not None:
         return given
@@ -161,7 +162,7 @@ def _disk(path: Path) -> Finding:
 
 
 def _port(section: type[Section], question: MachineQuestion, state_dir: Path | None) -> Iterator[Finding]:
-    """Check the port of a daemon. A port in use is a problem only if that daemon is set up here."""
+    """Check the port of a daemon. A port that is in use is a problem only if a daemon of this kind is to run here."""
     name = section.table
     given = question.flags.get("listen") if section is CoordinatorSettings else None
     listen = given or _value(section, "listen", MachineQuestion({}))
@@ -188,7 +189,7 @@ def _port(section: type[Section], question: MachineQuestion, state_dir: Path | N
 
 
 def _holder(state_dir: Path) -> str:
-    """Return the process id of the coordinator that holds a state directory; "" if none does."""
+    """Return the process id of the coordinator that runs on the state directory; "" if none does."""
     try:
         fd = os.open(state_dir / "lock", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -235,7 +236,8 @@ def _token(file: Path | None) -> Finding:
 
 
 def check_import(input_fn: str, allow: list[str] | None, deadline_s: float) -> Finding:
-    """Check that input_fn can be imported and is allowed. `allow`: prefixes of a worker here; None: not known."""
+    """Check that the input_fn can be imported here and that its module is allowed. `allow`: allowed prefixes of a
+    worker on this machine; None = not known."""
     check, module = "input_fn", module_of(input_fn)
     try:
         imported = try_import(input_fn, deadline_s)

@@ -1,8 +1,8 @@
 """Requirements of Penstock on a machine, as functions from values to findings. machine_probes.py reads the values.
-machine_probes.py reads the values.
 
-Each number here is a limit below which failures or extreme slowness were seen; what is only slower is a
-warning. Which of them matter depends on the machine's use: `slots` is the number of runners that it shall have.
+A value beyond a limit in this module is a problem if failures or extreme slowness were seen there, and a warning if it
+only makes something slower. The requirements depend on the use of the machine: `slots` is the number of runners that it
+is to have.
 """
 
 from __future__ import annotations
@@ -33,21 +33,22 @@ __all__ = [
 
 MIB = 1 << 20
 RUNNER_BYTES = 512 * MIB
-"""Memory of a runner: 170 MiB are resident with torch alone, 60 of them private; the rest is for its ring, code and
-data."""
+"""Memory that a runner needs, in bytes. A runner with torch alone has 170 MiB resident, 60 of them private. The rest is
+for its ring, user code and data."""
 RUNNER_FILES = 24
-"""Descriptors that a daemon needs for a runner. 10 were measured with a lane over TCP; the rest is for rings that grow
-and senders that overlap."""
+"""Number of file descriptors that a daemon needs for each runner. 10 were measured with a lane over TCP. The rest is
+for rings that grow and for senders of the same slot that exist at the same time."""
 DAEMON_FILES = 128
 RUNNER_TASKS = 16
-"""Processes and threads of a runner: its own, and those that the daemon and the user's code start for it."""
+"""Number of processes and threads for each runner: its own, and those that the daemon and the user's code start for
+it."""
 SPARE_TASKS = 128
 SLOW_SYNC_S = 0.02
-"""Longest fsync without a warning, in seconds; a commit waits for one, and a local disk takes 0.1 to 5 ms."""
+"""Longest fsync without a warning, in seconds. A commit waits for an fsync, which takes 0.1 to 5 ms on a local disk."""
 OLD_PYTHON, NEW_PYTHON = (3, 11), (3, 13)
 """Oldest and newest Python that releases are tested with."""
 RELEASED = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
-"""Earliest plausible time: a clock before it is wrong."""
+"""Earliest plausible time. A clock that shows an earlier one is wrong."""
 EXPIRES_SOON = datetime.timedelta(days=30)
 _REQUIREMENT = re.compile(r"([\w.-]+)\s*(?:>=\s*([\d.]+))?\s*$")
 
@@ -57,7 +58,7 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def check_python(version: tuple[int, ...]) -> Finding:
-    """Check the Python release. `version`: major, minor, micro."""
+    """Check the version of Python. `version`: major, minor, micro."""
     text, check = ".".join(map(str, version)), "python"
     if version[:2] < OLD_PYTHON:
         return problem(check, text, "Penstock needs 3.11 or newer: make an environment with it.")
@@ -70,7 +71,7 @@ def check_packages(requires: Iterable[str], installed: Mapping[str, str]) -> lis
     """Check the installed packages.
 
     Args:
-        requires: requirements as in a package's metadata; those of extras are left out.
+        requires: requirements as in a package's metadata. Those of extras are ignored.
         installed: name -> version.
     """
     found = []
@@ -90,10 +91,11 @@ def check_packages(requires: Iterable[str], installed: Mapping[str, str]) -> lis
 
 
 def check_torch_build(cuda_packages: int, gpus: int) -> Finding:
-    """Check that torch is the build for this machine.
+    """Check that torch is the right build for this machine.
 
     Args:
-        cuda_packages: installed packages of CUDA, which torch's default build on Linux brings. gpus: NVIDIA devices.
+        cuda_packages: number of installed CUDA packages, which torch's default build on Linux requires.
+        gpus: number of NVIDIA devices.
     """
     check = "torch build"
     if cuda_packages and not gpus:
@@ -107,7 +109,8 @@ def check_torch_build(cuda_packages: int, gpus: int) -> Finding:
 
 
 def check_kernel(release: str, missing: Mapping[str, str]) -> Finding:
-    """Check the kernel's features. `missing`: unusable feature -> the reason."""
+    """Check the features of the kernel. `release`: the kernel's version. `missing`: feature that cannot be used -> the
+    reason."""
     needed = {name: why for name, why in missing.items() if name != "O_DIRECT"}
     if needed:
         return problem(
@@ -121,11 +124,11 @@ def check_kernel(release: str, missing: Mapping[str, str]) -> Finding:
 
 
 def check_memory(available: int, cgroup: tuple[int, int] | None, slots: int) -> Finding:
-    """Check memory.
+    """Check the memory for `slots` runners.
 
     Args:
-        available: free bytes of the machine. cgroup: limit of this process's cgroup, and what is left of it, in bytes;
-        None without a limit.
+        available: free memory of the machine, in bytes.
+        cgroup: memory limit of this process's cgroup, and what is left of it, in bytes; None without a limit.
     """
     left = available if cgroup is None else max(0, min(available, cgroup[1]))
     within = "" if cgroup is None else f", {size(cgroup[0])} at most in this cgroup"
@@ -140,7 +143,7 @@ def check_memory(available: int, cgroup: tuple[int, int] | None, slots: int) -> 
 
 
 def check_files(soft: int, hard: int, slots: int) -> Finding:
-    """Check the limits of open files, -1 = none."""
+    """Check the soft and the hard limit on open files; -1 = no limit."""
     need = DAEMON_FILES + RUNNER_FILES * slots
     found = f"{_limit(soft)} at most ({_limit(hard)} after ulimit -n); {slots} slots may need {need}"
     if 0 <= soft < need:
@@ -154,7 +157,7 @@ def check_files(soft: int, hard: int, slots: int) -> Finding:
 
 
 def check_sandbox(lacking: str) -> Finding:
-    """Check the runner's sandbox. `lacking`: the missing kernel feature."""
+    """Check whether the kernel supports the sandbox of runners. `lacking`: the missing kernel feature; "" = none."""
     if lacking:
         return warning(
             "cage",
@@ -165,7 +168,8 @@ def check_sandbox(lacking: str) -> Finding:
 
 
 def check_groups(why_not: str) -> Finding:
-    """Check control groups. `why_not`: why a worker started like this command cannot have them; "" if it can."""
+    """Check control groups. `why_not`: reason why a worker that is started like this command cannot have them; "" if it
+    can."""
     memory = "--runner-memory is checked once a second"
     if why_not:
         return ok(
@@ -179,11 +183,12 @@ def check_groups(why_not: str) -> Finding:
 
 
 def check_runner_user(wanted: str, why_not: str, *, as_root: bool) -> Finding:
-    """Check the user that user code runs as.
+    """Check the user as which user code runs.
 
     Args:
-        wanted: user of user code; "": the worker's own. why_not: why that is impossible; "" if it is possible. as_root:
-        whether a worker here runs as root.
+        wanted: user for user code; "" = the worker's own user.
+        why_not: reason why that is impossible; "" if it is possible.
+        as_root: whether a worker here runs as root.
     """
     if why_not:
         return problem("runner user", why_not, "docs/security.md lists the requirements of --runner-user.")
@@ -199,8 +204,8 @@ def check_runner_user(wanted: str, why_not: str, *, as_root: bool) -> Finding:
 
 
 def check_locked_memory(soft: int, device: str) -> Finding:
-    """Check the limit on locked memory, which a ring for CUDA needs. `soft`: bytes, -1 = no limit. `device`: device of
-    a training job here."""
+    """Check the limit on locked memory, which a ring for CUDA needs. `soft`: limit in bytes, -1 = no limit. `device`:
+    device of the training job on this machine."""
     found = f"{size(soft) if soft >= 0 else 'any amount'} may be locked"
     if device.startswith("cuda") and 0 <= soft < 1 << 30:
         return warning(
@@ -212,11 +217,11 @@ def check_locked_memory(soft: int, device: str) -> Finding:
 
 
 def check_processes(limit: int, cgroup: tuple[int, int] | None, slots: int) -> Finding:
-    """Check the limits of processes and threads.
+    """Check the limits on processes and threads.
 
     Args:
-        limit: largest number of processes and threads of this user, -1 = no limit. cgroup: limit of this process's
-        cgroup, and what is left of it; None without a limit.
+        limit: largest number of processes and threads of this user; -1 = no limit.
+        cgroup: limit of this process's cgroup, and what is left of it; None without a limit.
     """
     left = limit if cgroup is None else cgroup[1] if limit < 0 else min(limit, cgroup[1])
     need = SPARE_TASKS + RUNNER_TASKS * slots
@@ -231,7 +236,7 @@ def _limit(value: int) -> str:
 
 
 def check_clock(source: str, now: datetime.datetime, synchronised: bool | None) -> Finding:
-    """Check the wall clock. `source`: the kernel's clock source, "" if unknown. `synchronised`: None if unknown."""
+    """Check the wall clock. `source`: the kernel's clock source; "" = unknown. `synchronised`: None = unknown."""
     found = f"{now:%Y-%m-%d %H:%M:%S} UTC, clock source {source or 'unknown'}"
     if now < RELEASED:
         return problem(
@@ -251,7 +256,8 @@ def check_clock(source: str, now: datetime.datetime, synchronised: bool | None) 
 
 
 def check_disk(path: str, filesystem: str, network: bool, free: int, sync_s: float | None) -> Finding:
-    """Check the coordinator's state directory. `sync_s`: median seconds of an fsync there; None: not writable."""
+    """Check the coordinator's state directory. `sync_s`: median duration of an fsync there, in seconds; None: the
+    directory is not writable."""
     if network:
         return problem(
             "state directory",
@@ -277,7 +283,8 @@ def check_disk(path: str, filesystem: str, network: bool, free: int, sync_s: flo
 def check_tls(
     what: str, until: datetime.datetime, now: datetime.datetime, name: str = "", roles: frozenset[str] | None = None
 ) -> Finding:
-    """Check a certificate that is valid now. `roles`: its roles; None: certificates name none."""
+    """Check a certificate that is valid now. `until`: end of its validity. `roles`: roles that it names; None: roles
+    are not taken from certificates."""
     left = until - now
     found = f"{what} is valid until {until:%Y-%m-%d %H:%M} UTC, {max(0, left.days)} days"
     if roles is not None:

@@ -1,6 +1,6 @@
-"""Properties of this machine, read from the kernel, the disk and the network, for machine_findings.py to judge.
+"""Properties of this machine for machine_findings.py, read from the kernel, the disk and the network.
 
-Each probe does what Penstock does, and undoes it. No probe needs privileges or raises an error: an unknown value is
+Each probe tries what Penstock does, and undoes it. No probe needs privileges or raises an error. An unknown value is
 None, or is returned with the reason.
 """
 
@@ -54,7 +54,7 @@ def requirements() -> list[str]:
 
 
 def installed(requires: list[str]) -> dict[str, str]:
-    """Return name -> version of the required packages that are installed."""
+    """Return the names and versions of those required packages that are installed."""
     found = {}
     for requirement in requires:
         name = requirement.partition(">")[0].strip()
@@ -66,17 +66,17 @@ def installed(requires: list[str]) -> dict[str, str]:
 
 
 def cuda_packages() -> int:
-    """Return the number of installed packages of CUDA's libraries."""
+    """Return the number of installed packages that belong to CUDA."""
     return sum((each.name or "").lower().startswith("nvidia-") for each in metadata.distributions())
 
 
 def nvidia_devices() -> int:
-    """Return the number of NVIDIA devices that the kernel shows."""
+    """Return the number of NVIDIA devices that the kernel reports."""
     return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
 def kernel_gaps() -> dict[str, str]:
-    """Return the kernel features that Penstock needs and cannot use -> the reason."""
+    """Return the kernel features that Penstock needs and cannot use, each with the reason."""
     tries: dict[str, Callable[[], object]] = {
         "memfd_create with seals": _sealed_memfd,
         "pidfd_open": lambda: Process(os.getpid()).close(),
@@ -147,7 +147,7 @@ def _direct() -> None:
 
 
 def memory_available(meminfo: str) -> int:
-    """Return the free bytes, from the text of /proc/meminfo."""
+    """Return the number of bytes of free memory. `meminfo`: text of /proc/meminfo."""
     for line in meminfo.splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -155,9 +155,10 @@ def memory_available(meminfo: str) -> int:
 
 
 def cgroup_left(what: str, root: Path = CGROUPS) -> tuple[int, int] | None:
-    """Return the limit of "memory" or "pids" of the cgroup with the least left, and the rest. None: no limit.
+    """Return the limit on "memory" or "pids", and what is left of it, of the cgroup that has the least left. Looks at
+    the cgroup of this process and its parents. None: there is no limit.
 
-    Memory that only caches files counts as free: the kernel reclaims it.
+    Memory that only caches files counts as free, because the kernel reclaims it.
     """
     rooms = []
     for folder in _cgroups(root):
@@ -168,7 +169,7 @@ def cgroup_left(what: str, root: Path = CGROUPS) -> tuple[int, int] | None:
 
 
 def _cgroups(root: Path) -> Iterator[Path]:
-    """Yield the folder of our cgroup, and its parents."""
+    """Yield the folder of this process's cgroup, and those of its parents."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -217,7 +218,7 @@ def clock_synchronised() -> bool | None:
 
 
 def nearest(path: Path) -> Path:
-    """Return the path, or the nearest folder above it that exists."""
+    """Return the path if it exists, else the nearest parent folder that exists."""
     path = path.absolute()
     while not path.exists() and path != path.parent:
         path = path.parent
@@ -225,7 +226,7 @@ def nearest(path: Path) -> Path:
 
 
 def fsync_s(folder: Path) -> float | None:
-    """Return the median seconds of an fsync of 4 KiB in a folder; None if it is not writable."""
+    """Return the median duration of an fsync of 4 KiB in the folder, in seconds; None if the folder is not writable."""
     took = []
     try:
         with tempfile.TemporaryFile(dir=folder) as file:

@@ -1,4 +1,4 @@
-"""Doctor's handle on the processes that run loaders; it waits with a deadline."""
+"""Control of the child processes in which `penstock doctor` runs loaders, with a deadline for each task."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["TrialAnswer", "TrialProcesses"]
 
 
 class TrialAnswer(list[ControlMessage]):
-    """Messages of a task, in order; the last is its `done`."""
+    """Messages of a task in order; the last one is the message `done`."""
 
     @property
     def done(self) -> ControlMessage:
@@ -22,7 +22,7 @@ class TrialAnswer(list[ControlMessage]):
 
 
 class TrialProcesses(ForkingInterpreter):
-    """Forks a fresh process for each task.
+    """Interpreter that forks a fresh process for each task.
 
     `deadline_s`: deadline of each task, in seconds.
     """
@@ -32,10 +32,10 @@ class TrialProcesses(ForkingInterpreter):
         self._deadline_s = deadline_s
 
     def ask(self, what: str, kind: str, parts: Sequence[bytes] = (), **fields: Any) -> TrialAnswer:
-        """Run a task in a fresh process. `what` names it in errors.
+        """Run a task in a fresh process and return its messages. `what`: name of the task in errors.
 
-        Raises the task's error; WorkerLostError if its process died; DeadlineError, with the stack on standard
-        error.
+        Raises the task's error; WorkerLostError if the process died; DeadlineError, after the process's stack was
+        printed to standard error.
         """
         answer = TrialAnswer()
         with self.fork() as child:

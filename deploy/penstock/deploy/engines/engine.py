@@ -1,7 +1,7 @@
-"""Input of an engine (a plan) and its result (a fleet). A plan is frozen data, made from settings; an engine starts it.
+"""Input of an engine (a plan) and its result (a fleet). A plan is frozen data made from settings; an engine starts it.
 
-Penstock schedules no machines: the local engine supervises processes here, and the others submit the same daemons to
-Ray, Slurm or Kubernetes, which place them, restart them, and replace nodes.
+Penstock does not schedule machines. The local engine supervises processes on this machine. The other engines submit the
+same daemons to Ray, Slurm or Kubernetes, which place them, restart them, and replace nodes.
 """
 
 from __future__ import annotations
@@ -17,31 +17,32 @@ __all__ = ["Engine", "Fleet", "FleetPlan", "exports", "worker_name"]
 
 @dataclass(frozen=True)
 class FleetPlan:
-    """Plan of one coordinator and a number of equal workers."""
+    """Plan of a fleet: one coordinator and a number of equal workers."""
 
     engine: str
     name: str
     """Name of the fleet."""
     workers: int
     slots: int
-    """Slots of each worker: its largest number of runners at a time."""
+    """Number of slots of each worker: the largest number of its runners at a time."""
     allow: str
-    """Module prefixes, separated by commas."""
+    """Prefixes of the modules that workers may run, separated by commas."""
     listen: str
-    """Address of the coordinator, HOST:PORT. Engines of several machines use only the port."""
+    """Address on which the coordinator listens, HOST:PORT. Engines for several machines use only the port."""
     token_file: str
-    """Path of the token file: on this machine, or the same path on all."""
+    """Path of the token file on this machine. Engines for several machines use the same path on all of them, unless
+    they send the token."""
     runner_memory: str = ""
     insecure: bool = False
     tls: Mapping[str, str] = field(default_factory=dict)
-    """Given TLS settings (tls_ca, tls_cert, tls_key, tls_name): files on the daemons' machines."""
+    """TLS settings (tls_ca, tls_cert, tls_key, tls_name) that were given. They name files on the daemons' machines."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Settings that only this engine has."""
+    """Settings that only the plan's engine has."""
     timeout_s: float = 120.0
-    """Seconds until all daemons must be ready."""
+    """Longest time until all daemons are ready, in seconds."""
 
     def differences(self, other: FleetPlan) -> list[str]:
-        """Return the flags of the settings in which two plans differ."""
+        """Return the flags of the settings in which the two plans differ."""
 
         def flat(plan: FleetPlan) -> dict[str, Any]:
             own = {part.name: getattr(plan, part.name) for part in fields(plan)}
@@ -53,7 +54,7 @@ class FleetPlan:
         return [f"--{name.replace('_', '-')}" for name in names]
 
     def coordinator_command(self, state_dir: str, listen: str) -> list[str]:
-        """Return the arguments of `penstock` for the coordinator."""
+        """Return the arguments of `penstock` that start the coordinator."""
         return [
             *("coordinator", "--listen", listen, "--state-dir", state_dir, "--token-file", self.token_file),
             *self._tls_flags(),
@@ -61,7 +62,7 @@ class FleetPlan:
         ]
 
     def worker_command(self, name: str, coordinator: str, listen: str) -> list[str]:
-        """Return the arguments of `penstock` for a worker."""
+        """Return the arguments of `penstock` that start a worker."""
         return [
             *("worker", "--name", name, "--coordinator", coordinator, "--listen", listen),
             *("--slots", str(self.slots), "--allow", self.allow, "--token-file", self.token_file),
@@ -77,8 +78,8 @@ class FleetPlan:
 
 
 def worker_name(fleet: str, number: int) -> str:
-    """Return a worker's unique and stable name: a lost daemon is replaced under its name, so that the coordinator
-    detects the loss at once."""
+    """Return the name of a worker, unique in the cluster. A lost daemon is replaced under the same name, so that the
+    coordinator detects the loss at once."""
     return f"{fleet}-{number}"
 
 
@@ -89,13 +90,13 @@ class Fleet:
     engine: str
     name: str
     folder: str
-    """Folder of its record, on the machine where it was started."""
+    """Folder with the record of the fleet, on the machine where it was started."""
     coordinator: str
-    """Address for training jobs; "" while it is not known."""
+    """Address of the coordinator for training jobs; "" while it is not known."""
     token_file: str
     tls: Mapping[str, str] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
-    """Data by which the engine finds the fleet again, such as a job id."""
+    """Data by which the engine finds the fleet again, for example a job id."""
 
     def environment(self) -> dict[str, str]:
         """Return the variables that a training job needs."""
@@ -104,7 +105,7 @@ class Fleet:
         return {name: value for name, value in {**shared, **files}.items() if value}
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields of --json."""
+        """Return the fleet as the JSON object that --json prints."""
         return {
             "engine": self.engine,
             "name": self.name,
@@ -117,15 +118,15 @@ class Fleet:
 
 
 def exports(fleet: Fleet) -> str:
-    """Return lines for a shell: `eval "$(penstock up --detach)"`."""
+    """Return lines that set a training job's variables in a shell: `eval "$(penstock up --detach)"`."""
     return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in fleet.environment().items())
 
 
 class Engine(Protocol):
-    """Interface to start a fleet elsewhere, and to end it."""
+    """Interface of the engines that start a fleet elsewhere and end it."""
 
     def up(self, plan: FleetPlan, folder: Path) -> Fleet:
-        """Start the plan's daemons; return when they are ready, or once the scheduler has accepted them."""
+        """Start the daemons of the plan. Return when they are ready, or when the scheduler has accepted them."""
 
     def down(self, fleet: Fleet, timeout_s: float) -> list[str]:
         """End the fleet. Return a line for each thing that was ended."""

@@ -15,9 +15,9 @@ DEADLINE_S = 120.0
 
 
 def called(command: Sequence[str], *, stdin: str = "", deadline_s: float = DEADLINE_S) -> str:
-    """Return the output of the command. Secrets go in by standard input, never as an argument.
+    """Run a command and return its output. Secrets are passed by standard input, never as an argument.
 
-    Raises CommandError if it is not installed, PenstockError with its last output if it fails, DeadlineError.
+    Raises CommandError if the command is not installed, PenstockError with its last output if it fails, DeadlineError.
     """
     try:
         done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=deadline_s)

@@ -1,10 +1,10 @@
-"""A fleet's folder on the machine where it was started: the plan, the record of running daemons, the token, logs.
+"""Folder of a fleet on the machine where it was started: the plan, the record of running daemons, the token, logs.
 
-Whether the local engine's supervisor lives is decided by the lock that it holds on the file `lock`, which the kernel
-releases with the process, not by the record. `penstock up` takes the lock first and passes it on, so that a fleet that
-is being started counts too; the file names the holder. Before a signal is sent, the recorded start time of the process
-and boot id of the machine are compared. Signals go through a pidfd, so that they never reach another process with a
-reused process id.
+Whether the local engine's supervisor runs is decided by a lock, not by the record. The supervisor holds the lock on the
+file `lock`, and the kernel releases it when the process ends. `penstock up` takes the lock first and passes it on, so
+that a fleet that is being started counts too. The file names the process that holds the lock. Before a signal is sent,
+the recorded start time of the process and the boot id of the machine are compared with the present ones. Signals are
+sent through a pidfd. So a signal never reaches another process that has got the same process id.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 
 
 def default_folder(name: str) -> Path:
-    """Return the folder of a fleet of this name, below XDG_STATE_HOME."""
+    """Return the folder of the fleet with this name, below XDG_STATE_HOME."""
     home = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     return Path(home) / "penstock" / name
 
@@ -48,8 +48,8 @@ class FleetFolder:
         self._address = self.path / "address"
 
     def make(self) -> None:
-        """Make the folder, readable by its owner alone. Raises CommandError if it cannot be made, or if other users
-        could change it, because processes are started from its content."""
+        """Create the folder, readable by its owner alone. Raises CommandError if it cannot be created, or if other
+        users could change it, because processes are started from its content."""
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._refuse_others()
@@ -60,8 +60,8 @@ class FleetFolder:
             ) from error
 
     def _refuse_others(self) -> None:
-        """Raise CommandError if others could have written its content: the processes to signal, the commands to
-        start."""
+        """Raise CommandError if other users could have written the folder's content, which names processes to signal
+        and commands to start."""
         found = self.path.stat()
         if found.st_uid != os.geteuid():
             raise CommandError(f"the folder {self.path} belongs to another user: give --dir with one of yours", USAGE)
@@ -74,8 +74,8 @@ class FleetFolder:
     # ---- the lock
 
     def lock(self) -> int | None:
-        """Take the lock and return its file descriptor, which holds the lock until it is closed; None if a supervisor,
-        or the process that starts one, has the lock."""
+        """Take the folder's lock and return its file descriptor, which holds the lock until it is closed. Return None
+        if a supervisor, or a process that is starting one, holds the lock."""
         fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -85,7 +85,8 @@ class FleetFolder:
         return fd
 
     def hold(self, lock: int, identity: Identity) -> None:
-        """Record the process that holds the lock, or that the lock is passed on to: `penstock down` signals it."""
+        """Record the process that holds the lock, or to which the lock is being passed on. `penstock down` sends its
+        signals to this process."""
         data = json.dumps(asdict(identity)).encode()
         try:
             os.pwrite(lock, data, 0)
@@ -94,8 +95,8 @@ class FleetFolder:
             raise CommandError(f"{self.path / 'lock'} cannot be written: {error.strerror}", USAGE) from error
 
     def holder(self) -> Identity | None:
-        """Return the process that `hold` recorded last, which may have ended since. Raises CommandError if other users
-        could have written the record."""
+        """Return the process that was last recorded by `hold`, which may have ended since; None if there is no record.
+        Raises CommandError if other users could have written the record."""
         try:
             self._refuse_others()
             return Identity(**json.loads((self.path / "lock").read_text()))
@@ -104,7 +105,7 @@ class FleetFolder:
 
     @property
     def supervised(self) -> bool:
-        """Return whether a supervisor lives, or is being started."""
+        """True if a supervisor runs or is being started."""
         if not (self.path / "lock").exists():
             return False
         fd = self.lock()
@@ -116,8 +117,7 @@ class FleetFolder:
     # ---- content
 
     def save_plan(self, plan: FleetPlan) -> None:
-        """Save the plan. Raises CommandError if it cannot be written, e.g. on a full disk; so do `save` and
-        `address`."""
+        """Save the plan. Raises CommandError if it cannot be written, for example because the disk is full."""
         _write(self._plan, _encoded(asdict(plan)))
 
     def plan(self) -> FleetPlan | None:
@@ -127,11 +127,11 @@ class FleetFolder:
         _write(self._record, _encoded(asdict(fleet)))
 
     def fleet(self) -> Fleet | None:
-        """Return the fleet that the record names as running."""
+        """Return the fleet that the record shows as running; None if there is no record."""
         return self._read(self._record, _fleet)
 
     def forget(self) -> None:
-        """Delete the record of the running fleet, once no daemon runs."""
+        """Delete the record of the running fleet. The caller must have ended all daemons."""
         self._record.unlink(missing_ok=True)
 
     def _read(self, path: Path, made: Callable[[Any], _T]) -> _T | None:
@@ -150,7 +150,8 @@ class FleetFolder:
 
     @property
     def address(self) -> str:
-        """Return the last address of the coordinator; training jobs use it."""
+        """Return the coordinator's last address. With port 0, a restarted coordinator tries it before a free one,
+        because training jobs use it."""
         try:
             return self._address.read_text().strip()
         except OSError:
@@ -161,9 +162,10 @@ class FleetFolder:
         _write(self._address, value.encode() + b"\n")
 
     def token_file(self, given: Path | None, *, make: bool) -> Path:
-        """Return the file of the fleet's token: the given one, else ours, with PENSTOCK_TOKEN or a new one.
+        """Return the path of the file with the fleet's token: `given`, or the file that PENSTOCK_TOKEN_FILE or the
+        settings name, or else the folder's own file.
 
-        make: write our file; else only return its path.
+        `make`: write the folder's own file, with PENSTOCK_TOKEN or with a new token; else only return its path.
         """
         named = given or (None if os.environ.get("PENSTOCK_TOKEN") else _from_environment())
         if named is not None:
@@ -176,7 +178,8 @@ class FleetFolder:
         return self.token
 
     def save_token(self, text: str) -> None:
-        """Write the token to our file, which only this user can read. CommandError: a running fleet has another one."""
+        """Write the token to the folder's own file, which only this user can read. Raises CommandError if a fleet with
+        another token runs."""
         if self.token.exists():
             if self.token.read_text().split() == text.split():
                 return
@@ -201,7 +204,7 @@ def open_log(path: Path) -> BinaryIO:
 
 
 def _fleet(found: Any) -> Fleet:
-    """Parse a record. Raises TypeError, KeyError or AttributeError if it is invalid."""
+    """Return the fleet of a record. Raises TypeError, KeyError or AttributeError if the record is invalid."""
     fleet = Fleet(**found)
     if fleet.engine == "local":
         Identity(**fleet.about["supervisor"])

@@ -1,4 +1,4 @@
-"""Plan of an engine, made from the settings of `penstock up`, with the daemons' own checks."""
+"""Plan of a fleet, made from the settings of `penstock up` and checked in the same way as the daemons' own settings."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ _OWN = {
     "slurm": ("state_dir", "sbatch"),
     "kubernetes": ("namespace", "image", "storage", "tls_secret"),
 }
-"""Engine -> the settings that only it has."""
+"""Engine -> names of the settings that only this engine has."""
 
 
 def plan_of(
     settings: UpSettings, tls: TlsSettings, token_file: Path | None, folder: FleetFolder, *, make_token: bool
 ) -> FleetPlan:
-    """Return the plan of the settings, with the daemons' own checks."""
+    """Return the plan for these settings, after the checks that the daemons make too.
+
+    `make_token`: write a token file if there is none.
+    """
     if not settings.allow:
         raise InvalidArgumentError(
             f"{flag('allow')} is missing (or the variable {variable(UpSettings, 'allow')}): the modules whose input_fn "

@@ -1,14 +1,15 @@
-"""Keeper of one daemon: a real `penstock coordinator` or `penstock worker`, as a child of this process.
+"""Keeper of one daemon: runs `penstock coordinator` or `penstock worker` as a child process and starts it again if it
+dies.
 
-The local engine's supervisor and Ray's actors use it. A child ends with this process, in whatever way this process
-ends: the child watches it by a pidfd (`--parent-pid`). A parent-death signal is not used, because it fires when the
-*thread* that started the child ends. The child has a session of its own, so that a Ctrl-C reaches only the supervisor,
-which ends its daemons in the right order.
+The local engine's supervisor and Ray's actors use it. A child ends when this process ends, in whatever way: it watches
+this process by a pidfd (`--parent-pid`). A parent-death signal is not used, because it is sent when the *thread* that
+started the child ends. The child has a session of its own. So a Ctrl-C reaches only the supervisor, which ends its
+daemons in the right order.
 
-A daemon that dies is started again, after a pause that doubles. A daemon is given up, with an error that has its name
-and last log lines, in three cases: it dies soon after its start several times in a row; it reports that it cannot run
-with its settings (a usage error, an unreadable token); or it dies before it was ready for the first time, when the user
-who started it still reads the output.
+A daemon that dies is started again, after a pause that doubles each time. A daemon is given up in three cases: it dies
+soon after its start several times in a row; it reports that it cannot run with its settings (a usage error, an
+unreadable token); or it dies before it was ready for the first time, when the user who started it still reads the
+output. The error then has the daemon's name and its last log lines.
 """
 
 from __future__ import annotations
@@ -34,28 +35,31 @@ __all__ = ["COORDINATOR_GRACE_S", "LONGEST_PAUSE_S", "WORKER_GRACE_S", "FleetKee
 _log = logging.getLogger("penstock.deploy.engines")
 
 PERMANENT_ERRORS = frozenset({2, 3, 12, 15, 16})
-"""Exit codes (penstock.deploy.console.exit_codes) of errors that a retry does not fix: usage, TLS, token, version,
-unsafe address."""
+"""Exit codes of errors that another start does not fix (penstock.deploy.console.exit_codes): usage, TLS, token,
+version, unsafe address."""
 MAX_FAILED_STARTS = 5
-"""Number of failed starts in a row after which a daemon is given up. With the pauses that takes 8 s."""
+"""Number of failed starts in a row after which a daemon is given up. With the pauses between them they take 8 s."""
 STEADY_S = 30.0
-"""Lifetime of a daemon that resets the count, in seconds."""
+"""Seconds that a daemon must run until its failed starts no longer count."""
 WORKER_GRACE_S = 20.0
-"""Seconds for a worker to end after SIGTERM: it migrates its slots and ends its runners."""
+"""Seconds until a worker must have ended after SIGTERM. In this time it migrates its slots and ends its runners."""
 COORDINATOR_GRACE_S = 10.0
 PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 WORDS = 5
-"""Number of log lines that an error shows."""
+"""Number of lines of a daemon's log that an error shows."""
 
 
 class FleetKeeper:
-    """Keeper of a daemon, from start to `stop`.
+    """Keeper of one daemon, from its first start until `stop`.
 
     Args:
-        title: its name for people: "worker fleet-1". command: arguments of `penstock`; called with the line that it
-        printed when it was last ready, "" before. log: file to which its standard error is appended. restart_always:
-        start it again also after an orderly end that `stop` did not cause. Not for workers, which an operator may end
-        on purpose (SIGTERM, `penstock worker drain`).
+        title: name of the daemon for people, such as "worker fleet-1".
+        command: returns the arguments of `penstock`. It is called with the line that the daemon printed when it was
+            last
+            ready, "" before.
+        log: file to which the daemon's standard error is appended.
+        restart_always: start the daemon again also after an orderly end that `stop` did not cause. It is not set for
+            workers, which an operator may end on purpose (SIGTERM, `penstock worker drain`).
         changed: called whenever `pid`, `line`, `restarts` or `state` changes.
     """
 
@@ -73,15 +77,17 @@ class FleetKeeper:
         self.pid = 0
         self.restarts = 0
         self.state = "starting"
-        """State: starting, ready, waiting (to be started again), left (stopped on request), failed, ended."""
+        """State of the daemon: starting, ready, waiting (for its next start), left (stopped on request), failed,
+        ended."""
         self.ready = asyncio.Event()
-        """Event that is set when the daemon has printed its line for the first time."""
+        """Event that is set once the daemon has printed its first line, which shows that it is ready."""
         self._command, self._path, self._restart_always, self._changed = command, log, restart_always, changed
         self._stopping = asyncio.Event()
         self._child: Spawned | None = None
 
     async def run(self) -> None:
-        """Keep the daemon running, until `stop` or until others stopped it. Raises CommandError when it is given up."""
+        """Keep the daemon running until `stop` is called, or until it was stopped by someone else. Raises CommandError
+        when it is given up."""
         quick, pause = 0, PAUSE_S
         while True:
             began = time.monotonic()
@@ -113,7 +119,8 @@ class FleetKeeper:
             self.restarts += 1
 
     async def stop(self, grace_s: float) -> None:
-        """Send SIGTERM, and SIGKILL after `grace_s` seconds. `run` returns soon after."""
+        """Send SIGTERM to the daemon, and SIGKILL after `grace_s` seconds. `run` returns soon after the daemon's
+        end."""
         self._stopping.set()
         self._send(signal.SIGTERM)
         end = time.monotonic() + grace_s
@@ -134,7 +141,7 @@ class FleetKeeper:
             self._child.send(number)
 
     async def _run_once(self) -> int:
-        """Start the daemon, wait for its end, and return its exit status, negative for a signal."""
+        """Start the daemon and wait for its end. Return its exit status, which is negative if a signal ended it."""
         loop = asyncio.get_running_loop()
         self._gone, ended = asyncio.Event(), asyncio.Event()
 
@@ -168,7 +175,8 @@ class FleetKeeper:
 
 
 def last_words(log: Path, lines: int = WORDS) -> str:
-    """Return the end of a log, for an error: the last line if that is a Penstock error, else a few lines."""
+    """Return the end of a log for an error message: the last line if it is an error of Penstock, else the last few
+    lines."""
     try:
         with log.open("rb") as file:
             file.seek(0, os.SEEK_END)

@@ -1,7 +1,8 @@
-"""Kubernetes: the manifests of `kubernetes_manifests` with a plan's settings, applied with kubectl.
+"""Engine for Kubernetes: makes the manifests of `kubernetes_manifests` from a plan's settings and applies them with
+kubectl.
 
-deploy/kubernetes has the same manifests as a kustomization and as a Helm chart; here both daemons have one image. The
-manifests are sent to kubectl as JSON, so that no YAML writer is needed.
+deploy/kubernetes has the same manifests as a kustomization and as a Helm chart. Here, both daemons have the same image.
+kubectl gets the manifests as JSON, so that no YAML writer is needed.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ __all__ = ["KubernetesEngine", "fleet_settings", "render"]
 
 ROLES = ("coordinator", "worker")
 MEMORY_GIB = 2
-"""Memory that a worker requests for each slot."""
+"""Memory that a worker requests for each of its slots, in GiB."""
 
 
 def fleet_settings(plan: FleetPlan) -> FleetSettings:
-    """Return the settings of the manifests. Workers have no memory limit, and may call all hosts that their data
-    needs."""
+    """Return the settings of the manifests. Workers have no memory limit and may connect to all hosts, because their
+    data may be on any of them."""
     fleet = FleetSettings(
         name=plan.name,
         coordinator_image=plan.options["image"],
@@ -49,10 +50,10 @@ def fleet_settings(plan: FleetPlan) -> FleetSettings:
 
 
 def render(plan: FleetPlan, folder: Path) -> str:
-    """Return the input of kubectl, without the Secrets of the tokens: text for `kubectl apply -f -`.
+    """Return the manifests as text for `kubectl apply -f -`, without the Secrets of the tokens.
 
-    It holds nothing from the fleet's folder. Raises CommandError without an image, UnsafeBindError without
-    certificates.
+    The text contains nothing from the fleet's folder. Raises CommandError if no image is given, UnsafeBindError if
+    there are no certificates.
     """
     if not plan.options["image"]:
         raise CommandError("--image is missing: the container image with Penstock and your code", USAGE)
@@ -69,10 +70,11 @@ def render(plan: FleetPlan, folder: Path) -> str:
 
 
 class KubernetesEngine:
-    """Engine that applies the manifests with kubectl, and deletes by label."""
+    """Engine that applies the manifests of a plan with kubectl, and deletes a fleet's objects by their label."""
 
     def up(self, plan: FleetPlan, folder: Path) -> Fleet:
-        """Apply the plan and return when the roll-out is done. Existing objects are changed to the plan.
+        """Apply the manifests and return when the roll-out is complete. Objects that exist already are changed to the
+        plan.
 
         Raises PenstockError with kubectl's message; CommandError, UnsafeBindError.
         """
@@ -102,7 +104,8 @@ class KubernetesEngine:
         )
 
     def down(self, fleet: Fleet, timeout_s: float) -> list[str]:
-        """Delete the daemons. The volume with the cluster state and the tokens' Secrets stay, for the next `up`."""
+        """Delete the daemons. The volume with the cluster state and the Secrets with the tokens stay, for the next
+        `up`."""
         kubectl = ["kubectl", "--namespace", fleet.about["namespace"]]
         selected = labels(FleetSettings(name=fleet.name))
         label = ",".join(f"{name}={value}" for name, value in selected.items())
@@ -138,10 +141,11 @@ def _secret(plan: FleetPlan, role: str, name: str) -> str:
 
 
 def _of_workers(tokens: str, file: str) -> str:
-    """Return the part of a token file's text for workers: the lines of their role, or the bare tokens if there are
-    none.
+    """Return the lines of a token file that workers need: those of the role worker, or the tokens without a role if
+    there are none.
 
-    Raises CommandError if there are neither: the lines of other roles are not for pods that run user code.
+    `file`: path of the token file, for the error. Raises CommandError if there are neither. Lines of other roles are
+    never returned, because pods that run user code must not have them.
     """
     lines = [line.strip() for line in tokens.splitlines()]
     own = [line for line in lines if line.startswith("worker:")] or [line for line in lines if line and ":" not in line]

@@ -1,8 +1,9 @@
-"""Kubernetes manifests as plain dicts: pure functions of `FleetSettings`.
+"""Kubernetes manifests as plain dicts, made by pure functions from `FleetSettings`.
 
-They are the one source of the objects that `penstock up` applies, of the kustomizations below deploy/kubernetes, and of
-the Helm chart's templates. `make manifests` writes the latter two (deploy/kubernetes/write_manifests.py), and a test
-compares them with this module. `REASONS` explains fields; it becomes the comments of those files.
+They are the only source of three things: the objects that `penstock up` applies, the kustomizations below
+deploy/kubernetes, and the templates of the Helm chart. `make manifests` writes the last two
+(deploy/kubernetes/write_manifests.py), and a test compares them with this module. `REASONS` explains fields of the
+manifests; the explanations become comments in the written files.
 """
 
 from __future__ import annotations
@@ -32,29 +33,30 @@ __all__ = [
 ]
 
 Manifest = dict[str, Any]
-"""Document, or part of one."""
+"""Manifest of one Kubernetes object, or a part of it."""
 
 GRPC_PORT, LANES_PORT = 7070, 7071
 TOKENS, TLS, STATE = "/etc/penstock/tokens", "/etc/penstock/tls", "/var/lib/penstock"
 USER = 10001
 CLIENT_LABEL = {"penstock-client": "true"}
-"""Label of training pods, which may reach the daemons."""
+"""Label of the pods of training jobs, which may connect to the daemons."""
 GRACE_S = {"coordinator": 30, "worker": 60}
-"""Seconds from SIGTERM to SIGKILL; REASONS explains them."""
+"""Seconds from SIGTERM to SIGKILL for the pods of each daemon. REASONS explains the values."""
 PROCESSES = ("coordinator", "worker", "client")
 
 
 @dataclass(frozen=True)
 class FleetSettings:
-    """Settings of a fleet of one coordinator and some workers. The defaults are those of deploy/kubernetes/base and of
-    the chart's values."""
+    """Settings of a fleet of one coordinator and some workers. The defaults are the same as in deploy/kubernetes/base
+    and in the chart's values."""
 
     name: str = "penstock"
-    """Prefix of the names of all objects, and a label in all selectors: it separates the fleets of a namespace."""
+    """Prefix of the names of all objects, and value of a label in all selectors. It separates the fleets of a
+    namespace."""
     coordinator_image: str = "penstock-coordinator"
     worker_image: str = "penstock-worker"
     entry_point: bool = True
-    """True if the images' entry point is `penstock`; else the manifests name the command."""
+    """True if the images' entry point is `penstock`. If False, the manifests name the command."""
     coordinator: str = ""
     """Address of the coordinator, HOST:PORT; "" = the address of its Service."""
     workers: int = 2
@@ -64,11 +66,11 @@ class FleetSettings:
     worker_resources: Mapping[str, Any] = field(
         default_factory=lambda: {"requests": {"cpu": "4", "memory": "8Gi"}, "limits": {"memory": "8Gi"}}
     )
-    """Resources of a worker, which has a slot for each CPU that it requests."""
+    """Resources of a worker. It has one slot for each CPU that it requests."""
     storage: str = "20Gi"
     """Size of the coordinator's volume."""
     storage_class: str = ""
-    """"" = the cluster's default."""
+    """Storage class of the coordinator's volume; "" = the cluster's default."""
     allow: str = ""
     """Module prefixes whose input_fn may run, separated by commas."""
     runner_memory: str = ""
@@ -76,20 +78,22 @@ class FleetSettings:
     token_secrets: Mapping[str, str] = field(
         default_factory=lambda: {process: f"penstock-tokens-{process}" for process in PROCESSES}
     )
-    """Role -> the Secret with its tokens, under the key `tokens`."""
+    """Role -> name of the Secret with its tokens, under the key `tokens`."""
     tls_secrets: Mapping[str, str] = field(
         default_factory=lambda: {process: f"penstock-tls-{process}" for process in PROCESSES}
     )
-    """Role -> the Secret with ca.crt, tls.crt and tls.key, for the name ROLE.penstock."""
+    """Role -> name of the Secret with its ca.crt, tls.crt and tls.key. The certificate must be for the name
+    ROLE.penstock."""
     checksum: str = ""
-    """Checksum of the ConfigMaps, as an annotation of the pods, so that changed settings replace them; "" = no
-    annotation."""
+    """Checksum of the ConfigMaps, written as an annotation of the pods, so that changed settings replace the pods; "" =
+    no annotation."""
     limit_egress: bool = True
-    """True if workers may call only the coordinator, name servers and HTTPS, and coordinators nothing."""
+    """True if workers may connect only to the coordinator, to name servers and by HTTPS, and coordinators to
+    nothing."""
 
 
 def manifests(fleet: FleetSettings) -> list[Manifest]:
-    """Return all objects of a fleet, except the Secrets and the volume that it needs."""
+    """Return all objects of a fleet. The cluster must provide the Secrets and the coordinator's persistent volume."""
     return [
         *config_maps(fleet),
         service(fleet),
@@ -101,7 +105,7 @@ def manifests(fleet: FleetSettings) -> list[Manifest]:
 
 
 def labels(fleet: FleetSettings, component: str = "") -> dict[str, str]:
-    """Return the labels that select the objects of a fleet, or the pods of one component."""
+    """Return the labels by which the objects of a fleet, or the pods of one component, are selected."""
     names = {"name": "penstock", "instance": fleet.name, "component": component}
     return {f"app.kubernetes.io/{name}": value for name, value in names.items() if value}
 
@@ -111,7 +115,7 @@ def _metadata(fleet: FleetSettings, component: str) -> Manifest:
 
 
 def config_maps(fleet: FleetSettings) -> list[Manifest]:
-    """Return the settings of both daemons, and those of workers only, as variables."""
+    """Return the ConfigMaps with the settings as variables: one for both daemons, and one for workers only."""
     shared: dict[str, str] = {}
     if fleet.tls:
         files = {"CA": "ca.crt", "CERT": "tls.crt", "KEY": "tls.key"}
@@ -129,7 +133,7 @@ def config_maps(fleet: FleetSettings) -> list[Manifest]:
 
 
 def service(fleet: FleetSettings) -> Manifest:
-    """Return the Service, which gives the coordinator its name."""
+    """Return the Service that gives the coordinator its name."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -144,7 +148,7 @@ def service(fleet: FleetSettings) -> Manifest:
 
 
 def stateful_set(fleet: FleetSettings) -> Manifest:
-    """Return the StatefulSet of the coordinator, with its volume."""
+    """Return the StatefulSet that runs the coordinator, with its volume."""
     claim: Manifest = {
         "accessModes": ["ReadWriteOncePod"],
         "resources": {"requests": {"storage": fleet.storage}},
@@ -167,7 +171,7 @@ def stateful_set(fleet: FleetSettings) -> Manifest:
 
 
 def deployment(fleet: FleetSettings) -> Manifest:
-    """Return the Deployment of the workers."""
+    """Return the Deployment that runs the workers."""
     selector = {"matchLabels": labels(fleet, "worker")}
     spread = {
         "maxSkew": 1,
@@ -191,7 +195,7 @@ def deployment(fleet: FleetSettings) -> Manifest:
 
 
 def budget(fleet: FleetSettings) -> Manifest:
-    """Return the disruption budget of workers for drains of a node."""
+    """Return the disruption budget, which limits how many workers a node's drain may evict at a time."""
     return {
         "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",
@@ -205,7 +209,7 @@ def budget(fleet: FleetSettings) -> Manifest:
 
 
 def policies(fleet: FleetSettings) -> list[Manifest]:
-    """Return the network policies."""
+    """Return the network policies of both daemons."""
     worker = labels(fleet, "worker")
     names = [{"port": 53, "protocol": protocol} for protocol in ("UDP", "TCP")]
     calls = [
@@ -245,7 +249,8 @@ def _template(fleet: FleetSettings, component: str, spec: Manifest) -> Manifest:
 
 
 def daemon_pod(fleet: FleetSettings, role: str) -> Manifest:
-    """Return the spec of a daemon's pods, "coordinator" or "worker", without the coordinator's volume `state`."""
+    """Return the spec of a daemon's pods, without the coordinator's volume `state`. `role`: "coordinator" or
+    "worker"."""
     maps = [fleet.name] if role == "coordinator" else [fleet.name, f"{fleet.name}-worker"]
     container = {
         "name": role,
@@ -290,7 +295,8 @@ def _worker_variables(fleet: FleetSettings) -> list[Manifest]:
 
 
 def _probes(role: str) -> Manifest:
-    """Return three exec probes, because gRPC's own probes have no TLS."""
+    """Return the three probes of a daemon. They run a command, because Kubernetes' own gRPC probes do not support
+    TLS."""
 
     def probe(what: str, period_s: int, timeout_s: int, failures: int) -> Manifest:
         command = ["python", "-m", "penstock.deploy.probe", role, what]
@@ -305,7 +311,7 @@ def _probes(role: str) -> Manifest:
 
 
 def confined(fleet: FleetSettings, container: Manifest, mounts: list[Manifest]) -> Manifest:
-    """Return the container without privileges, with `mounts` and those of the volumes of `pod`."""
+    """Return the container without privileges. Its mounts are `mounts` and those of the volumes that `pod` adds."""
     read_only = {"tokens": TOKENS, **({"tls": TLS} if fleet.tls else {})}
     return {
         **container,
@@ -323,8 +329,8 @@ def confined(fleet: FleetSettings, container: Manifest, mounts: list[Manifest]) 
 
 
 def pod(fleet: FleetSettings, role: str, container: Manifest, grace_s: int) -> Manifest:
-    """Return the spec of a pod without privileges that has the certificate and the tokens of one role: also
-    "client"."""
+    """Return the spec of a pod without privileges, with the certificate and the tokens of one role. `role`:
+    "coordinator", "worker" or "client"."""
     secrets = {"tokens": fleet.token_secrets[role], **({"tls": fleet.tls_secrets[role]} if fleet.tls else {})}
     return {
         "automountServiceAccountToken": False,
@@ -393,4 +399,4 @@ REASONS: Mapping[str, Mapping[str, str]] = {
         "port: 443": "Data over HTTPS; add the ports of your storage.",
     },
 }
-"""Kind -> the beginning of a field, as YAML writes it -> its reason."""
+"""Kind of object -> the beginning of a field as YAML writes it -> the reason for the field's value."""

@@ -1,8 +1,8 @@
-"""The local engine: real daemons on this machine, under a supervisor in the foreground or, detached, in a process of
-its own.
+"""Local engine: runs real daemons on this machine, under a supervisor that runs in the foreground or, detached, in a
+process of its own.
 
-All data of a detached fleet is in its folder (penstock.deploy.engines.fleet_folder), so that another shell finds the
-fleet.
+All data of a detached fleet is in its folder (penstock.deploy.engines.fleet_folder), so that a command in another shell
+finds the fleet.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from penstock.runtime.process.spawn import Spawned, module, spawn
 __all__ = ["LocalEngine"]
 
 GONE = {"failed", "left"}
-"""States of workers that are not restarted automatically."""
+"""States of workers that are not started again automatically."""
 KILLED_S = 10.0
-"""Deadline for the end of a supervisor that is killed, in seconds."""
+"""Longest time until a killed supervisor has ended, in seconds."""
 POLL_S = 0.05
 """Seconds between two reads of a record that a supervisor is about to change."""
 
 
 class LocalEngine:
-    """Engine whose `up` starts a supervisor that outlives this process. supervisor.py runs in the foreground."""
+    """Engine that starts a supervisor in a process of its own, which outlives this process. In the foreground,
+    supervisor.py is called directly."""
 
     def up(self, plan: FleetPlan, folder: Path, *, ends_with_us: bool = False) -> Fleet:
-        """Start the fleet, or change the number of workers of a running one. Raises CommandError, DeadlineError. Raises
-        CommandError, DeadlineError.
+        """Start the fleet, or change the number of workers of a running one. Raises CommandError, DeadlineError.
 
-        ends_with_us: whether the supervisor ends with this process.
+        `ends_with_us`: whether the supervisor ends when this process ends.
         """
         where = FleetFolder(folder)
         lock = where.lock()
@@ -77,8 +77,8 @@ class LocalEngine:
         return Fleet(**answer["fleet"])
 
     def down(self, folder: Path, timeout_s: float) -> list[str]:
-        """End the supervisor, also one that is being started; it ends its daemons. If it was killed, wait until they
-        have ended. Raises DeadlineError."""
+        """End the supervisor, or one that is being started; it ends its daemons. If the supervisor had to be killed,
+        wait until the daemons have ended. Raises DeadlineError."""
         where = FleetFolder(folder)
         deadline = time.monotonic() + timeout_s
         fleet = where.fleet()
@@ -149,12 +149,12 @@ def _adjust(plan: FleetPlan, where: FleetFolder) -> Fleet:
 
 
 def _states(fleet: Fleet) -> list[str]:
-    """Return the states of the fleet's workers."""
+    """Return the states of the fleet's workers, in the order of the record."""
     return [daemon["state"] for daemon in fleet.about["daemons"] if daemon["name"] != "coordinator"]
 
 
 def _end(identity: Identity, deadline: float) -> bool:
-    """End a process by the deadline, or kill it then. Return False if it had ended before."""
+    """End a process; kill it if it still runs at `deadline`. Return False if it had ended before."""
     process = identity.open()
     if process is None:
         return False

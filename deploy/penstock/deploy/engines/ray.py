@@ -1,13 +1,15 @@
-"""Ray: coordinator and workers as detached actors, each the parent of a real daemon (ray_actor.py).
+"""Engine for Ray: runs coordinator and workers as detached actors, each of which is the parent of a real daemon
+(ray_actor.py).
 
-The coordinator is bound to one node, the head node by default, because its cluster state is on that node's disk. Ray
-restarts it there, however often it dies, and on no other node: there it would start with an empty cluster state, and
-the saved state of runs would be lost silently. Workers go to nodes with free capacity, spread over the nodes, or to
-nodes with a resource or label, such as those of the boxes; when a node is lost, Ray starts its workers on others.
+The coordinator is bound to one node, by default the head node, because its cluster state is on that node's disk. Ray
+restarts it there, however often it dies, and never on another node. On another node it would start with an empty
+cluster state, and the saved states of runs would be lost silently. Workers go to nodes with free capacity, spread over
+the nodes, or to nodes with a given resource or label, for example those of the boxes. When a node is lost, Ray starts
+its workers on others.
 
 Ray stores the arguments of actors in clear text, and everyone with access to the Ray cluster can read them (and run
-code there). So the token is not sent through Ray: its file has the same path on all nodes, unless --send-token is
-given.
+code there). So the token is not sent through Ray unless --send-token is given. Otherwise its file must have the same
+path on all nodes.
 """
 
 from __future__ import annotations
@@ -32,22 +34,22 @@ __all__ = ["NAMESPACE", "RayEngine", "worker_options"]
 _log = logging.getLogger("penstock.deploy.engines")
 
 NAMESPACE = "penstock"
-"""Ray namespace of all fleets' actors, which have the names of their daemons: NAME-coordinator, NAME-1, NAME-2."""
+"""Ray namespace of the actors of all fleets. An actor has the name of its daemon: NAME-coordinator, NAME-1, NAME-2."""
 HEAD = "node:__internal_head__"
-"""Resource that only Ray's head node has."""
+"""Name of a resource that only Ray's head node has."""
 NODE_SHARE = 0.001
-"""Amount of a node's resource that an actor requests in order to be placed there. It is small, so that the resource
-stays available to others."""
+"""Amount of a node's resource that an actor requests to be placed on this node. It is small, so that the resource stays
+available to others."""
 GIVE_UP_S = 5.0
-"""Seconds for an actor to end its daemon after a failed start. It is short because an actor that was never placed does
-not answer."""
+"""Seconds in which an actor must end its daemon after a failed start. The time is short, because an actor that was
+never placed does not answer."""
 STOP_S = 40.0
-"""Seconds for an actor to end its daemon: more than the daemon's own grace."""
+"""Seconds in which an actor must end its daemon. They are more than the daemon's own grace period."""
 
 
 def worker_options(plan: FleetPlan) -> dict[str, Any]:
-    """Return the resources requested from Ray for one worker: a core for each slot, spread out, near the given
-    resource."""
+    """Return the options with which Ray places one worker: a core for each slot, spread over the nodes, near the given
+    resource or label."""
     near = str(plan.options["near"])
     key, equals, value = near.partition("=")
     where: dict[str, Any] = {}
@@ -68,12 +70,13 @@ _LASTING: dict[str, Any] = {
 
 
 class RayEngine:
-    """Engine that starts a fleet on a Ray cluster, and ends it."""
+    """Engine that starts a fleet on a Ray cluster and ends it."""
 
     def up(self, plan: FleetPlan, folder: Path) -> Fleet:
-        """Start all and return when they are ready; start or end workers until their number is the plan's.
+        """Start the fleet and return when all daemons are ready. If the fleet runs already, start or end workers until
+        their number is the plan's.
 
-        Raises DeadlineError when Ray has no free capacity for them, CommandError with a daemon's error, PenstockError.
+        Raises DeadlineError if Ray has no free capacity for them, CommandError with a daemon's error, PenstockError.
         """
         with _connected(str(plan.options["ray_address"])) as ray:
             there = _actors_of(ray, plan.name)
@@ -115,7 +118,7 @@ class RayEngine:
             )
 
     def down(self, fleet: Fleet, timeout_s: float) -> list[str]:
-        """End the workers, then the coordinator; return a line for each."""
+        """End the workers, then the coordinator. Return a line for each of them."""
         with _connected(fleet.about["ray_address"]) as ray:
             there = _actors_of(ray, fleet.name)
             return _stop(ray, there, timeout_s)
@@ -138,7 +141,8 @@ def _connected(address: str) -> Iterator[Any]:
 
 
 def _cluster(ray: Any, plan: FleetPlan) -> str:
-    """Return the Ray cluster's address for `penstock down`; "auto" is resolved."""
+    """Return the address of the Ray cluster, by which `penstock down` finds it. "auto" is replaced by the real
+    address."""
     given = str(plan.options["ray_address"])
     return given if given.startswith("ray://") else str(ray.get_runtime_context().gcs_address)
 
@@ -148,7 +152,7 @@ def _coordinator_name(fleet: str) -> str:
 
 
 def _actors_of(ray: Any, fleet: str) -> dict[str, Any]:
-    """Return the actors of a fleet that Ray knows, by name."""
+    """Return name -> actor, for the actors of the fleet that Ray knows."""
     names = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True) if one["namespace"] == NAMESPACE]
     found = {}
     for name in names:
@@ -189,7 +193,8 @@ def _node_of_coordinator(nodes: list[dict[str, Any]], wanted: str) -> dict[str, 
 
 
 def _refuse_another_plan(there: Mapping[str, Any], where: FleetFolder, plan: FleetPlan) -> None:
-    """Refuse changes of a running fleet other than its number of workers: running daemons would not apply them."""
+    """Raise CommandError if the fleet runs with a plan that differs in more than the number of workers, because running
+    daemons would not apply the difference."""
     if not there:
         return
     before = where.plan()
@@ -203,7 +208,7 @@ def _refuse_another_plan(there: Mapping[str, Any], where: FleetFolder, plan: Fle
 
 
 def _token(plan: FleetPlan) -> str:
-    """Return the token to send; "" without --send-token."""
+    """Return the token to send through Ray; "" if --send-token is not given."""
     if not plan.options["send_token"]:
         return ""
     try:
@@ -219,8 +224,11 @@ def _with_token_on_nodes(plan: FleetPlan) -> FleetPlan:
 def _ready(
     ray: Any, actors: Mapping[str, Any], plan: FleetPlan, deadline: float, *, some: bool = False
 ) -> dict[str, dict[str, Any]]:
-    """Wait for actors, and return their status. `some`: workers that Ray cannot place in time are not an error if
-    others are ready; Ray keeps trying, and they join when a node comes back."""
+    """Wait until actors are ready, and return the status of each by name.
+
+    `some`: it is not an error if Ray cannot place some of the workers in time and others are ready. Ray keeps trying,
+    and the missing workers join when a node comes back.
+    """
     waits = {actor.ready.remote(): name for name, actor in actors.items()}
     done, _ = ray.wait(list(waits), num_returns=len(waits), timeout=max(0.1, deadline - time.monotonic()))
     found: dict[str, dict[str, Any]] = {}
@@ -251,7 +259,7 @@ def _ready(
 
 
 def _stop(ray: Any, actors: Mapping[str, Any], timeout_s: float = STOP_S) -> list[str]:
-    """End the workers at the same time, then the coordinator."""
+    """End the workers, all at the same time, and then the coordinator. Return a line for each actor."""
     ended = []
     workers = {name: actor for name, actor in actors.items() if not name.endswith("-coordinator")}
     for group in (workers, {name: actor for name, actor in actors.items() if name not in workers}):

@@ -1,10 +1,10 @@
 """Actor on a Ray node: the parent of one real daemon, which it keeps running.
 
-Ray places actors, and restarts them elsewhere when their node is lost. Each start makes a new daemon under the same
-name, and the coordinator reassigns the old daemon's slots as soon as the new one registers. The daemon watches the
-actor's process by a pidfd and ends with it, so a killed actor or a lost raylet leaves none behind. Batches and control
-calls have their own connections and never touch Ray's object store: Ray carries only the plan, and the results of these
-methods.
+Ray places the actors, and restarts them elsewhere when their node is lost. Each start of an actor starts a new daemon
+under the same name. As soon as the new daemon registers, the coordinator takes the slots from the old one and places
+them again. The daemon watches the actor's process by a pidfd and ends when it ends, so no daemon is left behind by a
+killed actor or a lost raylet. Batches and control calls have connections of their own and never pass through Ray's
+object store. Ray carries only the plan and the results of the methods below.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ __all__ = ["DaemonActor", "node_folder"]
 
 
 def node_folder(plan: FleetPlan) -> Path:
-    """Return the folder on a node: the coordinator's journal, logs, and the token if it came through Ray."""
+    """Return the daemon's folder on its node, for the coordinator's journal, logs, and a token that came through
+    Ray."""
     return Path(plan.options["state_dir"] or f"/var/tmp/penstock-{os.getuid()}") / plan.name
 
 
@@ -32,9 +33,10 @@ class DaemonActor:
     """Parent of one daemon.
 
     Args:
-        plan: fields of a FleetPlan. name: name of the worker; "" = this is the coordinator. coordinator: address of the
-        coordinator, for a worker. token: text to write to a file on this node; "" = the plan names a file that exists
-        here.
+        plan: fields of a FleetPlan.
+        name: name of the worker; "" = the daemon is the coordinator.
+        coordinator: address of the coordinator, for a worker.
+        token: token to write to a file on this node; "" = the plan names a file that exists here.
     """
 
     def __init__(self, plan: dict[str, Any], name: str, coordinator: str, token: str) -> None:
@@ -46,7 +48,7 @@ class DaemonActor:
         self._host: str = ray.util.get_node_ip_address()
         self._error: CommandError | None = None
         self._over = threading.Event()
-        """Event that is set when the daemon is ready, or given up."""
+        """Event that is set when the daemon is ready for the first time, or is given up."""
         if token:
             self._folder.save_token(token)
         self._grace_s = WORKER_GRACE_S if name else COORDINATOR_GRACE_S
@@ -93,14 +95,14 @@ class DaemonActor:
             self._over.set()
 
     def ready(self) -> dict[str, Any]:
-        """Wait until the daemon is ready or given up; return `line`, or `error` and `code`, and its location."""
+        """Wait until the daemon is ready or given up. Return its status, or its `error`, exit `code` and host."""
         self._over.wait()
         if self._error is not None:
             return {"error": str(self._error), "code": self._error.code, "host": self._host}
         return self.about()
 
     def about(self) -> dict[str, Any]:
-        """Return the daemon's present state."""
+        """Return the daemon's present status."""
         import ray
 
         return {
@@ -114,6 +116,6 @@ class DaemonActor:
         }
 
     def stop(self) -> None:
-        """End the daemon, and wait for it."""
+        """End the daemon and wait until it has ended."""
         if self._error is None:
             asyncio.run_coroutine_threadsafe(self._keeper.stop(self._grace_s), self._loop).result()

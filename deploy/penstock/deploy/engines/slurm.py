@@ -1,7 +1,8 @@
-"""Slurm: one batch job, with the coordinator on its first node and workers as the tasks of one step.
+"""Engine for Slurm: one batch job, with the coordinator on the job's first node and the workers as the tasks of one
+step.
 
-Its script is deploy/slurm/service.sbatch, which comes with the package, with the plan's sbatch options and variables
-written into it. It keeps the daemons running; Slurm ends them with the job.
+The job's script is deploy/slurm/service.sbatch, which is part of the package. The plan's sbatch options and variables
+are written into it. The script keeps the daemons running, and Slurm ends them with the job.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from penstock.proto.errors import DeadlineError, PenstockError, UnsafeBindError
 __all__ = ["SlurmEngine", "render"]
 
 BEGINNING = "set -euo pipefail\n"
-"""First line of the template after its #SBATCH lines."""
+"""First line of the script after its #SBATCH lines."""
 POLL_S = 1.0
-"""Seconds between two queries to Slurm's controller, which many users share."""
+"""Seconds between two queries to Slurm's controller. They are few, because many users share the controller."""
 
 
 def render(plan: FleetPlan, folder: Path) -> str:
-    """Return the job's script. It sets every variable, to "" where the plan has no value, so that sbatch's environment
-    has no effect."""
+    """Return the text of the job's script. It sets every variable, to "" if the plan has no value, so that variables in
+    sbatch's environment have no effect."""
     _, beginning, body = resources.files(__package__).joinpath("service.sbatch").read_text().partition(BEGINNING)
     options = {
         "job-name": f"penstock-{plan.name}",
@@ -65,12 +66,14 @@ def render(plan: FleetPlan, folder: Path) -> str:
 
 
 class SlurmEngine:
-    """Engine that submits the job, and cancels it."""
+    """Engine that submits a fleet as a Slurm job, and cancels the job."""
 
     def up(self, plan: FleetPlan, folder: Path) -> Fleet:
-        """Submit the job and return when the coordinator listens. A second call for a queued job continues to wait.
+        """Submit the job and return when the coordinator listens. If the job is already queued, a second call waits for
+        it.
 
-        Raises DeadlineError if it is not up in time (the job stays), PenstockError if it ended, UnsafeBindError.
+        Raises DeadlineError if the coordinator does not listen in time (the job stays), PenstockError if the job ended,
+        UnsafeBindError.
         """
         where = FleetFolder(folder)
         if not plan.insecure and not plan.tls.get("tls_cert"):
@@ -119,7 +122,7 @@ class SlurmEngine:
             time.sleep(POLL_S)
 
     def down(self, fleet: Fleet, timeout_s: float) -> list[str]:
-        """Cancel the job; return when Slurm has ended it."""
+        """Cancel the job and return when it has ended."""
         job = fleet.about["job"]
         if not _state(job):
             return []
@@ -135,7 +138,7 @@ class SlurmEngine:
 
 
 def _state(job: str) -> str:
-    """Return the job's state: PENDING, RUNNING, COMPLETING; "" = it has ended."""
+    """Return the state of the Slurm job: PENDING, RUNNING, COMPLETING; "" if it has ended."""
     with contextlib.suppress(PenstockError):  # squeue does not list it any more
         state = called(["squeue", "--noheader", "--jobs", job, "--format", "%T"]).strip()
         return state if state in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED") else ""

@@ -1,10 +1,11 @@
-"""The local engine's supervisor: a coordinator and its workers as children of one process, which outlives the shell.
+"""Supervisor of the local engine: one process whose children are a coordinator and its workers, and which outlives the
+shell.
 
-    python -m penstock.deploy.engines.supervisor FOLDER --ready-fd FD --lock-fd FD    (what `up --detach` starts)
+    python -m penstock.deploy.engines.supervisor FOLDER --ready-fd FD --lock-fd FD    (started by `up --detach`)
 
-It holds the folder's lock, keeps the record there up to date, and reads the plan again on SIGUSR1, to start or end
-workers. SIGTERM and Ctrl-C end the whole fleet: the workers first, because they migrate their slots, then the
-coordinator. If this process is killed, its daemons detect that and end.
+The supervisor holds the lock of the fleet's folder and keeps the record there up to date. On SIGUSR1 it reads the plan
+again, and starts or ends workers. SIGTERM and Ctrl-C end the whole fleet: the workers first, because they migrate their
+slots, then the coordinator. If the supervisor is killed, its daemons detect that and end.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ __all__ = ["supervise"]
 _log = logging.getLogger("penstock.deploy.engines")
 
 LEFTOVERS_S = 30.0
-"""Deadline for the end of a killed supervisor's daemons, in seconds."""
+"""Longest time until the daemons of a killed supervisor have ended, in seconds."""
 RECORD_AGAIN_S = 2.0
-"""Seconds between attempts to write the record while that fails."""
+"""Seconds between two attempts to write the record after a failure."""
 
 
 def supervise(
@@ -50,10 +51,12 @@ def supervise(
     lock: int | None = None,
     parent_pid: int | None = None,
 ) -> None:
-    """Run the fleet until a signal ends it, the process `parent_pid` has ended, or all workers have stopped on request.
-    `ready` is called once, when coordinator and workers are ready. `lock`: the folder's lock, if the caller holds it.
+    """Run the fleet until a signal ends it, until the process `parent_pid` ends, or until all workers have been stopped
+    on request.
 
-    Raises CommandError when it does not become ready, when the coordinator is given up, or when no worker is left.
+    `ready`: called once, when coordinator and workers are ready. `lock`: descriptor of the folder's lock, if the caller
+    holds it. Raises CommandError if the fleet does not become ready, if the coordinator is given up, or if no worker is
+    left.
     """
     if lock is None:
         lock = folder.lock()
@@ -72,7 +75,7 @@ def supervise(
 
 
 def _end_leftovers(folder: FleetFolder) -> None:
-    """Wait for the daemons of a killed predecessor: they have detected its end, but may not be gone yet."""
+    """Wait until the daemons of a killed supervisor have ended. They detect its end, but that may take a moment."""
     fleet = folder.fleet()
     deadline = time.monotonic() + LEFTOVERS_S
     for daemon in fleet.about.get("daemons", ()) if fleet is not None else ():
@@ -93,7 +96,7 @@ class _Supervisor:
         self._up = False
         self._adjusted = 0
         self._unwritten: asyncio.TimerHandle | None = None
-        """Timer of the next attempt to write the record, after a failure."""
+        """Timer of the next attempt to write the record after a failure; None if the last attempt succeeded."""
         self._workers: dict[str, FleetKeeper] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         self._tasks: dict[asyncio.Task[None], FleetKeeper] = {}
@@ -140,8 +143,8 @@ class _Supervisor:
             await asyncio.gather(stopped, living, return_exceptions=True)
 
     async def _live(self) -> None:
-        """Start all daemons, call `ready`, and watch until a failure cannot be repaired, or every worker has stopped on
-        request."""
+        """Start all daemons, call `ready`, and watch them. Return when every worker has been stopped on request; raise
+        an error when a failure cannot be repaired."""
         try:
             async with asyncio.timeout(self._plan.timeout_s):
                 await self._start_coordinator()
@@ -188,7 +191,7 @@ class _Supervisor:
             await self._until_ready([self._coordinator])
 
     async def _until_ready(self, kept: list[FleetKeeper]) -> None:
-        """Wait until these daemons are ready; raise the error of one that is given up."""
+        """Wait until these daemons are ready. Raise the error of a daemon that is given up."""
         waits = [asyncio.ensure_future(one.ready.wait()) for one in kept]
         try:
             while not all(wait.done() for wait in waits):
@@ -206,7 +209,8 @@ class _Supervisor:
         self._tasks[asyncio.ensure_future(kept.run())] = kept
 
     def _adjust(self) -> None:
-        """Start or end workers until their number is the plan's; those that ended or failed are started again."""
+        """Start or end workers until their number is the plan's. Workers that have failed or were stopped are started
+        again."""
         wanted = [worker_name(self._plan.name, number) for number in range(1, self._plan.workers + 1)]
         for name in [name for name in self._workers if name not in wanted]:
             leaving = asyncio.ensure_future(self._workers.pop(name).stop(WORKER_GRACE_S))
@@ -265,7 +269,8 @@ class _Supervisor:
         )
 
     def _record(self) -> None:
-        """Write the record. If that fails, as on a full disk, the fleet keeps running and the write is retried."""
+        """Write the record of the fleet. If that fails, for example because the disk is full, the fleet keeps running
+        and the write is retried."""
         if self._unwritten is not None:
             self._unwritten.cancel()
         try:
@@ -289,8 +294,8 @@ def _daemon(name: str, kept: FleetKeeper) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run the process that `penstock up --detach` starts. The result of the start is one line of JSON on the
-    descriptor."""
+    """Run the process that `penstock up --detach` starts, and return its exit status. The result of the start is
+    written to the descriptor --ready-fd as one line of JSON."""
     parser = argparse.ArgumentParser(prog="python -m penstock.deploy.engines.supervisor")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--ready-fd", type=int, required=True)

@@ -1,4 +1,4 @@
-"""`penstock up` and `penstock down`: from settings to an engine, and the output."""
+"""Implementation of `penstock up` and `penstock down`: chooses the engine by the settings, and prints the result."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ ENGINES: Mapping[str, Engine] = {
     "slurm": slurm.SlurmEngine(),
     "kubernetes": kubernetes.KubernetesEngine(),
 }
-"""Engines that submit a fleet to a cluster's scheduler."""
+"""Engines that submit a fleet to the scheduler of a cluster, by name."""
 RENDERERS: Mapping[str, Callable[[FleetPlan, Path], str]] = {"slurm": slurm.render, "kubernetes": kubernetes.render}
-"""Engine -> function that renders its submission as text."""
+"""Engine -> function that returns the text that the engine would submit, for `--render`."""
 
 
 def run_up(
@@ -45,7 +45,7 @@ def run_up(
     as_json: bool,
     debug: bool,
 ) -> None:
-    """Start a fleet. `flags`, `tls_flags`: values from the command line, None for the rest."""
+    """Start a fleet. `flags`, `tls_flags`: values from the command line, None for those not given."""
     settings = resolve(UpSettings, **flags)
     tls = resolve(TlsSettings, **tls_flags)
     folder = _folder(settings)
@@ -92,8 +92,8 @@ def _folder(settings: UpSettings) -> FleetFolder:
 
 
 def _signals_as_errors(folder: FleetFolder) -> contextlib.AbstractContextManager[Callable[[], None]]:
-    """Turn signals that would end this process at once into an error, like Ctrl-C, so that a fleet that is being
-    started is ended too."""
+    """Return a context that turns signals which would end this process at once into an error, like Ctrl-C, so that a
+    fleet that is being started is ended too."""
     return raised(
         lambda number: CommandError(
             f"the fleet in {folder.path} was ended by {number.name} while it was starting", INTERRUPTED
@@ -102,7 +102,8 @@ def _signals_as_errors(folder: FleetFolder) -> contextlib.AbstractContextManager
 
 
 def _refuse_another(folder: FleetFolder, plan: FleetPlan) -> None:
-    """Refuse a folder of another fleet: an engine may adjust its own fleet, but never replace another's."""
+    """Raise CommandError if another fleet runs in the folder. An engine may change its own fleet, but never replace
+    another one."""
     up = folder.fleet()
     if folder.supervised or (up is not None and (up.engine, up.name) != (plan.engine, plan.name)):
         what = f"{up.name} ({up.engine})" if up is not None else "a local one"
@@ -110,12 +111,12 @@ def _refuse_another(folder: FleetFolder, plan: FleetPlan) -> None:
 
 
 def _print_exports(fleet: Fleet, as_json: bool) -> None:
-    """Print the variables of a training job: the only text on standard output."""
+    """Print the variables of a training job, the only text on standard output."""
     print(json.dumps(fleet.as_dict(), indent=2) if as_json else exports(fleet), flush=True)
 
 
 def run_down(flags: dict[str, Any], timeout_s: float, as_json: bool) -> None:
-    """End the fleet whose record is in the folder. `flags`: those flags of run_up that identify the fleet."""
+    """End the fleet whose record is in the folder. `flags`: flags of `penstock up` that identify the fleet."""
     where = _folder(resolve(UpSettings, **flags))
     if not where.path.is_dir():
         raise CommandError(

@@ -1,1 +1,1 @@
-"""Implementation of the commands for people: status, states, settings, drains."""
+"""Implementation of the commands for people: status, states, settings, drains, and the start of daemons."""

@@ -1,7 +1,7 @@
-"""Views of a batch for people, for JSON, and as a file: its leaves by name, their values, and one row.
+"""Views of a batch for people, for JSON and as a file: the names and values of its leaves, and one row.
 
-It runs in the child process that made the batch, because only that has the user's classes: a namedtuple or a dataclass
-is taken apart there, and the result consists of plain values.
+They are made in the child process that made the batch, because only this process has the user's classes. A namedtuple
+or a dataclass is taken apart there, and the result consists of plain values.
 """
 
 from __future__ import annotations
@@ -25,20 +25,22 @@ __all__ = ["FORMATS", "describe", "rows_in", "write"]
 
 FORMATS = (".pst", ".npz", ".pt")
 FIRST = 8
-"""Number of values of a leaf that are shown."""
+"""Largest number of values that are shown of a leaf."""
 ROW_VALUES = 256
-"""Number of values of a leaf that are shown for one row."""
+"""Largest number of values that are shown of a leaf for one row."""
 _SCALARS = (str, bytes, int, float, bool, complex, type(None))
 _PLAIN = (*_SCALARS, torch.Tensor)
 
 
 def _is_column(value: Any) -> bool:
-    """Return whether a value is a list of plain values, which is one leaf with a value for each row."""
+    """Return whether the value is a list or tuple of plain values. Such a value is one leaf, with a value for each
+    row."""
     return type(value) in (list, tuple) and len(value) > 0 and all(type(item) in _SCALARS for item in value)
 
 
 def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (name, leaf): `tokens`, `meta.length`, `pair.0`; "" for a batch that is a leaf itself."""
+    """Yield the name and the value of each leaf. Names are like `tokens`, `meta.length`, `pair.0`; "" if the batch is a
+    leaf itself."""
     if _is_column(value) or not _is_container(value) or not any(True for _ in _fields(value, name)):
         yield name, value
     else:
@@ -51,7 +53,7 @@ def _is_container(value: Any) -> bool:
 
 
 def _fields(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Return the children of a container, by name; none for a leaf."""
+    """Yield the names and values of a container's children; nothing for a leaf."""
     dot = f"{name}." if name else ""
     if isinstance(value, Mapping):
         named: Iterable[tuple[Any, Any]] = value.items()
@@ -66,9 +68,10 @@ def _fields(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def rows_in(batch: Any) -> int | None:
-    """Return the length of the first tensor or array with a dimension; without one, of the first list. None: no rows.
+    """Return the number of rows of a batch: the length of its first tensor or array that has a dimension, or else of
+    its first list with a value for each row. None: the batch has no rows.
 
-    A batch that is a list of samples, as without a collate function, has one row for each sample.
+    A batch that is a list of samples, because there is no collate function, has one row for each sample.
     """
     if _is_samples(batch):
         return len(batch)
@@ -79,10 +82,11 @@ def rows_in(batch: Any) -> int | None:
 
 
 def _is_samples(value: Any) -> bool:
-    """Return whether a list holds samples: dicts and the like, tuples with values of several kinds, lists without
-    tensors.
+    """Return whether the value is a list of samples: dicts and the like, tuples with values of several types, or lists
+    without tensors.
 
-    Other lists and all tuples are fields, as torch's collate function makes them: for example a tuple of texts.
+    Other lists, and all tuples, are fields of one batch, as torch's collate function makes them, for example a tuple of
+    texts.
     """
     if type(value) is not list or not value:
         return False
@@ -109,7 +113,8 @@ def _length_in(value: Any) -> int | None:
 
 
 def describe(batch: Any, row: int | None) -> dict[str, Any]:
-    """Return the batch as plain values. Raises InvalidArgumentError for a row that it does not have."""
+    """Return the batch as plain values. `row`: number of a row to show too. Raises InvalidArgumentError if there is no
+    such row."""
     rows = rows_in(batch)
     if row is not None and (rows is None or row >= rows):
         have = "no rows, because it has no tensor with a dimension and no list" if rows is None else _range(rows)
@@ -125,7 +130,7 @@ def _range(rows: int) -> str:
 
 
 def _row(value: Any, name: str, row: int, rows: int | None) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value in the row) of all leaves that have one value for each row."""
+    """Yield the name of each leaf that has one value for each row, and its value in this row."""
     if isinstance(value, torch.Tensor | np.ndarray):
         if value.ndim and value.shape[0] == rows:
             yield name, value[row]
@@ -147,7 +152,7 @@ def _of_row(name: str, of_one: Any) -> dict[str, Any]:
 
 
 def _values(value: torch.Tensor | np.ndarray[Any, Any], count: int) -> list[Any]:
-    """Return a leaf's first values in a form that JSON can hold."""
+    """Return the first `count` values of a leaf as values that JSON has."""
     first = value.reshape(-1)[:count].tolist()
     return [str(item) if isinstance(item, complex) else as_json(item) for item in first]
 
@@ -165,7 +170,7 @@ def _leaf(name: str, value: Any) -> dict[str, Any]:
 
 
 def _numbers(value: torch.Tensor | np.ndarray[Any, Any]) -> dict[str, Any]:
-    """Return min, max and mean of the numbers, and the number of NaNs; nothing for values without an order."""
+    """Return minimum, maximum and mean of the numbers, and the number of NaNs; empty for values without an order."""
     try:
         if isinstance(value, torch.Tensor):
             value = _resolved(value)
@@ -186,7 +191,8 @@ def _numbers(value: torch.Tensor | np.ndarray[Any, Any]) -> dict[str, Any]:
 
 
 def _resolved(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor as a box receives it: without a gradient, its lazy conjugation and negation applied."""
+    """Return the tensor as a box receives it: without a gradient, and with its lazy conjugation and negation
+    applied."""
     return tensor.detach().resolve_conj().resolve_neg()
 
 
@@ -194,9 +200,10 @@ def _resolved(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def write(batch: Any, path: Path) -> None:
-    """Write the batch to a new file in one of FORMATS, synced to disk: the command gives it its final name.
+    """Write the batch to a new file in one of FORMATS and sync it to disk. The command then renames the file to its
+    final name.
 
-    Raises InvalidArgumentError for a batch that the format cannot hold as it is, or if the file exists.
+    Raises InvalidArgumentError if the format cannot hold the batch as it is, or if the file exists.
     """
     data = {".pst": _envelope, ".npz": _arrays, ".pt": _torch}[path.suffix](batch)
     try:
@@ -228,7 +235,8 @@ def _arrays(batch: Any) -> bytes:
 
 
 def _array(name: str, value: Any) -> np.ndarray[Any, Any]:
-    """Return the value as an array. Raises InvalidArgumentError if an array would not keep its value and type."""
+    """Return the value as a numpy array. Raises InvalidArgumentError if an array cannot hold its value and type
+    unchanged."""
     if isinstance(value, bytes):
         return np.frombuffer(value, np.uint8)
     try:
@@ -244,8 +252,8 @@ def _array(name: str, value: Any) -> np.ndarray[Any, Any]:
 
 
 def _is_kept(value: Any, array: np.ndarray[Any, Any]) -> bool:
-    """Return whether the array holds plain values unchanged: numpy drops a str's trailing NULs, and changes values of
-    mixed types and large integers."""
+    """Return whether the array holds the plain values unchanged. Numpy drops trailing NULs of a str, and changes large
+    integers and values of mixed types."""
     if not _is_column(value):
         if type(value) not in _SCALARS:
             return True
@@ -261,8 +269,8 @@ def _torch(batch: Any) -> bytes:
 
 
 def _plain(value: Any, name: str) -> Any:
-    """Return the batch as torch.load(weights_only=True) reads it. A tensor that is a view is copied, because torch
-    saves all of its storage."""
+    """Return the batch in the form that torch.load(weights_only=True) reads. A tensor that is a view is copied, because
+    torch would save its whole storage."""
     if type(value) in (list, tuple):
         return type(value)(_plain(item, f"{name}[{index}]") for index, item in enumerate(value))
     if type(value) is dict:

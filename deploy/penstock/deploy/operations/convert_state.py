@@ -1,6 +1,7 @@
-"""`penstock state convert`: convert a saved state to other boxes and workers, and report the consequences.
+"""Implementation of `penstock state convert`: converts a saved state to other numbers of boxes and workers, and reports
+the consequences.
 
-Loading a state on another topology does the same automatically, and the stream is the same. The command reports
+Loading a state with other numbers does the same automatically, and yields the same stream. The command reports
 beforehand whether the conversion is possible, what is kept, and what starts anew.
 """
 
@@ -23,7 +24,7 @@ __all__ = ["convert", "show_convert"]
 
 
 def show_convert(source: Path, target: Path, boxes: int, workers: int, as_json: bool) -> None:
-    """Convert a file, and print a report."""
+    """Convert a file and print a report."""
     done = convert(source, target, boxes, workers)
     if as_json:
         print(json.dumps({"written": str(target), "states": done}, indent=2))
@@ -36,8 +37,8 @@ def show_convert(source: Path, target: Path, boxes: int, workers: int, as_json: 
 def convert(source: Path, target: Path, boxes: int, workers: int) -> list[dict[str, Any]]:
     """Convert all states in a file, or none; return a report on each.
 
-    Raises InvalidArgumentError for a topology that no run can have, StateMismatchError if a state cannot be converted
-    to it, and the errors of SavedFile.
+    Raises InvalidArgumentError for a number of boxes and workers that no run can have, StateMismatchError if a state
+    cannot be converted to it, and the errors of SavedFile.
     """
     from penstock.deploy.operations.saved_file import SavedFile
 
@@ -80,8 +81,8 @@ def _converted(saved: SavedState, boxes: int, workers: int) -> SavedState:
 
 
 def _global_batch(state: Any) -> int | None:
-    """Return the number of rows of a global batch, if a Penstock source sets it independently of a box's rows: it is
-    then the same on any number of boxes."""
+    """Return the size of the global batch in rows, if a source of penstock.data fixes it independently of a box's rows.
+    The global batch is then the same on any number of boxes. Return None otherwise."""
     from penstock.data.ordering.order_states import OrderProgress
 
     try:
@@ -109,14 +110,15 @@ def _report(before: SavedState, after: SavedState) -> dict[str, Any]:
 
 
 def _topology(saved: SavedState) -> dict[str, int] | None:
-    """Return the topology; None: the state belongs to no run yet, and fits any."""
+    """Return the numbers of boxes and workers of the saved state; None if it belongs to no run yet and fits any
+    numbers."""
     if not saved.positions:
         return None
     return {"boxes": saved.num_boxes, "workers": saved.num_workers_per_box}
 
 
 def _uneven(saved: SavedState) -> list[str]:
-    """Return the workers whose input had ended while that of others had not."""
+    """Return the names of the workers whose input had ended while others still had batches."""
     return [
         f"box {box} slot {slot}"
         for box, position in enumerate(saved.positions)
@@ -126,7 +128,7 @@ def _uneven(saved: SavedState) -> list[str]:
 
 
 def _meaning(before: SavedState, after: SavedState) -> tuple[list[str], list[str]]:
-    """Describe the consequences of a conversion: what is kept exactly, and what starts anew."""
+    """Return the consequences of a conversion as texts: what is kept exactly, and what starts anew."""
     if after is before:
         return ["everything"], []
     kept = [

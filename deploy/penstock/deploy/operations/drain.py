@@ -1,7 +1,7 @@
-"""`penstock worker drain`: a worker migrates its slots, so that its machine can be removed.
+"""Implementation of `penstock worker drain`: lets a worker migrate its slots, so that its machine can be removed.
 
-The command sends the order once and then only polls. So it does not override an --undo given elsewhere, and it waits
-for a coordinator that restarts meanwhile.
+The command sends its order once and then only polls the worker's state. So it does not override an --undo that was
+given elsewhere, and it keeps waiting when the coordinator restarts.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 __all__ = ["drain"]
 
 POLL_S = 0.3
-"""Seconds between two queries."""
+"""Seconds between two polls."""
 GONE_S = 10.0
-"""Seconds after which a worker unknown to the coordinator has ended. A restarted coordinator receives heartbeats of its
-workers within about a second."""
+"""Seconds after which a worker that the coordinator does not know has ended. A restarted coordinator receives the
+heartbeats of its workers within about a second."""
 
 
 def drain(worker: str, undo: bool, timeout_s: float, peer: Peer, as_json: bool) -> None:
@@ -54,7 +54,7 @@ def drain(worker: str, undo: bool, timeout_s: float, peer: Peer, as_json: bool) 
 def _wait(
     client: CoordinatorClient, worker: str, left: pb.DrainWorkerReply, until: float, *, quiet: bool
 ) -> pb.DrainWorkerReply:
-    """Return the worker's status once it has no slots left, or the deadline has passed."""
+    """Wait until the worker has no slots left, or until the deadline `until`, and return its last status."""
     session, printed, seen = left.session, -1, time.monotonic()
     while left.slots and time.monotonic() < until:
         if left.slots != printed and not quiet:

@@ -1,6 +1,6 @@
-"""`penstock config`: every setting with its value and source, and an example settings file.
+"""Implementation of `penstock config`: shows every setting with its value and source, and an example settings file.
 
-Both are made from the settings' classes, so that they include each new setting.
+Both are made from the settings' classes, so that a new setting is included automatically.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ TOKEN_FILE = "File that holds the token, or lines ROLE:TOKEN, readable by its ow
 
 
 def show_config(of: str | None, as_json: bool) -> int:
-    """Print the effective settings of one command, or of all of OF. Return the exit code: 2 if a value is invalid."""
+    """Print the effective settings of the command `of`, or of all commands. Return the exit code: 2 if a value is
+    invalid."""
     check_settings_file()
     for name in [of] if of else OF:
         for section in OF[name]:
@@ -70,7 +71,7 @@ def show_config(of: str | None, as_json: bool) -> int:
 
 
 def _token() -> str:
-    """Return a text that names the source of the credential token; "" if there is none."""
+    """Return a text that names the source of the credential token; "" if no token is given."""
     if os.environ.get("PENSTOCK_TOKEN"):
         return "the variable PENSTOCK_TOKEN"
     if named := os.environ.get("PENSTOCK_TOKEN_FILE"):
@@ -116,7 +117,8 @@ def show_example() -> None:
 
 
 def example() -> Iterator[str]:
-    """Yield the lines of a settings file with every setting as a comment with its default, empty without one."""
+    """Yield the lines of a settings file with every setting as a comment. A setting has its default as the value, or no
+    value if it has no default."""
     yield "# Settings of Penstock. A flag wins over a variable, a variable over this file, this file over the default."
     yield "# Remove the # before a setting to use it. `penstock config` shows the effective values and their sources."
     yield ""

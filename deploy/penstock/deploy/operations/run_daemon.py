@@ -1,6 +1,7 @@
-"""`penstock coordinator` and `penstock worker`: settings, token, log, and then the daemon until it ends.
+"""Implementation of `penstock coordinator` and `penstock worker`: reads settings and token, sets up the log, and runs
+the daemon until it ends.
 
-Standard output gets one line, when the daemon is ready; the log goes to standard error.
+Standard output gets one line, when the daemon is ready. The log goes to standard error.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ def run_coordinator(
     debug: bool,
     parent_pid: int | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT, or until the process `parent_pid` has ended. The dicts hold the flags; the value
-    of a flag that was not given is None."""
+    """Run a coordinator until SIGTERM or SIGINT, or until the process `parent_pid` ends. The dicts hold the flags; the
+    value of a flag that was not given is None."""
     from penstock.appliance.edge.server import serve
     from penstock.appliance.model.limits import MEMORY_BUDGET, Limits
 
@@ -110,7 +111,7 @@ def run_worker(
     debug: bool,
     parent_pid: int | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT, or until the process `parent_pid` has ended. The dicts hold the flags; the value
+    """Run a worker until SIGTERM or SIGINT, or until the process `parent_pid` ends. The dicts hold the flags; the value
     of a flag that was not given is None."""
     from penstock.worker.daemon.daemon import serve
     from penstock.worker.daemon.worker_settings import DaemonSettings, own_name
@@ -175,7 +176,7 @@ def run_worker(
 
 
 def _begin(debug: bool, telemetry: TelemetrySettings, **always: str) -> None:
-    """Set up logs and traces. `always`: fields to add to each JSON log line."""
+    """Set up logs and traces. `always`: fields that are added to each log line in JSON."""
     keep_memory_private()
     faulthandler.enable()
     handler = logging.StreamHandler(sys.stderr)
@@ -186,7 +187,7 @@ def _begin(debug: bool, telemetry: TelemetrySettings, **always: str) -> None:
 
 
 def _announce(line: str, ready_file: Path | None) -> None:
-    """Write the line to standard output and to the file, atomically."""
+    """Write the line to standard output, and to `ready_file` if one is given. The file appears atomically."""
     if ready_file is not None:
         try:
             write_whole(ready_file, f"{line}\n".encode(), sync=False)

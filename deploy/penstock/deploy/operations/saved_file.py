@@ -1,8 +1,8 @@
-"""Files with saved states, as training jobs write them: the result of `DataLoader.state_dict()`, alone or
-inside a larger checkpoint, in our envelope (`encode_state`) or by `torch.save`.
+"""Files with saved states, as training jobs write them: the result of `DataLoader.state_dict()`, alone or within a
+larger checkpoint, written by Penstock's `encode_state` or by `torch.save`.
 
 A file of torch is read with weights_only=True, which accepts tensors and plain values and runs no code. Only this
-module calls `torch.load`, and only in commands with a file that the user named.
+module calls `torch.load`, and only for files that the user named on the command line.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ __all__ = ["ZIP", "FoundState", "SavedFile", "of_torch"]
 
 _ENVELOPE, ZIP = b"PENSTATE", b"PK\x03\x04"
 DEEPEST = 16
-"""Largest depth of nested containers that are searched."""
+"""Largest depth of nested containers in which saved states are searched."""
 
 
 @dataclass(frozen=True)
 class FoundState:
-    """Saved state in a file."""
+    """Saved state that was found in a file."""
 
     path: tuple[Any, ...]
-    """Keys that lead to it; () if it is the whole file."""
+    """Keys that lead from the file's content to the state; () if the file contains only the state."""
     saved: SavedState
 
     @property
@@ -42,7 +42,8 @@ class FoundState:
 
 
 class SavedFile:
-    """File with saved states. Raises InvalidArgumentError, StateCorruptError, StateMismatchError if it has none."""
+    """File with saved states. Raises InvalidArgumentError, StateCorruptError; StateMismatchError if the file has no
+    saved state."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -73,7 +74,8 @@ class SavedFile:
             raise StateMismatchError(f"{path} has no state of a DataLoader: nothing in it has the key {KEY!r}")
 
     def the(self, input_fn: str | None) -> FoundState:
-        """Return the file's only state, or the only one of that input_fn. Raises StateMismatchError."""
+        """Return the file's only state, or its only state of this input_fn. Raises StateMismatchError if there is none
+        or several."""
         fits = [found for found in self.states if input_fn is None or found.saved.input_fn == input_fn]
         if len(fits) == 1:
             return fits[0]
@@ -86,7 +88,7 @@ class SavedFile:
         )
 
     def write(self, path: Path, states: Mapping[tuple[Any, ...], Any]) -> None:
-        """Write the same file with other states in their places, atomically."""
+        """Write the file's content to `path` atomically, with `states` in place of the states at these keys."""
         value = self._value
         for at, state in states.items():
             value = _replaced(value, at, state)
@@ -129,7 +131,7 @@ def _states(value: Any, at: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], 
 
 
 def _replaced(value: Any, at: tuple[Any, ...], state: Any) -> Any:
-    """Return a copy with `state` at a path: containers on the path are copied, all others shared."""
+    """Return a copy of the value with `state` at a path of keys. Only the containers on the path are copied."""
     if not at:
         return state
     key, *rest = at

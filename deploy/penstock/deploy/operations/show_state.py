@@ -1,7 +1,9 @@
-"""`penstock state`: the DataLoaderCheckpoint records of a run at a step, over gRPC, as tables or as JSON.
+"""Implementation of `penstock state`: fetches the DataLoaderCheckpoint records of a run at a step by gRPC, and shows
+them as tables or JSON.
 
-A record's names are those of the proto (box, slot, step, worker_step ...), with global_worker_id derived as
-DataLoaderCheckpoint does. The user's state is decoded here, which needs torch; none of it is run or unpickled.
+The names in a record are those of the proto (box, slot, step, worker_step ...). global_worker_id is computed in the
+same way as in DataLoaderCheckpoint. The user's state is decoded here, which needs torch; nothing in it is executed or
+unpickled.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ def show_state(
     peer: Peer,
     as_json: bool,
 ) -> None:
-    """Fetch the state of `run` ("job/ordinal", or "job" for its first loader) at `step` (None: the newest); print
-    it."""
+    """Fetch and print the state of `run` ("job/ordinal", or "job" for its first loader) at `step`. `step` None: the
+    newest step."""
     name = run_name(run)
     request = pb.FetchStateRequest(run=name, step=step or 0, newest=step is None, deadline_s=deadline_s)
     with peer.client() as client:
@@ -45,7 +47,7 @@ def show_state(
 
 
 def run_name(run: str) -> str:
-    """Return "JOB/ORDINAL" of the argument. Raises InvalidArgumentError."""
+    """Return the run's name as "JOB/ORDINAL"; "JOB" alone is JOB/0. Raises InvalidArgumentError."""
     job, slash, ordinal = run.partition("/")
     if not job or (slash and not (ordinal.isascii() and ordinal.isdigit())):
         raise InvalidArgumentError(f"a run must be JOB or JOB/NUMBER, as `penstock status` shows it, got {run!r}")
@@ -53,7 +55,7 @@ def run_name(run: str) -> str:
 
 
 def as_dict(run: str, fetched: FetchedState) -> dict[str, Any]:
-    """Return the records and positions as plain values; `user_state_dict` decoded."""
+    """Return the records and positions as plain values, with each `user_state_dict` decoded."""
     workers = [_worker(record, data) for record, data in fetched.records]
     first = fetched.records[0][0] if fetched.records else pb.WorkerRecord()
     return {

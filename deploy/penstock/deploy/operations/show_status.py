@@ -1,4 +1,4 @@
-"""`penstock status`: the coordinator's present state, as tables or as one JSON object (see
+"""Implementation of `penstock status`: prints the coordinator's present state, as tables or as one JSON object (see
 penstock.runtime.telemetry.cluster_view)."""
 
 from __future__ import annotations

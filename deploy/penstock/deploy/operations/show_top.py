@@ -1,8 +1,8 @@
-"""`penstock top`: the coordinator's state, repeatedly.
+"""Implementation of `penstock top`: shows the coordinator's state repeatedly.
 
-On a terminal it is a screen that is refreshed; elsewhere lines to read or to grep, or JSON objects. A coordinator that
-cannot be reached at first is an error. If it goes away later, the command waits for it and the screen reports that,
-because training continues meanwhile.
+On a terminal it is a screen that is refreshed. Elsewhere it is lines to read or to grep, or JSON objects. If the
+coordinator cannot be reached at the start, that is an error. If it goes away later, the command waits for it, because
+training continues meanwhile, and the screen reports that.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ if TYPE_CHECKING:
 __all__ = ["has_quit_key", "run_top"]
 
 DEADLINE_S = 5.0
-"""Deadline of one query, in seconds: a later answer is not a live view."""
+"""Deadline of one query, in seconds. A later answer would not show the present."""
 ESCAPE_S = 0.05
-"""Seconds within which the rest of an escape sequence follows its first byte, which alone is the key Esc."""
+"""Seconds within which the rest of an escape sequence must follow its first byte. The first byte alone is the key
+Esc."""
 _SEQUENCE = re.compile(rb"\x1b(\[[0-?]*[ -/]*[@-~]|O.|[^\x1b])", re.DOTALL)
 AWAY = (CoordinatorUnavailableError, DeadlineError)
 
@@ -48,7 +49,7 @@ def run_top(
     count: int | None,
     as_json: bool,
 ) -> None:
-    """Run the command. `count`: number of queries; None = until it is ended."""
+    """Run the command. `count`: number of queries; None = no limit."""
     with peer.client() as client:
         watch = _Watch(client, peer.address)
         with contextlib.suppress(KeyboardInterrupt):  # the usual end
@@ -61,18 +62,18 @@ def run_top(
 
 
 class _Watch:
-    """Poller that keeps the last answer."""
+    """Repeated query of the coordinator, which keeps the last answer."""
 
     def __init__(self, client: CoordinatorClient, address: str) -> None:
         self._client, self._address = client, address
         self._found: ClusterView | None = None
         self.away_s = 0.0
-        """Seconds without an answer; 0 = the last query was answered."""
+        """Seconds since the last answer; 0 if the last query was answered."""
         self._answered_at = 0.0
 
     def ask(self) -> None:
-        """Query the coordinator. Raises the error of its answer, or CoordinatorUnreachableError if it has never
-        answered."""
+        """Query the coordinator and keep the answer. Raises the error in the answer; CoordinatorUnreachableError if the
+        coordinator has never answered."""
         try:
             self._found = view(self._client.status(deadline_s=DEADLINE_S), self._address)
         except AWAY:
@@ -116,7 +117,7 @@ def _print_json(watch: _Watch) -> None:
 
 
 class _Printer:
-    """Printer of lines, with each event once."""
+    """Printer of the lines or JSON objects. It prints each event once."""
 
     def __init__(self) -> None:
         self._since = 0.0
@@ -131,7 +132,8 @@ class _Printer:
 
 
 def _terminal() -> Console | None:
-    """Return standard output if its cursor can be moved, else None."""
+    """Return a rich console for standard output; None if standard output is not a terminal whose cursor can be
+    moved."""
     if not sys.stdout.isatty():
         return None
     from rich.console import Console
@@ -141,7 +143,7 @@ def _terminal() -> Console | None:
 
 
 def _live(watch: _Watch, interval_s: float, console: Console) -> None:
-    """Run until q, Esc or Ctrl-C. A signal that ends it raises SystemExit."""
+    """Show the screen until q, Esc or Ctrl-C. A signal that ends the process raises SystemExit."""
     from rich.live import Live
 
     watch.ask()  # the first query's error is raised before the screen starts
@@ -164,7 +166,7 @@ def _live(watch: _Watch, interval_s: float, console: Console) -> None:
 
 def _ask(ask: Callable[[], None], quits: Callable[[float], bool]) -> bool:
     """Query the coordinator in a thread and watch the keys meanwhile, because a query may hang. Return False if a key
-    ends the command; the query then ends when its client is closed."""
+    ends the command. The query then ends when its client is closed."""
     pool = ThreadPoolExecutor(1, "penstock-top")
     query = pool.submit(ask)
     pool.shutdown(wait=False)
@@ -176,15 +178,15 @@ def _ask(ask: Callable[[], None], quits: Callable[[float], bool]) -> bool:
 
 
 def has_quit_key(keys: bytes) -> bool:
-    """Return whether q or Esc is among the terminal's input, and not only as part of other keys' sequences."""
+    """Return whether the terminal's input contains the key q or Esc, and not only as part of another key's sequence."""
     plain_keys = _SEQUENCE.sub(b"", keys)
     return any(key in plain_keys for key in (b"q", b"Q", b"\x1b"))
 
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], bool]]:
-    """Yield a function that waits so many seconds for keys, and returns whether they end the command. Without a
-    terminal on standard input it only waits."""
+    """Yield a function that waits for keys for a number of seconds, and returns whether one of them ends the command.
+    If standard input is not a terminal, the function only waits."""
 
     def wait(seconds: float) -> bool:
         time.sleep(seconds)

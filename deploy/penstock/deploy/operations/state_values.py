@@ -1,9 +1,9 @@
-"""View of a user's state for people and for JSON; it cannot be loaded back.
+"""View of a user's state for people and for JSON. The state cannot be loaded from the view.
 
 JSON has no tensors, bytes, tuples as keys or NaN. Such a value becomes an object with the one key "$", whose value
-names its type: {"$": "tensor", "dtype": "int64", "shape": [3]} (with a "value" if it has no dimension), {"$":
-"bytes", "size": 5, "base64": "aGVsbG8="}, {"$": "dict", "items": [[key, value], ...]}, {"$": "float", "value":
-"nan"}. Lists and tuples are lists.
+names its type: {"$": "tensor", "dtype": "int64", "shape": [3]} (with a "value" if it has no dimension), {"$": "bytes",
+"size": 5, "base64": "aGVsbG8="}, {"$": "dict", "items": [[key, value], ...]}, {"$": "float", "value": "nan"}. Lists and
+tuples become lists.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 __all__ = ["as_json", "brief"]
 
 BYTES_IN_FULL = 1024
-"""Largest number of bytes that are shown; longer values show only their size."""
+"""Largest number of bytes of a value that are shown. Of a longer value only the size is shown."""
 BRIEF_ITEMS = 8
-"""Number of values of one container that the short form shows."""
+"""Largest number of values of one container in the short form."""
 BRIEF_TEXT = 32
 BRIEF_DEPTH = 3
 
 
 def as_json(value: Any) -> Any:
-    """Return `value` in a form that json.dumps takes and any JSON reader accepts."""
+    """Return `value` in a form that json.dumps accepts and that any JSON reader can read."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -48,7 +48,7 @@ def as_json(value: Any) -> Any:
 
 
 def brief(value: Any, depth: int = 0) -> str:
-    """Return `value` in about a line: names and small values, the rest as type and size."""
+    """Return `value` as a text of about one line: names and small values in full, the rest as type and size."""
     if isinstance(value, str):
         return repr(value if len(value) <= BRIEF_TEXT else value[:BRIEF_TEXT] + "...")
     if isinstance(value, bytes | bytearray):
@@ -78,7 +78,8 @@ def _name(key: Any) -> str:
 
 
 def _shape(value: Any) -> list[int] | None:
-    """Describe a tensor, array or numpy scalar by its attributes: this module imports no torch."""
+    """Return the shape of a tensor, array or numpy scalar; None for other values. It is read from attributes, because
+    this module must not import torch."""
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     return None if shape is None or dtype is None else [int(length) for length in shape]
 

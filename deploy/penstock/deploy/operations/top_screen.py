@@ -1,8 +1,8 @@
-"""Screen of `penstock top`: tables drawn by rich, or lines for a file or a pipe.
+"""Screen of `penstock top`: tables drawn by rich on a terminal, lines for a file or a pipe.
 
-A fleet has more slots than a terminal has lines. So each table is sorted by importance, slots by how long boxes wait
-for them, and is cut at the end of the screen; the sentence that names the bottleneck is never cut. This module chooses
-the rows, because rich squeezes or wraps rows that do not fit.
+A fleet has more slots than a terminal has lines. So each table is sorted by importance, for example slots by how long
+boxes wait for them, and is cut at the end of the screen. The sentence that names the bottleneck is never cut. This
+module chooses the rows itself, because rich squeezes or wraps rows that do not fit.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 __all__ = ["Screen", "plain"]
 
 LEAST_ROWS = 3
-"""Number of rows that each table gets before any table gets more."""
+"""Number of rows that every table gets before any table gets more."""
 WIDEST = 1000
-"""Width at which a table is drawn before it is cut at the right, because its first columns matter most."""
+"""Width in characters at which a table is drawn. It is then cut at the right edge of the screen, because the first
+columns matter most."""
 STYLES = {"": "", "info": "cyan", "warn": "yellow", "bad": "red"}
 
 
@@ -40,10 +41,10 @@ class Section:
     columns: Columns[Any]
     headings: Sequence[str]
     rows: Sequence[Any]
-    """Views, each with its `alarm`."""
+    """Rows of the table, as views that each have an `alarm`."""
 
     def table(self, count: int) -> RichTable:
-        """Return the first `count` rows, below the header."""
+        """Return the table with its header and its first `count` rows."""
         *others, last = self.headings
         shown, more = self.rows[:count], len(self.rows) - count
         heads = (*others, f"{last.rstrip('>')} ({more} more)" if more else last)
@@ -54,11 +55,11 @@ class Section:
 
 @dataclass(frozen=True)
 class Screen:
-    """Whole screen, as a renderable of rich that fits the height and width of the terminal."""
+    """Whole screen, as a renderable of rich that fits the height and the width of the terminal."""
 
     found: ClusterView
     away: str = ""
-    """Reason why the view is out of date; "": it is current."""
+    """Reason why the shown state is out of date; "" if it is current."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
         """Yield the lines of the screen."""
@@ -79,8 +80,8 @@ class Screen:
             yield Segment.line()
 
     def _head(self, width: int, height: int) -> list[tuple[str, str]]:
-        """Return styles and lines: coordinator, whether the view is old; for each open run its figures and its
-        bottleneck."""
+        """Return the first lines, each with its style: the coordinator, `away`, and for each open run its figures and
+        its bottleneck."""
         coordinator, runs = self.found.coordinator, self.found.open_runs
         about = coordinator.about + (f"  dashboard {coordinator.dashboard}" if coordinator.dashboard else "")
         lines = [("bold reverse", about.ljust(width))]
@@ -95,8 +96,8 @@ class Screen:
 
 
 def fit(rows: Sequence[int], height: int) -> list[int]:
-    """Return the number of rows of each table to show in `height` lines; the first tables matter most. Each table
-    takes two more lines: its header, and a blank."""
+    """Return how many rows of each table are shown in `height` lines. The first tables matter most. Each table takes
+    two more lines: its header and a blank one."""
     counts = [0] * len(rows)
     for index, count in enumerate(rows):
         least = min(count, LEAST_ROWS)
@@ -139,7 +140,8 @@ def _figures(run: RunView) -> str:
 
 
 def plain(found: ClusterView, since: float) -> Iterable[str]:
-    """Yield lines for a file or a pipe: one a run, and one for each event since `since` (seconds since 1970)."""
+    """Yield lines for a file or a pipe: one for each run, and one for each event after `since` (seconds since the Unix
+    epoch)."""
     for event in found.events:
         if event.at > since:
             kind = "fault" if event.fault else "event"

@@ -1,1 +1,1 @@
-"""`penstock replay`: recreates a delivered batch."""
+"""Implementation of `penstock replay`, which recreates a delivered batch."""

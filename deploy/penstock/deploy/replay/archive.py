@@ -16,7 +16,8 @@ __all__ = ["Archive", "RunningArchive", "StoppedArchive"]
 
 class Archive(Protocol):
     def histories(self, run: str, box: int) -> list[pb.History]:
-        """Return the histories of all attempts, oldest first. Raises UnknownRunError if there is none."""
+        """Return the box's histories in all attempts of the run, oldest first. Raises UnknownRunError if there is
+        none."""
 
     def snapshot(self, header: pb.SnapshotHeader) -> bytes: ...
 
@@ -38,7 +39,7 @@ def _unknown(run: str, box: int, where: str) -> UnknownRunError:
 
 
 class RunningArchive:
-    """History from a running coordinator."""
+    """History of a run, queried from a running coordinator."""
 
     def __init__(self, client: CoordinatorClient) -> None:
         self._client = client
@@ -66,7 +67,7 @@ class RunningArchive:
 
 
 class StoppedArchive(StoppedCoordinator):
-    """History from the state directory of a stopped coordinator."""
+    """History of a run, read from the state directory of a stopped coordinator."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)

@@ -1,12 +1,13 @@
-"""Plan of the replay of a delivered batch: the box's position to start from, and how each worker is restored there.
+"""Plan of the replay of a delivered batch: the position of the box from which the replay starts, and how each worker is
+restored there.
 
-A batch is a function of the stream's start and of the epochs that the loop abandoned by `break`. Which worker made step
-S follows from the lengths of all workers' epochs, which are not recorded. So all workers of the box run again, from the
-newest known position that each of them can reach: from a durable snapshot before it, from a checkpoint of it, or from
-the start of the attempt. That yields the stream digest of the box too, which is compared where the box, or a
-checkpoint, recorded it.
+A batch follows from the start of its stream and from the epochs that the loop abandoned by `break`. Which worker made a
+given step depends on the lengths of all workers' epochs, which are not recorded. So all workers of the box run again.
+They start from the newest known position that each of them can reach: from a durable snapshot before it, from a
+checkpoint of it, or from the start of the attempt. The replay of all workers also yields the box's stream digest. It is
+compared at a position where the box, or a checkpoint, recorded it.
 
-Pure: it reads the history, and runs nothing.
+Pure: the history is read, and nothing is run.
 """
 
 from __future__ import annotations
@@ -23,33 +24,35 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 __all__ = ["KnownPosition", "ReplayPlan", "attempt_of", "plan"]
 
 FURTHER = 1000
-"""Largest number of steps replayed after the batch to reach a known stream digest; more if more steps were replayed
-before it."""
+"""Largest number of steps that are replayed after the requested batch to reach a recorded stream digest. It is higher
+if more steps were replayed before the batch."""
 
 
 @dataclass(frozen=True)
 class KnownPosition:
-    """Known position of the box."""
+    """Position of the box that is known from its history or from a checkpoint."""
 
     position: Position
     checkpoint: SavedState | None = None
-    """Checkpoint of this position, from which the workers can start."""
+    """Checkpoint of this position, from which the workers can start; None if there is none."""
 
 
 @dataclass(frozen=True)
 class ReplayPlan:
     start: KnownPosition
     snapshots: tuple[pb.SnapshotHeader | None, ...]
-    """Snapshot by slot, if the start has no checkpoint; None: restored as at the attempt's start."""
+    """Snapshot from which each worker starts, by slot; None: the worker starts as at the attempt's start. They are not
+    used if the start has a checkpoint."""
     abandoned: dict[int, int]
     check: Position | None
-    """Position at which the stream digest is compared."""
+    """Position at which the stream digest is compared; None if it is not compared."""
     unverified: str
     """Reason why the stream digest is not compared, if `check` is None."""
 
 
 def attempt_of(histories: Sequence[pb.History], box: int, step: int, number: int | None) -> pb.History:
-    """Return the attempt that delivered the step: the newest that reached it. Raises StateUnavailableError."""
+    """Return the history of attempt `number`, or of the newest attempt that reached the step. Raises
+    StateUnavailableError."""
     of_number = [history for history in histories if number in (None, history.attempt)]
     if not of_number:
         have = ", ".join(str(history.attempt) for history in histories)
@@ -72,12 +75,12 @@ def attempt_of(histories: Sequence[pb.History], box: int, step: int, number: int
 
 
 def _last(history: pb.History) -> int:
-    """Return the last step known to be delivered to the box."""
+    """Return the last step that is known to have been delivered to the box."""
     return max(history.opening.start.step, max((position.step for position in history.known), default=0))
 
 
 def plan(history: pb.History, checkpoints: Sequence[SavedState], step: int) -> ReplayPlan:
-    """Return the plan that leads to the step. Raises StateMismatchError for a checkpoint that is not of this run."""
+    """Return the plan that leads to the step. Raises StateMismatchError if a checkpoint is not of this run."""
     opening = history.opening
     point = Position.from_proto(opening.start)
     abandoned = {abandoned_epoch.epoch: abandoned_epoch.step for abandoned_epoch in history.abandoned}
@@ -111,10 +114,11 @@ def plan(history: pb.History, checkpoints: Sequence[SavedState], step: int) -> R
 
 
 def _place_of(opening: pb.OpenRunRequest, begun: int, saved: SavedState) -> Position | None:
-    """Return the box's position when the state was saved; None if it is before the attempt's start.
+    """Return the position of the box in a saved state; None if it is before the attempt's start. `begun`: step at which
+    the attempt began.
 
-    A state of another topology is valid at the attempt's start, because the attempt was resumed from it; later ones
-    belong to another attempt. Raises StateMismatchError.
+    A state with other numbers of boxes or workers is valid only at the attempt's start, because the attempt was resumed
+    from it. Such states of later steps belong to another attempt. Raises StateMismatchError.
     """
     ours, theirs = (opening.num_boxes, opening.num_workers_per_box), (saved.num_boxes, saved.num_workers_per_box)
     if saved.input_fn != opening.loader.input_fn:
@@ -143,8 +147,8 @@ def _place_of(opening: pb.OpenRunRequest, begun: int, saved: SavedState) -> Posi
 def _start(
     history: pb.History, known: Sequence[KnownPosition], abandoned: dict[int, int], step: int
 ) -> tuple[KnownPosition, tuple[pb.SnapshotHeader | None, ...]]:
-    """Return the newest known position before the step that all workers can be restored to; the first known one is
-    the attempt's start."""
+    """Return the newest known position before the step at which all workers can start, and their snapshots for it. The
+    first position in `known` must be the attempt's start."""
     before = [one for one in known if one.position.step < step]
     for one in sorted(before, key=lambda one: (one.position.step, one.checkpoint is not None), reverse=True):
         if one.checkpoint is not None:
@@ -156,15 +160,15 @@ def _start(
 
 
 def _left(first: int, epoch: int, abandoned: dict[int, int]) -> bool:
-    """Return whether the loop abandoned an epoch in [first, epoch); then the workers' positions cannot be computed
+    """Return whether the loop abandoned an epoch in [first, epoch). If so, the workers' positions cannot be computed
     beforehand."""
     return any(first <= abandoned_epoch < epoch for abandoned_epoch in abandoned)
 
 
 def _snapshot(history: pb.History, slot: int, at: Position, abandoned: dict[int, int]) -> pb.SnapshotHeader | None:
-    """Return the newest durable snapshot from which the slot's position can be reached. It is used without a check,
-    because only verified snapshots are stored. Return None if there is none, or if the loader can be restored only by
-    its own state methods; then it is replayed from the attempt's start."""
+    """Return the newest durable snapshot from which the slot can reach its position in `at`. The snapshot needs no
+    check, because only verified ones are stored. Return None if there is none, or if the loader can be restored only by
+    its aggregate and deaggregate methods. The slot is then replayed from the attempt's start."""
     if slot >= len(history.slots):
         return None
     kept = history.slots[slot]

@@ -1,7 +1,7 @@
-"""`penstock replay`: recreates a delivered batch here, to show its content.
+"""Implementation of `penstock replay`: recreates a delivered batch on this machine, to show its content.
 
-The loader is user code that the run names. It is imported and run in child processes, and only if the caller allows its
-module, because another user may have written the name in a journal or a file.
+The loader is user code, which the run names. It is imported and run in child processes, and only if the caller allows
+its module, because another user may have written the name in a journal or a file.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ __all__ = ["BatchReplay", "ReplayRequest", "archive_of", "replay"]
 
 @dataclass(frozen=True)
 class ReplayRequest:
-    """Batch to replay, and its sources. Raises InvalidArgumentError for invalid values."""
+    """Batch to replay, and the sources for it. Raises InvalidArgumentError for invalid values."""
 
     run: str | None
-    """Name of the run; None: replay from a checkpoint alone."""
+    """Name of the run; None: the batch is replayed from a checkpoint alone."""
     step: int
     box: int = 0
     row: int | None = None
     out: Path | None = None
     attempt: int | None = None
-    """Attempt of the run; None: the one that delivered the step last."""
+    """Number of the attempt; None: the last attempt that delivered the step."""
     state_dir: Path | None = None
-    """State directory of a stopped coordinator; None: query the running one."""
+    """State directory of a stopped coordinator; None: the running coordinator is queried."""
     checkpoints: Sequence[Path] = ()
     args: str | None = None
     """Arguments of input_fn as JSON; None: those of the run."""
@@ -67,7 +67,7 @@ class ReplayRequest:
     """Keyword arguments of input_fn as JSON; None: those of the run."""
     allow: Sequence[str] = ()
     script: Path | None = None
-    """Script file of an input_fn of a main script."""
+    """Script that defines the input_fn, if the job defined it in its main script."""
     timeout_s: float = 3600.0
 
     def __post_init__(self) -> None:
@@ -86,7 +86,7 @@ class ReplayRequest:
 
 
 def archive_of(request: ReplayRequest, peer: Peer) -> Archive | None:
-    """Return the source of the run's history; None for a checkpoint alone."""
+    """Return the source of the run's history; None if the batch is replayed from a checkpoint alone."""
     if request.run is None:
         return None
     if request.state_dir is not None:
@@ -95,10 +95,10 @@ def archive_of(request: ReplayRequest, peer: Peer) -> Archive | None:
 
 
 def replay(request: ReplayRequest, archive: Archive | None, forker: ReplayForker | None = None) -> dict[str, Any]:
-    """Recreate the batch; return contents and origin under the names of docs/cli.md. `forker`: one with the run's seed,
-    if it exists already.
+    """Recreate the batch. Return its content and origin, under the names in docs/cli.md. `forker`: interpreter with the
+    run's hash seed, if the caller has one already.
 
-    Raises the error that prevents it, ReplayMismatchError if the batch differs.
+    Raises the error that prevents the replay; ReplayMismatchError if the batch differs from the delivered one.
     """
     from penstock.deploy.operations.saved_file import SavedFile
     from penstock.deploy.replay.plan import attempt_of, plan
@@ -123,7 +123,7 @@ def replay(request: ReplayRequest, archive: Archive | None, forker: ReplayForker
 
 
 def _of_checkpoint(saved: SavedState, request: ReplayRequest) -> pb.History:
-    """Return a saved state as the history of a run's attempt; it lacks the arguments."""
+    """Return a saved state in the form of an attempt's history. The arguments of input_fn are not in it."""
     if saved.step >= request.step or not saved.positions:
         have = (
             f"it leads to steps from {saved.step + 1} on"
@@ -148,7 +148,7 @@ def _of_checkpoint(saved: SavedState, request: ReplayRequest) -> pb.History:
 
 
 def _loader(request: ReplayRequest, history: pb.History, archive: Archive | None) -> records_pb2.LoaderSpec:
-    """Return the loader that the children import and call. Raises InputFnNotAllowedError, StateUnavailableError."""
+    """Return the loader as the children import and call it. Raises InputFnNotAllowedError, StateUnavailableError."""
     from penstock.proto.state.codec import decode_state, encode_state
 
     opened = history.opening.loader
@@ -183,7 +183,7 @@ def _loader(request: ReplayRequest, history: pb.History, archive: Archive | None
 
 
 def _publish(part: Path, out: Path) -> None:
-    """Rename a synced file to its final name. Raises InvalidArgumentError."""
+    """Rename a file that is synced to disk to its final name. Raises InvalidArgumentError."""
     try:
         os.replace(part, out)
     except OSError as error:
@@ -195,7 +195,7 @@ def _counted(number: int, what: str) -> str:
 
 
 class BatchReplay:
-    """Replay in progress."""
+    """Replay of a batch according to a plan."""
 
     def __init__(self, request: ReplayRequest, history: pb.History, way: ReplayPlan, archive: Archive | None) -> None:
         self._request, self._history, self._plan, self._archive = request, history, way, archive
@@ -205,8 +205,8 @@ class BatchReplay:
         self._line = Progress()
 
     def run(self, processes: ReplayProcesses) -> dict[str, Any]:
-        """Start the workers, advance to the step, read the batch, advance to the next step with a known stream
-        digest."""
+        """Start the workers, advance to the step, read the batch, and advance to the position where the stream digest
+        is compared."""
         request, way = self._request, self._plan
         start = way.start.position
         count = len(start.total)
@@ -262,7 +262,7 @@ class BatchReplay:
         return f"the start of attempt {self._history.attempt} (step {self._history.opening.start.step})"
 
     def _begin(self, slot: int) -> Task:
-        """Return the start task of a worker."""
+        """Return the first task of a worker: the start of its loader and the way to the plan's start."""
         opening, start = self._history.opening, self._plan.start
         position, saved = start.position, start.checkpoint
         slots = self._history.slots
@@ -310,7 +310,8 @@ class BatchReplay:
         return data
 
     def _verify(self, stream: StreamReplay) -> tuple[bool, str]:
-        """Return whether the stream digest was compared, and how. Raises ReplayMismatchError if it differs."""
+        """Compare the stream digest, if the plan has a position for that. Return whether it was compared, and a text
+        about it. Raises ReplayMismatchError if it differs."""
         check, first = self._plan.check, self._plan.start.position.step + 1
         if check is None:
             return False, f"not verified: {self._plan.unverified}"
@@ -327,7 +328,7 @@ class BatchReplay:
     # ---- progress
 
     def report_progress(self, slot: int, total: int) -> None:
-        """Show the progress of a worker."""
+        """Show how far a worker has got: `total` of its batches."""
         self._made[slot] = total
         if self._line.due():
             start: Position = self._plan.start.position

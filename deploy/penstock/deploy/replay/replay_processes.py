@@ -1,4 +1,4 @@
-"""Handle of `penstock replay` on the processes that replay a box's loaders; it waits with a deadline."""
+"""Control of the child processes in which `penstock replay` runs a box's loaders, with a deadline."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ __all__ = ["ReplayForker", "ReplayProcesses", "Task", "digests_of"]
 
 
 def digests_of(answer: ControlMessage) -> list[int]:
-    """Return the digests of the batches since the child's last answer; the last is that of batch `total`."""
+    """Return the digests of the batches that the child made since its last answer. The last one is of batch `total`."""
     return list(struct.unpack(f"<{len(answer.payload) // 8}Q", answer.payload))
 
 
 class ReplayForker(ForkingInterpreter):
-    """Interpreter that forks the children."""
+    """Interpreter that forks the child processes."""
 
     def __init__(self) -> None:
         super().__init__("penstock.deploy.replay.slot_replay")
 
 
 class ReplayProcesses:
-    """Set of `count` children, one for each worker of the box.
+    """Set of `count` child processes, one for each worker of the box.
 
-    `until`: monotonic time of the deadline. `report_progress`: called with (slot, total) to report progress.
+    `until`: deadline of all tasks, as monotonic time. `report_progress`: called with (slot, total) when a child reports
+    its progress.
     """
 
     def __init__(
@@ -51,10 +52,10 @@ class ReplayProcesses:
             child.close()
 
     def ask(self, tasks: Mapping[int, Task]) -> dict[int, ControlMessage]:
-        """Run the children's tasks, all at the same time; return their answers by slot.
+        """Run tasks in the children of these slots, all at the same time; return their answers by slot.
 
-        Raises the first error of a child; WorkerLostError if one died; DeadlineError, with the stacks on standard
-        error.
+        Raises the first error of a child; WorkerLostError if a child died; DeadlineError, after the stacks of the
+        children were printed to standard error.
         """
         for slot, task in tasks.items():
             self._children[slot].ask(task)

@@ -13,9 +13,9 @@ from penstock.deploy.replay.replay_batch import ReplayRequest, archive_of, repla
 __all__ = ["show_replay", "tables"]
 
 ROW_TEXT = 160
-"""Largest number of characters of a row's values in a table; --json has more of them."""
+"""Largest number of characters of a row's values in a table. --json shows more of them."""
 ONE_TEXT = 8192
-"""Largest number of characters of a single text. A restore key has some hundreds, and must not be cut."""
+"""Largest number of characters of a single text in a table. A restore key has some hundreds, and must not be cut."""
 
 
 def show_replay(
@@ -23,7 +23,7 @@ def show_replay(
     peer: Peer,
     as_json: bool,
 ) -> None:
-    """Recreate the batch and print its content."""
+    """Recreate the batch and print its content as tables or JSON."""
     archive = archive_of(request, peer)
     if archive is None:
         found = replay(request, None)
@@ -41,7 +41,7 @@ def show_replay(
 
 
 def tables(found: dict[str, Any]) -> list[Table]:
-    """Return the findings as tables for people."""
+    """Return the result of a replay as tables for people."""
     of_run = "" if found["run"] is None else f" of run {found['run']}, attempt {found['attempt']}"
     about = Table(
         f"Step {found['step']} of box {found['box']}{of_run}",

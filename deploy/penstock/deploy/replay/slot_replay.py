@@ -1,7 +1,7 @@
 """Child process of `penstock replay`: one for each worker of the box, which runs the user's loader as the worker did.
 
-One fresh interpreter imports torch and forks them, as a worker's fork server does. A child receives its start, and then
-its targets. It reports the digest of each batch on the way, and shows the newest batch. Its tasks:
+A fresh interpreter imports torch and forks the children, like a worker's fork server. A child is told where to start,
+and then how far to go. It reports the digest of each batch on the way, and can show the newest batch. Its tasks:
 
     start      build the loader; go to the start of an attempt, a saved state or a snapshot, and on to a position
     go         advance to batch `total` of epoch `epoch`, or to the end of that epoch
@@ -43,11 +43,11 @@ from penstock.worker.tools.user_loaders import (
 __all__ = ["main"]
 
 PROGRESS_S = 0.5
-"""Seconds between two progress reports of a child."""
+"""Seconds between two progress reports of a child process."""
 
 
 def main() -> None:
-    """Fork children, one for each worker of the box."""
+    """Fork the child processes, one for each worker of the box: the entry point of the interpreter."""
     torch.set_num_threads(1)
     serve(_serve)
 
@@ -70,7 +70,7 @@ def _serve(channel: ControlChannel) -> None:
 
 
 class _SlotReplay:
-    """Loader of a worker."""
+    """Replay of one worker's loader, in its child process."""
 
     def __init__(self, channel: ControlChannel, assignment: records_pb2.WorkerAssignment) -> None:
         self._channel = channel
@@ -83,7 +83,10 @@ class _SlotReplay:
         self._reported_at = 0.0
 
     def start(self, parts: Sequence[bytes], fields: Mapping[str, Any]) -> None:
-        """Advance from a snapshot, a saved state, or the start, to `total` in epoch `epoch`."""
+        """Build the loader, restore it, and advance it to batch `total` in epoch `epoch`.
+
+        `parts`: snapshot or saved state to restore, if any. `fields`: fields of the task.
+        """
         source, total, epoch = self._source, fields["total"], fields["epoch"]
         source.build()
         if fields["snapshot"]:
@@ -100,7 +103,8 @@ class _SlotReplay:
         self._point = point
 
     def _seek(self, leg: Leg) -> None:
-        """Advance to a position that the run is known to have reached."""
+        """Advance to the end of a leg, a position that the run is known to have reached. Raises ReplayMismatchError if
+        the loader cannot reach it or yields other batches."""
         source, total, epoch, digest = self._source, leg.total, leg.epoch, leg.digest
         replayed = source.position.total < total
         if not source.seek(total, epoch, self._seen):
@@ -129,8 +133,8 @@ class _SlotReplay:
         self._done(ended=not reached)
 
     def leave(self, epoch: int, total: int) -> None:
-        """Abandon the epoch after `total` batches. If the child has already read its input to the end, further than the
-        loop had, replay up to `total` again."""
+        """Abandon the epoch after `total` batches. The child may have read its input to the end already, further than
+        the loop had. It is then restored and replayed up to `total`."""
         source = self._source
         if source.position.epoch > epoch:
             assert self._point is not None
@@ -150,7 +154,8 @@ class _SlotReplay:
         self._channel.send("done", text, digest=self._source.digest)
 
     def _done(self, **fields: Any) -> None:
-        """Send the digests of the batches since the last answer, of which the last is that of batch `total`."""
+        """Send the task's answer, with the digests of the batches made since the last answer. The last one is of batch
+        `total`."""
         digests, self._digests = self._digests, []
         data = struct.pack(f"<{len(digests)}Q", *digests)
         self._channel.send("done", data, total=self._source.position.total, **fields)

@@ -1,8 +1,9 @@
-"""Replay of a box's stream: the round robin over workers, which report where their epochs end.
+"""Replay of a box's stream: takes batches from the workers in turn. Each worker reports where its epochs end.
 
-The lengths of epochs are not recorded. So each worker is first advanced to the box's position under the assumption that
-no further epoch ended. A worker whose input ends earlier reports that, and the position is computed again. A position
-that all workers have reached is correct, because a worker that has not reached its end can only have more batches.
+The lengths of epochs are not recorded. So the box's position is first computed as if no further epoch had ended, and
+each worker is advanced to its part of it. A worker whose input ends earlier reports that, and the position is computed
+again. A position that all workers have reached is right, because a worker that has not reached its end can only have
+more batches.
 """
 
 from __future__ import annotations
@@ -23,25 +24,26 @@ class StreamReplay:
     """Replay of a box's stream.
 
     Args:
-        ask: runs tasks of workers, by slot: see slot_replay.py. start: position at which the workers are. abandoned:
-        epoch -> its last step before the loop abandoned it.
+        ask: runs tasks of workers, by slot: see slot_replay.py.
+        start: position of the box at which the workers are.
+        abandoned: epoch -> its last step, for epochs that the loop abandoned.
     """
 
     def __init__(self, ask: Ask, start: Position, abandoned: dict[int, int]) -> None:
         self.at = start.copy()
         self._start, self._ask, self._abandoned = start, ask, abandoned
         self._made = list(start.total)
-        """Number of batches made, by slot."""
+        """Number of batches that each worker has made, by slot."""
         self._ends: dict[tuple[int, int], int] = {}
         self._digests: dict[tuple[int, int], int] = {}
 
     @property
     def slot(self) -> int:
-        """Slot whose batch the last step delivered."""
+        """Slot whose batch was delivered by the last step."""
         return self.at.live[(self.at.cursor - 1) % len(self.at.live)]
 
     def to(self, step: int) -> None:
-        """Advance to the position after this step."""
+        """Advance to the position directly after this step."""
         while self.at.step < step:
             abandon_epoch = min((epoch for epoch in self._abandoned if epoch >= self.at.epoch), default=None)
             until = step if abandon_epoch is None else min(step, self._abandoned[abandon_epoch])
@@ -81,5 +83,5 @@ class StreamReplay:
                     self._ends[slot, plan.epoch] = total
 
     def chain(self) -> int | None:
-        """Return the stream digest at the present position; None if the digest at `start` is unknown."""
+        """Return the stream digest at the present position; None if the digest at the start is not known."""
         return chain_at(self._start, self.at.step, self._ends, self._abandoned, self._digests)

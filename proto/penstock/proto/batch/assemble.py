@@ -1,16 +1,17 @@
-"""Assembly of a received batch: shapes and a region of memory -> a batch whose leaves are views of the region.
+"""Assembly of a received batch from its shapes and a region of memory. The batch's leaves are views of the region.
 
 Each tensor and array of an assembled batch wraps its own slice of the ring, so that `torch.save` of one leaf saves only
-that leaf. All have one `_Region` as their base object. When the last leaf and the last view of a leaf are gone, the
-region is deleted and appends the batch's token to `release`. Its deletion takes no lock (the garbage collector may run
-while a lock is held), uses no socket, and does nothing in a forked child. A weakref.finalize would cost 1.2 us more.
+that leaf. All leaves of a batch have one `_Region` as their base object. When the last leaf and the last view of a leaf
+are gone, the region is deleted and appends the batch's token to `release`. Its deletion takes no lock (the garbage
+collector may run while a lock is held), uses no socket, and does nothing in a forked child. A weakref.finalize would
+cost 1.2 us more.
 
-numpy shortens a chain of bases when a base's own base has the type of the new array. That is why the region and the
-ring beneath it are two subclasses of ndarray: with a plain array as ring, the ring would become the base of every leaf
-and the region would be deleted at once (a test holds this).
+If the base of a base has the same type as a new array, numpy skips the base in between. So region and ring are two
+different subclasses of ndarray. If the ring were a plain array, it would become the base of every leaf, and the region
+would be deleted at once (a test checks this).
 
-All input except the compiled structure comes from a peer. Dims are multiplied as Python ints, which cannot overflow,
-and compared with the region before memory is read; invalid input raises ProtocolError.
+All input except the compiled structure comes from a peer. Dimensions are multiplied as Python ints, which cannot
+overflow, and compared with the region's size before memory is read; invalid input raises ProtocolError.
 """
 
 from __future__ import annotations
@@ -38,8 +39,7 @@ _U8: Final = np.dtype(np.uint8)
 
 
 def _carrier(dtype: torch.dtype) -> tuple[np.dtype[Any], torch.dtype | None]:
-    """Return the numpy dtype with which memory is read, and the torch dtype to view the tensor as (None: no view
-    needed)."""
+    """Return the entry of CARRIERS for a torch dtype."""
     try:
         native = np.dtype(TORCH_NAMES[dtype])
         if torch.from_numpy(np.empty(0, native)).dtype is dtype:
@@ -50,18 +50,19 @@ def _carrier(dtype: torch.dtype) -> tuple[np.dtype[Any], torch.dtype | None]:
 
 
 CARRIERS: Final = {dtype: _carrier(dtype) for dtype in TORCH_NAMES}
-"""torch dtype -> the numpy dtype with which its memory is read, and the dtype to view the tensor as (None: no view
-needed)."""
+"""torch dtype -> the numpy dtype with which its memory is read, and the torch dtype as which the resulting tensor is
+viewed (None: no view is needed)."""
 
 
 class _Ring(np.ndarray[Any, np.dtype[np.uint8]]):
-    """Bytes of a whole ring, see wrap_buffer."""
+    """Bytes of a whole ring as an array; see wrap_buffer."""
 
     __slots__ = ()
 
 
 class _Region(np.ndarray[Any, np.dtype[np.uint8]]):
-    """Base object of all views of one batch. A user's own view of it has no `release` and does nothing."""
+    """Base object of all views of one batch. When it is deleted, it appends the batch's token to `release`. A view of
+    it that a user makes has no `release` and does nothing."""
 
     __slots__ = ("pid", "release", "token")
 
@@ -95,10 +96,10 @@ _TENSOR, _ARRAY, _SCALAR, _FLOAT, _BOOL, _BYTES = range(6)
 
 
 class Assembler:
-    """Assembler of batches of one structure; compiled once, then used for every batch of it.
+    """Assembler of batches of one structure. It is compiled once, then used for every batch with the structure.
 
     Raises UnsupportedLeafError if the structure names a class that this process has not imported or registered (see
-    penstock.proto.batch.classes) or a dtype that its torch lacks.
+    penstock.proto.batch.classes), or a dtype that this version of torch does not have.
     """
 
     __slots__ = ("_build", "_dims", "_plan", "_scalars", "structure")
@@ -121,14 +122,18 @@ class Assembler:
         copy: bool = False,
         move: Callable[[list[Any]], list[Any]] | None = None,
     ) -> Any:
-        """Return the batch whose region is `nbytes` at `offset` of `buffer`.
+        """Return the batch whose region is the `nbytes` bytes at `offset` of `buffer`.
 
-        shapes: FlatBatch.shapes. buffer: writable memory, best the result of wrap_buffer. offset: bytes, a multiple
-        of 64. nbytes: exactly FlatBatch.nbytes. Tensors and arrays are writable views of the buffer. `token` is
-        appended to `release` exactly once: when the last of them and of their views is gone, or before the return if
-        there are none or they are copies (`copy`). A forked child appends nothing. `move` is called with all leaves in
-        order and returns those to build the batch from; its caller keeps the region as long as `move` needs it, and
-        passes no `release`.
+        Args:
+            shapes: FlatBatch.shapes of the batch.
+            buffer: writable memory, preferably the result of wrap_buffer. Tensors and arrays are writable views of it.
+            offset: bytes, a multiple of 64.
+            nbytes: exactly FlatBatch.nbytes.
+            release: deque to which `token` is appended exactly once: when the last leaf and the last view of a leaf are
+                gone, or before the return if there are none or they are copies. A forked child appends nothing.
+            copy: make the leaves copies instead of views.
+            move: called with all leaves in order; returns those to build the batch from. The caller then keeps the
+                region in memory as long as `move` needs it, and passes no `release`.
 
         Raises ProtocolError if shapes, nbytes and the bytes do not fit together; then nothing is appended.
         """
@@ -192,7 +197,7 @@ class Assembler:
 
 
 def _empty(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """Return a fresh array without elements."""
+    """Return a new array without elements."""
     try:
         return np.ndarray(shape, dtype, bytearray())  # without a buffer numpy 1 allocates an item, of any width
     except (ValueError, OverflowError) as error:
@@ -200,7 +205,7 @@ def _empty(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
 
 
 def _scalar(kind: int, memory: Any, start: int, size: int, dtype: Any, decode: Any) -> Any:
-    """Return a value copied out of the region."""
+    """Return the value of a leaf that is neither a tensor nor an array, copied out of the region."""
     if kind == _FLOAT:
         return _unpack_float(memory, start)[0]
     if kind == _SCALAR:
@@ -243,7 +248,8 @@ _Step = tuple[int, int, int, Any, Any]
 
 
 def _step(leaf: Leaf) -> _Step:
-    """Return a leaf's step: kind, dims in shapes, bytes of an element, numpy dtype, tensor dtype or decoder."""
+    """Return what `assemble` needs to know about a leaf: kind, number of dims in `shapes`, bytes of an element, numpy
+    dtype, and tensor dtype or decoder."""
     if leaf.kind == "t":
         dtype = getattr(torch, leaf.dtype, None)
         if dtype not in CARRIERS:
@@ -259,7 +265,7 @@ def _step(leaf: Leaf) -> _Step:
 
 
 def _builder(tree: Tree) -> Callable[[Iterator[Any]], Any]:
-    """Return a function that takes the leaves of `tree` off an iterator and returns the tree of them."""
+    """Return a function that takes leaves from an iterator and returns them in containers as in `tree`."""
     if tree is None:
         return lambda leaves: None
     if isinstance(tree, Leaf):

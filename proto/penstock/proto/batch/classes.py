@@ -2,8 +2,8 @@
 
 A batch may hold instances of a user's namedtuple or dataclass. Only the class name and the field names are sent, never
 code. The receiver looks the name up among the classes that its process has already imported or registered, so that a
-peer cannot cause an import. Attribute access could import as a side effect (a module's `__getattr__`, importlib's lazy
-modules), so only the plain `__dict__` of modules and classes is read.
+peer cannot cause an import. Access to an attribute could import a module as a side effect (a module's `__getattr__`,
+importlib's lazy modules), so only the `__dict__` of modules and classes is read.
 
 Only namedtuples and dataclasses with exactly the announced fields are accepted, so a name cannot refer to any other
 object. Instances are rebuilt without running `__new__`, `__init__` or `__post_init__`.
@@ -34,14 +34,14 @@ __all__ = [
 ]
 
 MAIN_MODULES: Final = ("__main__", "__mp_main__", "penstock_main")
-"""Module names of the user's main script in different processes."""
+"""Names that the module of the user's main script has in different processes."""
 
 MAX_NAME: Final = 1024
 """Longest class name, in characters."""
 
 T = TypeVar("T", bound=type)
 RecordKind = Literal["nt", "dc"]
-"""Kind of record: namedtuple or dataclass."""
+"""Kind of record class: "nt" for a namedtuple, "dc" for a dataclass."""
 
 _WORDS: Final = {"nt": "namedtuple", "dc": "dataclass"}
 
@@ -50,14 +50,14 @@ _names: dict[type, str] = {}
 
 
 def qualified(cls: type) -> str:
-    """Return `module.qualname` of a class for messages; builtins without their module."""
+    """Return `module.qualname` of a class for messages, without the module for a builtin."""
     return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
 
 
 def class_fields(cls: type) -> tuple[RecordKind, tuple[str, ...]] | None:
-    """Return the kind of record that `cls` is and its field names in order; None if it is neither kind.
+    """Return the kind of a record class and its field names in order. Return None for other classes.
 
-    None, too, for a dataclass that cannot be rebuilt from its fields: it is abstract, or has a base that
+    Return None also for a dataclass that cannot be rebuilt from its fields, because it is abstract or has a base that
     `object.__new__` cannot make (dict or another class written in C).
     """
     if issubclass(cls, tuple):
@@ -77,9 +77,9 @@ def register_class(cls: T, name: str | None = None) -> T:
     """Register `name` (default "module:qualname") for a namedtuple or dataclass, so that batches may hold its
     instances.
 
-    Needed on both sides, with one name, for classes that cannot be found by an attribute walk from their module:
-    those defined inside a function, or imported under different module names. Usable as a decorator. Registering
-    a redefined class (a notebook cell run twice) replaces it.
+    Both processes must register a class, under the same name, if it cannot be found as an attribute of its module: it
+    is defined inside a function, or imported under different module names. Can be used as a decorator. A class that is
+    defined again (by a notebook cell that is run twice) replaces the earlier one.
 
     Raises InvalidArgumentError if `cls` is neither a namedtuple nor a dataclass, or `name` belongs to another class.
     """
@@ -105,9 +105,9 @@ def class_name(cls: type) -> str:
 
 
 def resolve_class(name: str, kind: RecordKind, fields: tuple[str, ...]) -> type:
-    """Return the class of this name in this process, after a check that it is a `kind` with exactly these `fields`.
+    """Return the class with this name in this process. It must be of this `kind`, with exactly these `fields`.
 
-    Raises UnsupportedLeafError that names the class and the remedy.
+    Raises UnsupportedLeafError, with the class and the remedy, if there is no such class.
     """
     found = _by_name.get(name)
     if found is None:
@@ -128,7 +128,7 @@ def resolve_class(name: str, kind: RecordKind, fields: tuple[str, ...]) -> type:
 
 
 def _imported(name: str) -> type | None:
-    """Return the class at "module:qualname" by the `__dict__`s of modules that are already imported."""
+    """Return the class at "module:qualname" if its module is imported already, read through `__dict__`s; else None."""
     module_name, colon, qualname = name.partition(":")
     if not colon:
         return None

@@ -1,4 +1,4 @@
-"""Cheap digest of a delivered batch, kept in the stream digest and compared after a replay.
+"""Cheap digest of a batch: added to the stream digest, and compared at delivery and after a replay.
 
 The digest distinguishes a wrong batch from the right one; it is not a checksum of every byte. It covers the structure,
 all shapes, and data up to 64 KiB in full. Of larger data it covers the first and last 4 KiB and 64 to 127 words of 8
@@ -14,8 +14,8 @@ With DigestCover.ROWS the digest is a sum over the rows of the batch, of every b
 arrays that have as many rows. It identifies the rows that a step delivered, on any number of boxes. It does not cover
 the order of the rows within the batch, nor values that are not rows (a number, a text, a tensor of other length).
 
-The runner computes it once, when the batch lies in its ring. The frame carries it, and the reader that delivers the
-batch compares it with the bytes: see penstock.client.stream.lane_reader.
+The runner computes the digest once, when the batch is in its ring. The BATCH frame contains it, and the reader that
+delivers the batch compares it with the bytes: see penstock.client.stream.lane_reader.
 
 The hash is xxh3, because it gives the same value on every machine of one byte order; Python's own hash() does not.
 """
@@ -49,7 +49,7 @@ __all__ = [
 
 
 class DigestCover(IntEnum):
-    """Bytes of a batch that its digest covers; the numbers are those of a BATCH frame's flags."""
+    """Bytes of a batch that its digest covers. The values are those in a BATCH frame's flags."""
 
     SAMPLE = 0
     FULL = 1
@@ -57,33 +57,33 @@ class DigestCover(IntEnum):
 
 
 def cover_of(options: records_pb2.Options) -> DigestCover:
-    """Return the cover that a run's options select."""
+    """Return the DigestCover that a run's options select."""
     if options.row_digest:
         return DigestCover.ROWS
     return DigestCover.FULL if options.full_digest else DigestCover.SAMPLE
 
 
 MASK: Final = (1 << 64) - 1
-"""Mask for sums of digests, which are taken modulo 2^64."""
+"""Mask for sums of digests, which are computed modulo 2^64."""
 
 FULL_BELOW: Final = 64 << 10
-"""Largest region that is covered in full, bytes."""
+"""Size in bytes up to which a batch's region is covered completely."""
 
 EDGE: Final = 4 << 10
-"""Length covered at each end of a larger region, bytes."""
+"""Bytes covered at each end of a larger region."""
 
 WORDS: Final = 64
-"""Smallest number of words of 8 bytes covered between the ends."""
+"""Smallest number of 8-byte words that are covered between the two ends."""
 
 _LAYOUTS_KEPT: Final = 1024
 _layouts: dict[tuple[int, int, tuple[int, ...]], tuple[int, bytes]] = {}
-"""Number of layouts that are cached, the newest; a stream has few of them."""
+"""Cache of `layout`: arguments -> result. It is emptied when it has _LAYOUTS_KEPT entries; a stream has few layouts."""
 _DIMS_KEPT: Final = 64 << 10
-"""Largest size of the dims that a reader caches, bytes; as shapes they take about six times as much."""
+"""Largest size in bytes of the packed shapes that a `Layouts` caches. As lists they take about six times as much."""
 
 
 def layout(structure_key: int, nbytes: int, shapes: Sequence[int]) -> tuple[int, bytes]:
-    """Return the seed of a batch's digest, and its shapes as sent. structure_key: Structure.key."""
+    """Return the seed of a batch's digest, and its shapes packed as they are sent. structure_key: Structure.key."""
     key = structure_key, nbytes, tuple(shapes)
     found = _layouts.get(key)
     if found is None:
@@ -95,7 +95,8 @@ def layout(structure_key: int, nbytes: int, shapes: Sequence[int]) -> tuple[int,
 
 
 class Layouts:
-    """Cache of `layout` for a receiver of batches of one structure. The key is the shapes as sent."""
+    """Cache of results like those of `layout`, for a receiver of batches with one structure. Its keys are shapes as
+    received."""
 
     __slots__ = ("_held", "_key", "_known")
 
@@ -105,8 +106,8 @@ class Layouts:
         self._held = 0
 
     def find(self, nbytes: int, dims: bytes) -> tuple[list[int], int]:
-        """Return the shapes, which the caller must not change, and the seed of the digest. dims: integers of 8
-        bytes."""
+        """Return a batch's shapes, which the caller must not change, and the seed of its digest. dims: packed shapes, 8
+        bytes each."""
         found = self._known.get((nbytes, dims))
         if found is None:
             shapes = list(struct.unpack(f"<{len(dims) >> 3}Q", dims))
@@ -124,10 +125,11 @@ class Layouts:
 def batch_digest(
     structure_key: int, region: Any, offset: int, nbytes: int, shapes: Sequence[int], full: bool = False
 ) -> int:
-    """Return the digest of the batch whose data are `nbytes` at `offset` of the buffer `region`; unsigned, 64 bits.
+    """Return the digest of a batch, an unsigned number of 64 bits. Its region is the `nbytes` bytes at `offset` of
+    `region`.
 
-    structure_key: Structure.key. shapes: FlatBatch.shapes. full: cover every byte. Padding between leaves is covered:
-    FlatBatch.write_to zeroes it. Raises ValueError if the region does not lie in the buffer.
+    structure_key: Structure.key. shapes: FlatBatch.shapes. full: cover every byte. Padding between leaves is covered,
+    because FlatBatch.write_to sets it to zero. Raises ValueError if the region is not inside the buffer.
     """
     memory = _checked(region, offset, nbytes)
     return region_digest(layout(structure_key, nbytes, shapes)[0], memory, offset, nbytes, full)
@@ -143,7 +145,8 @@ def _checked(region: Any, offset: int, nbytes: int) -> memoryview:
 
 
 def rows_in(structure: Structure, shapes: Sequence[int]) -> int:
-    """Return the rows of the first tensor or array that has a dimension; 1 if none has. shapes: FlatBatch.shapes."""
+    """Return the number of rows of a batch: the first dimension of its first tensor or array that has one; 1 if none
+    has. shapes: FlatBatch.shapes."""
     dims = 0
     for leaf in structure.leaves:
         if leaf.rank:
@@ -153,10 +156,12 @@ def rows_in(structure: Structure, shapes: Sequence[int]) -> int:
 
 
 def rows_digest(structure: Structure, shapes: Sequence[int], region: Any, offset: int, nbytes: int) -> int:
-    """Return the sum, modulo 2^64, of the digests of the rows of the batch at `offset` of the buffer `region`.
+    """Return the sum, modulo 2^64, of the digests of a batch's rows. Its region is the `nbytes` bytes at `offset` of
+    `region`.
 
-    A row's digest is xxh3_64 of its bytes in the first tensor or array, which seeds that of its bytes in the next, and
-    so on; the first seed is that of the structure. Raises ValueError for shapes that do not match `nbytes`.
+    The digest of a row is computed by xxh3_64 over its bytes in each tensor or array in turn. The result for one tensor
+    is the seed for the next, and the first seed is the structure's key. Raises ValueError for shapes that do not match
+    `nbytes`.
     """
     if len(shapes) != structure.dims:
         raise ValueError(f"shapes must have {structure.dims} dims for the structure of the batch, got {len(shapes)}")
@@ -184,7 +189,8 @@ def rows_digest(structure: Structure, shapes: Sequence[int], region: Any, offset
 
 
 def region_digest(seed: int, memory: memoryview, offset: int, nbytes: int, full: bool) -> int:
-    """Return the digest of the batch at `offset` of `memory`, without a check of bounds. seed: its layout's."""
+    """Return the digest of the batch at `offset` of `memory`, without a check of bounds. seed: as returned by
+    `layout`."""
     end = offset + nbytes
     if full or nbytes <= FULL_BELOW:
         return xxh3_64_intdigest(memory[offset:end], seed)

@@ -1,4 +1,4 @@
-"""A batch <-> one flat, 64-byte aligned region of memory. No pickle.
+"""Conversion of a batch into one flat region of memory, aligned to 64 bytes, without pickle.
 
     runner:    flat = flattener.flatten(batch)          the structure (interned), the shapes, the bytes needed
                flat.write_to(address)                   the one memcpy, straight into the ring; none for a leaf that
@@ -6,22 +6,23 @@
     receiver:  assembler = Assembler(structure)         once per structure
                batch = assembler.assemble(shapes, ring, offset, nbytes, released, entry)
 
-This is the hot path, where each microsecond counts. `flatten` makes one traversal that collects leaves, shapes and a
-*signature* (types, keys, dtypes, ranks in order); a Structure is built only for a signature not seen lately. Nothing is
-checked twice: a batch with a known signature can hold no unsupported dtype. If the fast traversal finds a value that it
-does not handle, it stops; the slow one (tree.py), which keeps paths, then names the value and its path. Copies are
-`memmove`: as fast as torch's `copy_` (1 MiB 18 us, 8 MiB 220 us into a warm ring, both; 2-core AMD EPYC), with 1.2 us
-less overhead. A copy up to 256 KiB keeps the interpreter lock: a thread that took it might hold it for 5 ms.
+This is the hot path, where each microsecond counts. `flatten` traverses a batch once and collects leaves, shapes and a
+*signature* (types, keys, dtypes and ranks, in order). A Structure is built only for a signature that was not seen
+recently. Nothing is checked twice: a batch with a known signature cannot contain an unsupported dtype. If the fast
+traversal finds a value that it does not handle, it stops. The slow traversal (tree.py) records paths, and then names
+the value and its path. Copies are `memmove`: as fast as torch's `copy_` (1 MiB 18 us, 8 MiB 220 us into a warm ring,
+both; 2-core AMD EPYC), with 1.2 us less overhead. Copies of up to 256 KiB keep the interpreter lock, because another
+thread that takes the lock might hold it for 5 ms.
 
-assemble.py is the receiving half; it also releases an entry when its last view is gone.
+assemble.py does the reverse, and releases a ring entry when the last view of it is gone.
 
 **Supported values:** torch.Tensor (CPU, strided, plain dtypes), numpy arrays and scalars, str, bytes, int, float, bool,
 None in dict, OrderedDict, list, tuple, namedtuple and dataclass. Exactly these types come back; other subclasses are
 refused, because they could not be rebuilt faithfully (defaultdict, IntEnum, ModelOutput: the message says how to
 convert). There are three exceptions: nn.Parameter comes back as Tensor, numpy.memmap as ndarray, and dataclass or
-namedtuple instances lose attributes that are not fields. Values, dtype and shape are exact, to the bit;
-memory layout is not kept (leaves arrive contiguous in C order), nor is requires_grad, and two leaves that shared memory
-arrive apart.
+namedtuple instances lose attributes that are not fields. Values, dtypes and shapes are exact, to the bit. The memory
+layout is not kept (leaves arrive contiguous in C order), and neither is requires_grad. Two leaves that shared memory
+arrive as separate ones.
 """
 
 from __future__ import annotations
@@ -61,10 +62,11 @@ __all__ = [
 ]
 
 HOLD_LOCK_UP_TO: Final = 256 << 10
-"""Largest copy, in bytes, that keeps the interpreter lock; it takes about 5 us."""
+"""Size in bytes up to which a copy keeps the interpreter lock; a copy of this size takes about 5 us."""
 
 PAD_UP_TO: Final = 4096
-"""Largest str, bytes or int that is padded in Python, bytes: cheaper than clearing the gap by a call."""
+"""Size in bytes up to which a str, bytes or int is padded in Python, which is faster than a call that clears the gap
+after it."""
 
 _Tensor, _Parameter, _strided = torch.Tensor, torch.nn.Parameter, torch.strided
 _ndarray, _memmap, _generic = np.ndarray, np.memmap, np.generic
@@ -73,7 +75,7 @@ _TRUE, _FALSE = b"\1".ljust(ALIGN, b"\0"), bytes(ALIGN)
 
 
 def _libc(name: str, second: type) -> Callable[[int, Any, int], None]:
-    """Return a libc function that is called without releasing the interpreter lock."""
+    """Return a function of libc that Python calls without releasing the interpreter lock."""
     function = getattr(ctypes.PyDLL(None), name)
     function.argtypes = (ctypes.c_void_p, second, ctypes.c_size_t)
     function.restype = None
@@ -90,16 +92,17 @@ _WRITE: Final = 0x200
 
 
 class FlatBatch:
-    """Batch that is ready to be written, made by `Flattener.flatten`. It keeps the leaves alive, so drop it after
-    writing."""
+    """Batch in the form in which it can be written to memory, made by `Flattener.flatten`. It keeps the batch's leaves
+    alive, so drop it after writing."""
 
     __slots__ = ("_held", "_sizes", "_sources", "nbytes", "shapes", "structure")
 
     structure: Structure
     shapes: list[int]
-    """Dims of all leaves in order, concatenated; for str, bytes and int the byte length; for other scalars nothing."""
+    """Dimensions of all leaves in order, concatenated. A str, bytes or int has one: its length in bytes. Other scalars
+    have none."""
     nbytes: int
-    """Bytes of the region: each leaf starts at a multiple of 64, the end is padded to one."""
+    """Bytes of the region. Each leaf begins at a multiple of 64, and the end is padded to a multiple of 64."""
 
     def __init__(
         self,
@@ -118,10 +121,10 @@ class FlatBatch:
         self._held = held
 
     def write_to(self, address: int) -> None:
-        """Copy all leaves to the `nbytes` of memory at `address`; gaps between leaves become zero.
+        """Copy all leaves to the `nbytes` bytes of memory at `address`, and set the gaps between leaves to zero.
 
-        A leaf that is already at its position (see `settle`) is not copied. The caller must provide `nbytes` of
-        writable memory: with less the process crashes. May be called again.
+        A leaf that is already at its position (see `settle`) is not copied. The caller must provide `nbytes` bytes of
+        writable memory; with less the process crashes. May be called again.
         """
         memory: Any = None
         start = 0
@@ -151,13 +154,14 @@ class FlatBatch:
                 start += gap
 
     def settle(self, entry: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
-        """Drop the leaves that lie in `entry` exactly where `write_to` would put them; return their count.
+        """Mark the leaves that are already in `entry` at the positions where `write_to` would put them, and return
+        their number.
 
-        entry: 1-d, contiguous, the memory that the batch may be written to. Returns -1, and changes nothing, if a leaf
-        overlaps `entry` anywhere else: writing one leaf there could destroy another before it is copied.
+        entry: the memory that the batch may be written to, 1-d and contiguous. Returns -1, and changes nothing, if a
+        leaf overlaps `entry` anywhere else: writing one leaf there could destroy another before it is copied.
 
-        Afterwards the batch no longer keeps the counted leaves alive, but `write_to` to any address still reads their
-        bytes: the caller must leave the memory unchanged until then.
+        Afterwards this object no longer keeps the marked leaves alive, but `write_to` to any address still reads their
+        bytes. So the caller must not change the memory before the last `write_to`.
         """
         low, inside = _address(entry), self._inside(entry)
         if not all(fits for _, _, fits in inside):
@@ -170,11 +174,12 @@ class FlatBatch:
         return len(inside)
 
     def leaf_ranges(self, entry: np.ndarray[Any, np.dtype[np.uint8]]) -> list[tuple[int, int]]:
-        """Return (offset, bytes) at which `write_to` puts each of the leaves that now overlap `entry`."""
+        """Return (offset, bytes) of the positions where `write_to` puts the leaves that overlap `entry` now."""
         return [(offset, self._sizes[index]) for index, offset, _ in self._inside(entry)]
 
     def _inside(self, entry: np.ndarray[Any, np.dtype[np.uint8]]) -> list[tuple[int, int, bool]]:
-        """Return the leaves that overlap `entry`: index, offset where it belongs, and whether it lies there."""
+        """Return each leaf that overlaps `entry`: its index, the offset of its position in the region, and whether it
+        is there already."""
         low = _address(entry)
         high = low + entry.nbytes
         found: list[tuple[int, int, bool]] = []
@@ -202,7 +207,7 @@ def _address(array: np.ndarray[Any, Any]) -> int:
 
 
 def _copy_strided(source: torch.Tensor, memory: memoryview, start: int) -> None:
-    """Copy a tensor that is not one run of bytes, or a conjugate or negative view, without a copy in between."""
+    """Copy a tensor that is not contiguous, or that is a conjugate or negative view, without an intermediate copy."""
     carrier, dtype = CARRIERS[source.dtype]
     target = torch.from_numpy(_ndarray(source.shape, carrier, memory, start))
     (target if dtype is None else target.view(dtype)).copy_(source)
@@ -211,9 +216,9 @@ def _copy_strided(source: torch.Tensor, memory: memoryview, start: int) -> None:
 class Flattener:
     """Flattener of batches into FlatBatch, for one stream of batches and one thread.
 
-    strict: every batch must have the structure of the first. max_leaves and max_depth: limits of one batch, at most
-    65,536 and 64, which is what a receiver accepts. max_structures: how many structures are kept; a batch that returns
-    to one of them gets the identical Structure object.
+    strict: require that every batch has the structure of the first. max_leaves, max_depth: limits of one batch, at most
+    65,536 and 64, which is what a receiver accepts. max_structures: number of structures to cache. A batch with a
+    cached structure gets the identical Structure object.
     """
 
     def __init__(
@@ -241,7 +246,8 @@ class Flattener:
     def flatten(self, batch: Any) -> FlatBatch:
         """Traverse a batch once, without copying tensors or arrays. Neither may change until the result is written.
 
-        Raises UnsupportedLeafError, with path and type, for what cannot travel; StructureChangedError if strict.
+        Raises UnsupportedLeafError, with path and type, for a value that cannot be sent. Raises StructureChangedError
+        if the structure differs from the first batch's and `strict` is set.
         """
         signature: list[Any] = []
         shapes: list[int] = []
@@ -270,10 +276,11 @@ class Flattener:
         held: list[Any],
         depth: int,
     ) -> None:
-        """Collect the children of one container. After any exception the slow traversal finds the error to raise.
+        """Collect the leaves in one container. If this raises any exception, the slow traversal finds the error for the
+        user.
 
-        Two values give the same signature only if they have the same structure. It is a prefix code: a container writes
-        its type and its number of children first, and keys come after their types (1 == True).
+        Two values have the same signature only if they have the same structure. The signature is a prefix code: a
+        container writes its type and its number of children first, and keys are written after their types (1 == True).
         """
         for value in values:
             cls = type(value)
@@ -345,7 +352,7 @@ class Flattener:
             raise _give_up()
 
     def _record(self, cls: type) -> Callable[[Any], Sequence[Any]]:
-        """Return a getter of the fields of a namedtuple or dataclass."""
+        """Return a function that returns the fields of an instance of a namedtuple or dataclass."""
         record = class_fields(cls)
         if record is None:
             raise _give_up()
@@ -362,7 +369,7 @@ class Flattener:
         return values_of
 
     def _intern(self, batch: Any, signature: list[Any]) -> Structure:
-        """Return the Structure of a signature: the one in the table, or a new one that evicts the longest unused."""
+        """Return the Structure for a signature: the cached one, or a new one that replaces the least recently used."""
         key = tuple(signature)
         try:
             structure = self._table.get(key)
@@ -389,7 +396,8 @@ class Flattener:
 
 
 def _give_up() -> UnsupportedLeafError:
-    """Return the error of the fast traversal; raised to the user only if the slow one then finds nothing wrong."""
+    """Return the error with which the fast traversal stops. The user gets it only if the slow traversal finds nothing
+    wrong."""
     return UnsupportedLeafError("the batch was changed while it was copied: do not change a batch after yielding it")
 
 

@@ -1,4 +1,5 @@
-"""Digest of a batch that is replayed and not sent. The batch is flattened into private memory instead of a ring."""
+"""Digest of a batch that is made again in a replay, and not sent. The batch is flattened into private memory instead of
+a ring."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ __all__ = ["ReplayDigest"]
 
 
 class ReplayDigest:
-    """Computation of digests of batches, in a buffer that grows as needed."""
+    """Calculator of digests of replayed batches, with a buffer that grows as needed."""
 
     def __init__(self, flattener: Flattener | None = None, *, cover: DigestCover = DigestCover.SAMPLE) -> None:
         self._flattener = flattener or Flattener()
@@ -20,7 +21,7 @@ class ReplayDigest:
         self._buffer = ctypes.create_string_buffer(1 << 16)
 
     def take(self, batch: Any) -> tuple[int, int]:
-        """Return (digest, samples) of a batch, as its delivery would have recorded them."""
+        """Return (digest, number of samples) of a batch, with the same values as when it is delivered."""
         flat = self._flattener.flatten(batch)
         if flat.nbytes > len(self._buffer):
             self._buffer = ctypes.create_string_buffer(2 * flat.nbytes)

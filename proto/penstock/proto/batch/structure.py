@@ -1,12 +1,12 @@
-"""Structure of a batch, the part that does not change from batch to batch, and its encoding for peers.
+"""Structure of a batch: the part that does not change from batch to batch, and how it is encoded to be sent.
 
 A `Structure` is the tree of containers, and for each leaf its kind, dtype and rank. Shapes and values are not part of
-it: they travel with each batch, so variable lengths and changing strings announce nothing new. The two ends agree on a
-Structure once and then name it by an id.
+it. They are sent with each batch, so that a batch of another length, or with other strings, needs no new structure. A
+Structure is announced once, and BATCH frames name it by an id.
 
-On the wire it is JSON: a format number and one node. JSON is safe to read from any peer, and keeps int, str, bool and
-None keys apart; it is read once per structure, so its speed does not matter. `from_bytes` accepts only what `to_bytes`
-would write, so a structure has one encoding and the hash of that encoding (`key`) is its identity.
+On the wire it is JSON: a format number and one node. JSON is safe to read from any peer, and distinguishes keys that
+are int, str, bool and None. It is read once for each structure, so its speed does not matter. `from_bytes` accepts only
+what `to_bytes` would write, so a structure has one encoding and the hash of that encoding (`key`) is its identity.
 
     [1,["d",["x","y"],[["t","float32",2],["a","<i8",1]]]]
 
@@ -59,28 +59,29 @@ __all__ = [
 ]
 
 ALIGN: Final = 64
-"""Alignment of every leaf, bytes: a cache line, the widest vector load, torch's own alignment."""
+"""Alignment of every leaf in bytes: that of a cache line, the widest vector load, and torch's own memory."""
 
 MAX_LEAVES: Final = 65_536
 MAX_VALUES: Final = 4 * MAX_LEAVES
-"""Largest number of leaves, containers and Nones together in a batch, and so in an announced structure."""
+"""Largest number of leaves, containers and Nones together in a batch or an announced structure."""
 
 MAX_DEPTH: Final = 64
-"""Largest nesting of containers; far below the interpreter's recursion limit, so that neither side can reach it."""
+"""Largest number of nested containers. It is far below the interpreter's recursion limit, so neither side reaches
+that."""
 
 MAX_RANK: Final = 32
-"""Largest number of dimensions of a leaf: every supported numpy can hold as many."""
+"""Largest number of dimensions of a leaf. Every supported version of numpy allows as many."""
 
 MAX_INT_BYTES: Final = 1 << 20
-"""Largest size of one Python int leaf, bytes."""
+"""Largest size of a Python int in a batch, in bytes."""
 
 MAX_STRUCTURE_BYTES: Final = 4 << 20
 MAX_BRACKETS: Final = 1 << 19
-"""Largest number of brackets in an announced structure, which is checked before parsing; 65,536 dicts of one leaf have
+"""Largest number of brackets in an announced structure, checked before it is parsed. 65,536 dicts of one leaf each have
 2**18 brackets."""
 
 MAX_TEXT: Final = 2000
-"""Largest length of describe(), characters."""
+"""Largest number of characters that describe() returns."""
 
 FORMAT: Final = 1
 
@@ -100,7 +101,7 @@ _NUMPY_NAME = re.compile(
 
 Key = str | int | bool | None
 Path = tuple["Path", str] | None
-"""Path of a value in its batch, innermost step last; rendered only when an error names it."""
+"""Path of a value in its batch: (path of the container, last step). It becomes text only if an error names it."""
 
 _SCALARS = {"s": "str", "b": "bytes", "i": "int", "f": "float", "o": "bool", "S": "numpy.str_", "B": "numpy.bytes_"}
 _ONE_DIM = frozenset("sbiSB")
@@ -113,7 +114,7 @@ def padded(nbytes: int) -> int:
 
 
 def render_path(path: Path) -> str:
-    """Return a path as Python would write it: `batch['images'][3].label`."""
+    """Return a path as a Python expression: `batch['images'][3].label`."""
     steps: list[str] = []
     while path is not None:
         path, step = path
@@ -122,14 +123,15 @@ def render_path(path: Path) -> str:
 
 
 def numpy_dtype_name(dtype: np.dtype[Any]) -> str:
-    """Return a dtype's name on the wire: numpy's `str` form with byte order; "<q" for the C long long, whose `str` is
-    that of int64."""
+    """Return the name by which a numpy dtype is sent: its `str` with the byte order. For C's long long the name is
+    "<q", because its `str` is that of int64."""
     name = dtype.str
     return name if np.dtype(name).char == dtype.char else name[0] + dtype.char
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """Return the dtype that a peer named. Raises ValueError for a name that numpy_dtype_name does not return."""
+    """Return the numpy dtype for a name that was received. Raises ValueError for a name that numpy_dtype_name does not
+    return."""
     if not _NUMPY_NAME.fullmatch(name):
         raise ValueError(f"{name[:80]!r} is not the name of a dtype that batches may have")
     try:
@@ -143,24 +145,25 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """Value whose data are in the region."""
+    """Value in a batch whose data are in the region: tensor, array or scalar."""
 
     kind: str
-    """Kind of leaf: t tensor, a array, n numpy scalar, or one of the letters in this module's docstring."""
+    """Kind of leaf: "t" tensor, "a" array, "n" numpy scalar, or another letter in the table of this module's
+    docstring."""
     dtype: str = ""
-    """Name of the dtype: torch's for t, numpy's for a and n, else ""."""
+    """Name of the dtype: torch's name for a tensor, numpy's for an array or numpy scalar, else ""."""
     rank: int = 0
-    """Number of dimensions, for t and a."""
+    """Number of dimensions of a tensor or array; 0 for other leaves."""
 
     @property
     def dims(self) -> int:
-        """Return how many numbers of `shapes` belong to this leaf: its rank; 1 (the byte length) for str, bytes and
-        int; else 0."""
+        """Number of values in `shapes` that belong to this leaf: the rank of a tensor or array; 1 (the length in bytes)
+        for str, bytes and int; else 0."""
         return self.rank if self.kind in _ARRAYS else int(self.kind in _ONE_DIM)
 
     @property
     def itemsize(self) -> int:
-        """Return the bytes of one element; for a leaf without dims, of the whole value."""
+        """Bytes of one element of a tensor or array, or of the whole value for a scalar of fixed size."""
         if self.kind == "t":
             return TORCH_DTYPES[self.dtype]
         if self.kind in "an":
@@ -170,15 +173,15 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """Container of the tree."""
+    """Container in the tree of a batch."""
 
     kind: str
-    """Kind of container: d dict, od OrderedDict, l list, u tuple, nt namedtuple, dc dataclass."""
+    """Kind of container: "d" dict, "od" OrderedDict, "l" list, "u" tuple, "nt" namedtuple, "dc" dataclass."""
     children: tuple[Tree, ...]
     keys: tuple[Key, ...] = ()
-    """Keys of a dict or names of the fields, one for each child; () for list and tuple."""
+    """Keys of a dict, or names of a record's fields, one for each child; () for a list or tuple."""
     name: str = ""
-    """Name of the class, for nt and dc; else ""."""
+    """Name of the class of a namedtuple or dataclass; else ""."""
 
 
 Tree = Leaf | Node | None
@@ -186,25 +189,26 @@ Tree = Leaf | Node | None
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """Unchanging part of a batch; equal and hashed by its encoding. Make one with `of` or `from_bytes`."""
+    """Part of a batch that does not change from batch to batch. Structures with equal encodings are equal. Make one
+    with `of` or `from_bytes`."""
 
     encoded: bytes
     key: int = field(compare=False)
-    """Hash of `encoded` (xxh3, 64 bits): the same in every process."""
+    """Hash of `encoded` (xxh3, 64 bits), which is the same in every process."""
     tree: Tree = field(compare=False, repr=False)
     leaves: tuple[Leaf, ...] = field(compare=False, repr=False)
-    """Leaves in the order of their data in the region: depth first."""
+    """Leaves in the order of their data in the region (depth first)."""
     dims: int = field(compare=False)
-    """Length of a batch's `shapes`."""
+    """Number of values in the `shapes` of a batch with this structure."""
 
     def __hash__(self) -> int:
         return self.key
 
     @classmethod
     def of(cls, tree: Tree) -> Structure:
-        """Return the structure of a tree made in this process.
+        """Return the structure of a tree that was made in this process.
 
-        Raises UnsupportedLeafError if it is too long to announce.
+        Raises UnsupportedLeafError if the structure is too long to be announced.
         """
         text = json.dumps([FORMAT, _plain(tree)], ensure_ascii=False, separators=(",", ":"))
         encoded = text.encode("utf-8", "surrogatepass")
@@ -215,7 +219,7 @@ class Structure:
         return cls(encoded, xxhash.xxh3_64_intdigest(encoded), tree, leaves, sum(leaf.dims for leaf in leaves))
 
     def to_bytes(self) -> bytes:
-        """Return compact JSON in UTF-8 (lone surrogates in keys as three bytes each)."""
+        """Return the encoding: compact JSON in UTF-8. A lone surrogate in a key becomes three bytes."""
         return self.encoded
 
     @classmethod
@@ -250,15 +254,16 @@ class Structure:
         return structure
 
     def describe(self) -> str:
-        """Return text for messages: `{"x": float32[rank 2], "y": int64[rank 1]}`, cut at 2,000 characters."""
+        """Return a text for messages, such as `{"x": float32[rank 2], "y": int64[rank 1]}`, with at most 2,000
+        characters."""
         text = _describe(self.tree, [MAX_TEXT])
         return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 3] + "..."
 
 
 def required_nbytes(structure: Structure, shapes: Sequence[int]) -> int:
-    """Return the bytes of the region of a batch with these `shapes`, equal to `FlatBatch.nbytes`.
+    """Return the bytes of the region of a batch with these `shapes`; equal to `FlatBatch.nbytes`.
 
-    Raises ProtocolError if the number of dims or one of them is invalid.
+    Raises ProtocolError if a dimension, or the number of dimensions, is invalid.
     """
     if len(shapes) != structure.dims:
         raise ProtocolError(f"shapes must have {structure.dims} dims for the structure of the batch, got {len(shapes)}")
@@ -291,7 +296,7 @@ def _leaves(tree: Tree) -> Iterator[Leaf]:
 
 
 def _plain(tree: Tree) -> Any:
-    """Return a tree as JSON values."""
+    """Return a tree as values for JSON."""
     if tree is None:
         return None
     if isinstance(tree, Leaf):
@@ -307,7 +312,8 @@ def _plain(tree: Tree) -> Any:
 
 
 def _tree(raw: Any, path: Path, depth: int, count: list[int]) -> Tree:
-    """Return JSON values as a tree. Raises ProtocolError with the path of a wrong one. count: leaves, all values."""
+    """Return the tree that JSON values encode. Raises ProtocolError, with the path, for an invalid value. count:
+    numbers of leaves and of all values so far."""
     count[1] += 1
     if count[1] > MAX_VALUES:
         raise _wrong(path, f"more than {MAX_VALUES} values")
@@ -344,14 +350,14 @@ def _tree(raw: Any, path: Path, depth: int, count: list[int]) -> Tree:
 
 
 def path_steps(kind: str, keys: Sequence[Key], count: int) -> Iterator[str]:
-    """Return the steps from a container of a Node's `kind` to its children, for a Path."""
+    """Return the last steps of the paths of a container's children. kind, keys: as in Node."""
     if kind in ("l", "u"):
         return (f"[{i}]" for i in range(count))
     return (f"[{key!r}]" for key in keys) if kind in ("d", "od") else (f".{key}" for key in keys)
 
 
 def allowed_key(key: object) -> bool:
-    """Return whether a batch may hold this dict key, which is not a str."""
+    """Return whether this dict key, which is not a str, may be in a batch."""
     return key is None or type(key) is bool or (type(key) is int and -(1 << 63) <= key < 1 << 63)
 
 
@@ -386,7 +392,8 @@ def _wrong(path: Path, what: str) -> ProtocolError:
 
 
 def _describe(tree: Tree, budget: list[int]) -> str:
-    """Return the text of a tree. `budget`: characters left, so that a huge structure costs no more than its cut."""
+    """Return a text for a tree. budget: characters left. It limits the work for a huge structure, whose text is cut
+    anyway."""
     if isinstance(tree, Leaf):
         text = (
             _SCALARS.get(tree.kind)

@@ -1,7 +1,8 @@
 """Slow traversal of a batch: returns its tree, or raises an error that names the first unsupported value.
 
-`flatten.Flattener` runs it for a batch whose signature it has not seen lately, and for a batch at which its fast
-traversal stopped. It keeps the path of every value, so each error names the path, the type and the conversion.
+`flatten.Flattener` uses it for a batch whose signature it has not seen recently, and for a batch at which its fast
+traversal stopped. This traversal records the path of every value, so each error names the path, the type and how to
+convert the value.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ __all__ = ["TORCH_NAMES", "survey"]
 TORCH_NAMES: dict[torch.dtype, str] = {
     getattr(torch, name): name for name in TORCH_DTYPES if isinstance(getattr(torch, name, None), torch.dtype)
 }
-"""Names of the supported dtypes of this torch."""
+"""Supported dtypes that this version of torch has -> their names."""
 
 _PLAIN = {str: Leaf("s"), bytes: Leaf("b"), float: Leaf("f"), bool: Leaf("o")}
 
 
 def survey(batch: Any, max_leaves: int, max_depth: int) -> Tree:
-    """Return the tree of a batch with at most `max_leaves` leaves (and four times as many values, containers included)
-    and at most `max_depth` nested containers.
+    """Return the tree of a batch. It may have at most `max_leaves` leaves, four times as many values (containers
+    included), and `max_depth` nested containers.
 
     Raises UnsupportedLeafError with the path and type of the first unsupported value.
     """

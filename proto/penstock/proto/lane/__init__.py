@@ -1,1 +1,2 @@
-"""Lanes: rings of shared memory between processes of a host, and their frames over TCP between hosts."""
+"""Lanes, which carry batches from a runner to the training loop: rings of shared memory on one host, and TCP between
+hosts."""

@@ -1,13 +1,14 @@
 """Compression of payloads on the TCP lane by lz4 or zstd, from sender to receiver, if the consumer requests it.
 
-The format is in lane.proto: a table of compressed lengths, then pieces of PIECE bytes before compression. Pieces have
-four advantages over one long stream: memory is bounded by a piece on both sides, all lengths are checked against the
-batch before decompression, a piece is still in the processor's cache when it is copied into its entry, and
-decompression runs while the rest is being received. The ratio is the same: pieces of 256 KiB compress as well as 8 MiB.
+The format is in lane.proto: a table of compressed lengths, then the compressed pieces, which have PIECE bytes each
+before compression. Pieces have four advantages over one long stream: memory is bounded by a piece on both sides, all
+lengths are checked against the batch before decompression, a piece is still in the processor's cache when it is copied
+into its entry, and decompression runs while the rest is being received. The ratio is the same: pieces of 256 KiB
+compress as well as 8 MiB.
 
-Some data is sent uncompressed: batches below SMALLEST, and batches and pieces that stay above ENOUGH of their size. A
-stream that does not compress is tried less and less often: after a failed batch 1 batch is not tried, after the next
-failure 2, then 4, up to MOST_SKIPPED; a batch that compresses resets this.
+Some data are sent uncompressed: batches smaller than SMALLEST, and batches and pieces that do not shrink to ENOUGH of
+their size. If a batch does not shrink enough, the next batch is sent without a try; after the next failure 2 batches
+are, then 4, and up to MOST_SKIPPED. A batch that shrinks resets this number.
 
 A piece is copied before it is compressed, because user code can write into the ring at any time, and compressors may
 write outside their memory if their input changes meanwhile. The copy runs at 20 GB/s, the compressor below 1 GB/s.
@@ -31,34 +32,35 @@ __all__ = ["NAMES", "PIECE", "Codec", "Packer", "Unpacker", "check_claim", "firs
 Buffer = bytes | bytearray | memoryview
 
 PIECE = 256 << 10
-"""Size of a piece of a batch, bytes: part of the protocol."""
+"""Bytes of each piece of a batch before compression. The number is part of the protocol."""
 SMALLEST = 2 << 10
-"""Smallest batch that is compressed, bytes. Of 1 KiB of token ids lz4 takes 3.6 us on the slower side to save
-3.3 us of a 1 Gbit/s network, zstd 7.4 for 5.5; of 2 KiB 4.5 for 6.9, and 9.6 for 11.3 (benchmarks/compression.md)."""
+"""Smallest size in bytes of a batch that is compressed. For 1 KiB of token ids lz4 takes 3.6 us on the slower side and
+saves 3.3 us of a 1 Gbit/s network, zstd takes 7.4 us and saves 5.5. For 2 KiB lz4 takes 4.5 us and saves 6.9, zstd 9.6
+and 11.3 (benchmarks/compression.md)."""
 ENOUGH = 7 / 8
-"""Largest share of its size that a compressed batch or piece may have. Noisy float32 images decided the value: zstd
-saves 12 % of them at 1.2 GB/s, which pays only below 1 Gbit/s, and little there."""
+"""Largest share of its original size that a compressed batch or piece may have. Noisy float32 images decided the value:
+zstd saves 12 % of them at 1.2 GB/s, which pays only on networks below 1 Gbit/s, and little there."""
 MOST_SKIPPED = 64
-"""Largest number of batches between two tries: the tries then cost almost nothing, and a change is detected soon
-enough."""
+"""Largest number of batches between two tries. With it tries cost almost nothing, and a change of the data is detected
+soon enough."""
 ZSTD_LEVEL = 1
-"""Compression level of zstd. Levels 2 and 3 are slower and leave token ids larger, not smaller (438 and 386 MB/s with a
-ratio of 3.5 and 3.3, against 605 MB/s with 4.0); level 5 takes a quarter more off quantised images, at a third of the
-speed; level -1 gives up a quarter of the ratio on skewed ids, for a tenth in speed (benchmarks/compression.md)."""
+"""Compression level of zstd. Levels 2 and 3 are slower and make token ids larger (438 and 386 MB/s with ratios of 3.5
+and 3.3, against 605 MB/s with 4.0). Level 5 makes quantised images a quarter smaller, at a third of the speed. Level -1
+is a tenth faster on skewed ids, with a quarter less compression (benchmarks/compression.md)."""
 
 NAMES: dict[str, int] = {"lz4": lane_pb2.LZ4, "zstd": lane_pb2.ZSTD}
-"""Name of a codec for users -> its number in frames."""
+"""Name of a codec, as users write it -> its number in frames."""
 
 
 @dataclass(frozen=True)
 class Codec:
-    """Codec of pieces."""
+    """Codec that compresses and decompresses single pieces."""
 
     name: str
     number: int
     compress: Callable[[Buffer], bytes]
     decompress: Callable[[Buffer, int], bytes]
-    """Function of a compressed piece and its decompressed length; allocates no more than that length. Raises
+    """Function of a compressed piece and its decompressed length. It allocates no more than this length. Raises
     ProtocolError."""
 
 
@@ -101,7 +103,8 @@ _MAKERS = {lane_pb2.LZ4: _lz4, lane_pb2.ZSTD: _zstd}
 
 
 def load(number: int) -> Codec | None:
-    """Return a codec for one lane and one thread. None if it is unknown, or its package is missing."""
+    """Return the codec with this number, for one lane and one thread. Return None if it is unknown, or its package is
+    not installed."""
     maker = _MAKERS.get(number)  # type: ignore[call-overload]  # a peer may name any number
     try:
         return None if maker is None else maker()
@@ -116,7 +119,8 @@ def first_of(numbers: Iterable[int]) -> Codec | None:
 
 @cache
 def require(name: str) -> int:
-    """Return the number of a required codec. Raises InvalidArgumentError, with the remedy, if it is not available."""
+    """Return the number of the codec with this name. Raises InvalidArgumentError, with the remedy, if it is not
+    available."""
     number = NAMES.get(name)
     if number is None:
         raise InvalidArgumentError(f"compression must be one of {', '.join(map(repr, NAMES))} or None, got {name!r}")
@@ -129,7 +133,7 @@ def require(name: str) -> int:
 
 
 class Packer:
-    """Compressor of one lane, at the sender."""
+    """Compressor of the batches of one lane, used by the sender."""
 
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
@@ -138,7 +142,8 @@ class Packer:
         self._next_skip = 1  # the same, after the next failed try
 
     def pack(self, payload: memoryview) -> tuple[int, list[bytes | memoryview]] | None:
-        """Return the bytes on the wire and the buffers to send, or None if the payload is sent uncompressed."""
+        """Return the number of bytes to send and the buffers with them. Return None if the payload is to be sent
+        uncompressed."""
         size = len(payload)
         if size < SMALLEST:
             return None
@@ -164,7 +169,7 @@ class Packer:
 
 
 def check_claim(wire: int, size: int) -> None:
-    """Raise ProtocolError for a batch of `size` bytes that cannot have `wire` bytes when compressed."""
+    """Raise ProtocolError if a batch of `size` bytes cannot have `wire` bytes when compressed."""
     if not _table(size) < wire < size:
         raise ProtocolError(
             f"a batch of {size} bytes must have {_table(size) + 1} to {size - 1} bytes when compressed, got {wire}"
@@ -172,15 +177,17 @@ def check_claim(wire: int, size: int) -> None:
 
 
 class Unpacker:
-    """Decompressor of one lane, at the receiver: provides buffers to fill, and decompresses pieces as they arrive.
+    """Decompressor of the batches of one lane, used by the receiver. It provides buffers to fill, and decompresses
+    pieces as they arrive.
 
-    `begin` and then `step` return a buffer to fill; fill it, call `step`, and so on until it returns None.
+    Call `begin` and fill the buffer that it returns. Then call `step` and fill the buffer that it returns, until it
+    returns None.
     """
 
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
         self.left = 0
-        """Bytes of the payload after those that are being filled."""
+        """Bytes of the payload that come after the buffer that is being filled."""
         self._buffer = memoryview(bytearray(PIECE))  # reused for all pieces
         self._entry = self._buffer[:0]
         self._lengths: tuple[int, ...] = ()
@@ -188,7 +195,8 @@ class Unpacker:
         self._index = -1  # index of the piece that is being filled; -1 is the table
 
     def begin(self, entry: memoryview, wire: int) -> memoryview:
-        """Start a batch that fills all of `entry`; return the first buffer. `check_claim` has checked `wire`."""
+        """Start a batch that is to fill all of `entry`. Return the first buffer to fill. wire: compressed bytes,
+        checked by `check_claim`."""
         table = _table(len(entry))
         self._entry = entry
         self._index = -1
@@ -197,7 +205,7 @@ class Unpacker:
         return self._table
 
     def step(self) -> memoryview | None:
-        """Return the next buffer to fill, once the last one is filled; None: the batch is whole.
+        """Process the buffer that was filled. Return the next buffer to fill; None if the batch is complete.
 
         Raises ProtocolError if the pieces do not make exactly the batch.
         """
@@ -222,7 +230,7 @@ class Unpacker:
         return piece if length == len(piece) else self._buffer[:length]
 
     def drop(self) -> None:
-        """Drop the rest of the batch."""
+        """Drop the unfinished batch."""
         self._entry = self._buffer[:0]
 
     def _read_table(self) -> None:
@@ -240,5 +248,5 @@ class Unpacker:
 
 
 def _table(size: int) -> int:
-    """Return the bytes of the table of lengths in front of a batch of `size` bytes."""
+    """Return the bytes of the table of lengths that precedes the pieces of a batch of `size` bytes."""
     return 4 * ((size + PIECE - 1) // PIECE)

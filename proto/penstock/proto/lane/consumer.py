@@ -1,17 +1,18 @@
-"""Consumer: the reading end of a lane. The training loop has one; for a consumer on another host the sender has one.
+"""Consumer: the reading end of a lane. The training loop has one for each lane. If the training loop is on another
+host, the sender has one in its place.
 
 The hot path is one `recv_into` for a packet of frames, and for each frame one `unpack` and the checks that keep a
-faulty peer from causing reads outside its ring. Rarer cases are handled further below. Two rules follow from the fact
-that a peer may stop reading or sending at any time:
+faulty peer from causing reads outside its ring. Rarer cases are handled further below. A peer may stop reading or
+sending at any time. Two rules follow:
 
 A ring's descriptor comes in the packet after its RING frame. The producer may send the first packet, and then be in
 user code for minutes before it sends the second. So this end never blocks for the second packet; it only records that
 the next packet must hold the descriptor.
 
 Acks are collected in one message until `flush`. While an earlier message waits for the socket, acks are still added to
-the same message, so a producer that does not read costs no memory here. Only an abandon ends the message at once,
-because its order among the other acks matters. The sender, which forwards another process's acks, limits them by
-`backlog`.
+the same message, so a producer that does not read costs no memory here. Only the abandonment of an epoch ends the
+message at once, because its order among the other acks matters. The sender, which forwards another process's acks,
+limits them by `backlog`.
 """
 
 from __future__ import annotations
@@ -51,26 +52,29 @@ _log = logging.getLogger(__name__)
 _length = HEAD.unpack_from
 _ANNOUNCEMENTS = frozenset((RING, STRUCTURE))
 _GROUP = 2048
-"""Largest count of numbers of one kind in one ack, which keeps it far below MAX_FRAME. Even: they come in pairs."""
+"""Largest number of values of one kind in one ack, so that the ack stays far below MAX_FRAME. It is even, because
+values come in pairs."""
 
 
 class Consumer:
-    """End that reads. Holds the lane's socket, the mapped rings and the structures announced so far.
+    """Reading end of a lane: its socket, the mapped rings, and the structures announced so far.
 
-    Frames are read on request, a packet at a time; unread ones wait in the socket, which is as deep as the ring.
+    Frames are read on request, a packet at a time. Unread frames wait in the socket, which has room for those of all
+    ring entries.
     """
 
     def __init__(self, sock: socket.socket, name: str) -> None:
         self.name = name
-        """Name for messages: worker, box and slot at the other end."""
+        """Name for messages: worker, box and slot of the producer."""
         self.rings: dict[int, Ring] = {}
-        """Id -> ring, for the rings that a frame may still name: that of the last batch, and newer ones."""
+        """Id -> ring, for the rings that a frame may still name: the ring of the last batch, and newer ones."""
         self.structures: dict[int, bytes] = {}
         self.compiled: dict[int, Any] = {}
-        """Id -> the reader's object for a structure; dropped when the structure is forgotten or announced again."""
+        """Id of a structure -> object that the reader keeps for it. It is dropped when the structure is dropped or
+        announced again."""
         self.closed = False
         self.abandons = 0
-        """Number of abandoned epochs so far, over all connections of this worker slot: copy it from the previous
+        """Number of epochs abandoned so far, over all connections of this worker slot. Copy it from the previous
         consumer."""
         sock.setblocking(False)
         self._sock = sock
@@ -96,20 +100,20 @@ class Consumer:
         return self._sock.fileno()
 
     def forked(self) -> None:
-        """See penstock.runtime.process.forks."""
+        """Close the lane in a forked child, for penstock.runtime.process.forks."""
         silence(self._sock.fileno())
         self.closed = True
 
     # ---- frames
 
     def receive(self) -> Frame | None:
-        """Return the next BATCH, END, ERROR or CLOSE frame, or None while there is none.
+        """Return the next BATCH, END, ERROR or CLOSE frame; None if none has arrived.
 
-        END and ERROR may be repeated after a reconnect: they are resent until a later batch is delivered.
+        The producer sends END and ERROR again after a reconnect, until a later batch is delivered.
 
         Raises:
-            LaneLostError: the peer is gone; raised after everything that it sent has been read.
-            ProtocolError: it sent invalid frames.
+            LaneLostError: the peer is gone. Raised after everything that it sent has been read.
+            ProtocolError: the peer sent invalid frames.
         """
         while True:
             frame = self.receive_any()
@@ -117,9 +121,10 @@ class Consumer:
                 return frame
 
     def receive_any(self) -> Frame | None:
-        """Return also RING (once its descriptor arrived) and STRUCTURE frames, for a caller that forwards frames.
+        """Return the next frame of any kind, as `receive` does, for a caller that forwards frames. A RING frame is
+        returned once its descriptor has arrived.
 
-        `framed` returns its bytes.
+        `framed` returns the frame's bytes.
         """
         view = self._view
         while self._coming is None:
@@ -187,12 +192,12 @@ class Consumer:
 
     @property
     def framed(self) -> memoryview:
-        """Return the bytes of the last received frame, with the length in front; valid until the next call."""
+        """Bytes of the last received frame, preceded by their length. Valid until the next call."""
         return self._view[self._begin : self._at]
 
     @property
     def frame_bytes(self) -> bytes:
-        """Return the bytes of the last received frame, without the length."""
+        """Bytes of the last received frame, without their length."""
         return self._view[self._begin + HEAD.size : self._at].tobytes()
 
     def _receive_packet(self) -> bool:
@@ -216,7 +221,7 @@ class Consumer:
 
     def _after_error(self, error: OSError) -> int | None:
         """Receive once more after an error, because a killed peer causes one ECONNRESET before its last frames. Return
-        the received bytes; None if nothing can be read now."""
+        the number of received bytes; None if nothing can be read now."""
         if self.closed:
             raise LaneClosedError(f"{self.name}: the lane is closed") from None
         try:
@@ -227,7 +232,8 @@ class Consumer:
             raise LaneLostError(f"{self.name}: the connection was lost: {error}") from error
 
     def _turn_to(self, ring_id: int) -> Ring | None:
-        """Switch to the ring of a batch. Producers never return to an older ring: drop those."""
+        """Return the ring of a batch, and make it the present one. Older rings are dropped, because producers never
+        return to them."""
         ring = self.rings.get(ring_id)
         if ring is not None:
             self._ring_id, self._ring = ring_id, ring
@@ -293,41 +299,42 @@ class Consumer:
     # ---- acks
 
     def delivered(self, total: int) -> None:
-        """Record that everything up to `total` was delivered. Sent with the next flush."""
+        """Record that all batches up to number `total` are delivered. The next flush sends it."""
         self._delivered = total
         self._dirty = True
 
     def release(self, entries: Iterable[int]) -> None:
-        """Release entries of delivered batches whose last view is gone: ring, entry, ring, entry ... Sent with the next
-        flush. Do not release batches abandoned before delivery: the producer has taken their entries back already.
-        """
+        """Release the entries of delivered batches whose last view is gone: ring, entry, ring, entry ... The next flush
+        sends them. Do not release the entries of batches that were abandoned before delivery, because the producer has
+        taken these back already."""
         self._released += entries
         self._dirty = True
 
     def open_epochs(self, epoch: int) -> None:
-        """Allow the producer to open epochs up to `epoch`."""
+        """Allow the producer to begin epochs up to and including `epoch`. The next flush sends it."""
         self._open_epochs = epoch
         self._dirty = True
 
     def abandon(self, epoch: int) -> None:
-        """Abandon this epoch. Sent at once, after all earlier acks."""
+        """Abandon this epoch. The message is sent at once, after all earlier acks."""
         self.abandons += 1
         self._abandon = epoch + 1
         self._seal()
         self.flush()
 
     def want(self, pairs: Iterable[int]) -> None:
-        """Request snapshots: step, total, step, total ..."""
+        """Request snapshots, as step, number of the slot's batches up to it, step, number ... The next flush sends
+        them."""
         self._wanted += pairs
         self._dirty = True
 
     @property
     def backlog(self) -> int:
-        """Return the count of unsent messages and of numbers in the message that gathers."""
+        """Number of unsent messages, plus the numbers in the message that is still being collected."""
         return len(self._unsent) + len(self._released) + len(self._wanted)
 
     def flush(self) -> bool:
-        """Send the acks gathered so far; never blocks. Return False if some do not fit in the socket."""
+        """Send the collected acks, without blocking. Return False if some do not fit into the socket's buffer."""
         unsent = self._unsent
         if self.closed:
             return True
@@ -352,8 +359,8 @@ class Consumer:
             self._seal()
 
     def _seal(self) -> None:
-        """End the message to which acks are added. If it has too many numbers, the first of them go into messages
-        before it."""
+        """Complete the message of collected acks and begin a new one. If it has too many numbers, they are split over
+        several messages."""
         unsent, released, wanted = self._unsent, self._released, self._wanted
         while len(released) > _GROUP or len(wanted) > _GROUP:
             first = Ack(self._delivered, released=released[:_GROUP], wanted=wanted[:_GROUP])
@@ -366,14 +373,15 @@ class Consumer:
         self._begin_ack()
 
     def _begin_ack(self) -> None:
-        """Begin an empty ack."""
+        """Begin a new message of acks."""
         self._delivered = self._open_epochs = self._abandon = 0
         self._released.clear()
         self._wanted.clear()
         self._leaving = self._dirty = False
 
     def close(self, *, say_so: bool = True) -> None:
-        """Close the lane. Rings stay mapped while views of them exist."""
+        """Close the lane. say_so: tell the producer that this is on purpose. Rings stay mapped while views of them
+        exist."""
         if self.closed:
             return
         if say_so:

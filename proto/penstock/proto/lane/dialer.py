@@ -1,9 +1,10 @@
-"""Connections to a worker's host, with a short timeout if the host has just stopped answering.
+"""Connections to workers' hosts. The timeout is short if the host has just stopped answering.
 
-The first connection may have a long round trip, so its timeout is `CONNECT_S`, in which the kernel sends two SYNs. If a
-host has acknowledged nothing for two seconds, or has not answered a try, each of its lanes makes one short try before
-it requests another worker. A short try makes a few connections, `AGAIN_S` apart, so that one lost packet moves no slot,
-and lasts three of the host's round trips. After `SOON_S` seconds, tries have the long timeout again.
+A first connection may have a long round trip, so its timeout is `CONNECT_S`, in which the kernel sends two SYNs. If a
+host has acknowledged nothing for two seconds, or has not answered an attempt, each lane to it makes one short attempt
+before it requests another worker. A short attempt lasts three of the host's round trips. It starts a few connections,
+`AGAIN_S` apart, so that one lost packet does not move a slot. After `SOON_S` seconds, attempts have the long timeout
+again.
 """
 
 from __future__ import annotations
@@ -19,36 +20,37 @@ from penstock.proto.rpc.tls import Renewing, Tls, explain, host_of
 __all__ = ["SHAKE_S", "Dialer", "LaneDialer"]
 
 CONNECT_S = 1.25
-"""Timeout of a connection to a daemon, seconds. The kernel repeats a SYN after one second; a consumer retries at once
-after a timeout."""
+"""Timeout of a connection to a daemon in seconds. The kernel repeats a SYN after one second, and a consumer retries at
+once after a timeout."""
 LOOK_S = 0.45
-"""Smallest timeout of a short try, seconds, if three round trips take less."""
+"""Smallest timeout of a short attempt in seconds, used if three round trips take less."""
 AGAIN_S = 0.12
-"""Seconds between the connections of a short try."""
+"""Seconds between the connections that a short attempt starts."""
 SOON_S = 1.0
-"""Seconds after a host stopped answering in which tries are short."""
+"""Seconds for which attempts are short after a host has stopped answering."""
 SHAKE_S = 10.0
-"""Deadline of each step of TLS, seconds."""
+"""Deadline in seconds of each step of the TLS handshake."""
 _MOST = 64
-"""Largest number of hosts that are kept; the oldest are dropped first."""
+"""Largest number of hosts that are remembered as silent; the oldest are dropped first."""
 
 
 class Dialer:
-    """Dialer of one process. Threads may connect at the same time."""
+    """Maker of connections from one process to workers' hosts. Several threads may use it at the same time."""
 
     def __init__(self) -> None:
         self._silent: dict[tuple[str, int], tuple[float, float]] = {}
-        """Address -> (timeout of a short try in seconds, monotonic time until which tries are short)."""
+        """Address of a silent host -> (timeout of a short attempt in seconds, monotonic time until which attempts are
+        short)."""
 
     def fell_silent(self, where: tuple[str, int], sock: socket.socket | None = None) -> None:
-        """Record that a host has stopped answering. `sock`: the connection on which that was detected."""
+        """Record that a host has stopped answering. sock: connection on which this was noticed."""
         rtt = 0.0 if sock is None else round_trip_s(sock)
         self._silent[where] = min(CONNECT_S, max(LOOK_S, 3 * rtt)), time.monotonic() + SOON_S
         for old in list(self._silent)[:-_MOST]:
             self._silent.pop(old, None)
 
     def connect(self, where: tuple[str, int]) -> socket.socket:
-        """Return a blocking connection. Raises OSError; TimeoutError if the host did not answer."""
+        """Return a new blocking connection. Raises OSError, and TimeoutError if the host does not answer."""
         look_s, until = self._silent.get(where, (0.0, 0.0))
         if time.monotonic() < until:
             return _look(where, look_s)
@@ -60,14 +62,15 @@ class Dialer:
 
 
 class LaneDialer(Dialer):
-    """Dialer of lanes, over TLS if the cluster has it. `tls`: TLS files; None: connections are plain."""
+    """Maker of connections to workers' lanes, over TLS if the cluster uses it. tls: TLS files; None: no TLS."""
 
     def __init__(self, tls: Tls | None) -> None:
         super().__init__()
         self._files = None if tls is None else Renewing(tls)
 
     def open(self, address: str) -> socket.socket:
-        """Return a blocking lane to a worker at host:port. Raises OSError, TlsError, BatchCorruptError."""
+        """Return a blocking connection to a worker's lanes at "host:port". Raises OSError, TlsError,
+        BatchCorruptError."""
         where = host_of(address)
         sock = self.connect(where)
         sock.settimeout(SHAKE_S)
@@ -81,14 +84,14 @@ class LaneDialer(Dialer):
             raise
 
     def check_refusal(self, error: OSError, address: str) -> None:
-        """Raise TlsError if TLS is the cause of the error."""
+        """Raise TlsError if TLS is the cause of an error of a connection."""
         trouble = None if self._files is None else explain(error, f"the worker's lane at {address}", self._files.tls)
         if trouble is not None:
             raise trouble from error
 
 
 def _look(where: tuple[str, int], look_s: float) -> socket.socket:
-    """Return the first of several connections that succeeds."""
+    """Start several connections to a host, and return the first that succeeds within `look_s` seconds."""
     targets = socket.getaddrinfo(*where, type=socket.SOCK_STREAM)
     began, poll = time.monotonic(), select.poll()
     trying: dict[int, socket.socket] = {}

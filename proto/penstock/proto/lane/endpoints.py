@@ -2,12 +2,12 @@
 
 Both ends speak the frames of lane.proto over a SEQPACKET Unix socket, which keeps each frame whole, while the payload
 stays in the ring. `Producer` is the runner's end (and, on another host, the receiver's); `Consumer` is the training
-loop's end (and, for another host, the sender's). So one producer and one consumer serve both lanes: a TCP lane is two
-local lanes with TCP between them.
+loop's end (and, for another host, the sender's). So the same two classes serve lanes on one host and between hosts: a
+TCP lane is two local lanes with TCP between them.
 
-Neither end has threads or locks: the caller's thread does everything, and blocks only where documented. The producer
-outlives its consumers: it keeps each batch until it is delivered, so a consumer that reconnects gets undelivered
-batches from the ring, and none is computed again.
+Neither end has threads or locks: the caller's thread does everything, and blocks only where documented. A producer
+exists longer than its consumers, and keeps each batch until it is delivered. So a consumer that reconnects gets
+undelivered batches from the ring, and no batch is computed again.
 
 Three rules prevent deadlock. A consumer sends its acks before it waits for anything. A producer that waits for a free
 entry reads acks. Neither ever waits to write: messages that do not fit in the socket stay queued until the next call.

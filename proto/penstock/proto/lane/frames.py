@@ -1,11 +1,11 @@
 """Frames, acks, limits and checks that both ends of a lane share.
 
 Frames and acks are fixed headers, as lane.proto describes them: one `struct` call writes or reads one, in a quarter of
-the time of a protobuf message, and without memory that stays allocated. (A protobuf message that is reused keeps memory
-of everything that it ever parsed: 57 bytes a batch with one dim, 1,000 with 120.)
+the time of a protobuf message, and without memory that stays allocated. (A protobuf message object that is reused for
+parsing grows with every message: by 57 bytes for a batch with one dim, by 1,000 for one with 120.)
 
-The limits bound the memory that a peer can cause this process to hold: a frame, the pieces of one structure, the rings
-and structures that are kept. They are the same on the Unix socket and over TCP, so that a process between the two can
+The limits bound the memory that a peer can cause this process to allocate: for a frame, for the pieces of a structure,
+for rings and structures. They are the same on the Unix socket and over TCP, so that a process between the two can
 forward frames unchanged.
 """
 
@@ -62,52 +62,53 @@ __all__ = [
 
 LANE_PROTOCOL = 5
 MAX_FRAME = 64 << 10
-"""Largest frame, bytes. A default Unix socket buffer holds 208 KiB, so three of the largest fit."""
+"""Largest size of a frame in bytes. The default buffer of a Unix socket holds 208 KiB, so three of the largest fit into
+it."""
 HEAD = struct.Struct("<I")
-"""Prefix of each frame on both lanes: its length."""
+"""Format of the length that precedes each frame, on local lanes and over TCP."""
 MAX_PACKET = HEAD.size + MAX_FRAME
-"""Largest packet of the local lane, bytes: one frame of any length, or many small ones."""
+"""Largest size in bytes of a packet on a local lane: one frame of any length, or many small ones."""
 PIECE = 32 << 10
-"""Largest piece of a structure in one STRUCTURE frame, bytes."""
+"""Largest part of a structure in one STRUCTURE frame, in bytes."""
 LONG_SHAPES = 2048
-"""Largest number of dims in a frame. A longer list of shapes follows the batch in its entry."""
+"""Largest number of dims in a frame. Longer shapes follow the batch in its ring entry."""
 MAX_DIMS = 65_536 * 32
-"""Largest number of dims of a batch: MAX_LEAVES of a structure with MAX_RANK. Each of them becomes an object."""
+"""Largest number of dims of a batch: MAX_LEAVES leaves with MAX_RANK dims each. Each dim becomes a Python object."""
 MAX_STRUCTURE = 4 << 20
-"""Largest structure, bytes: the limit of penstock.proto.batch.structure."""
+"""Largest size of a structure in bytes, as in penstock.proto.batch.structure."""
 MAX_RINGS = 64
-"""Largest number of rings in use at once. The entries of each new ring are at least twice as large, so no correct peer
-reaches it."""
+"""Largest number of rings in use at a time. The entries of each new ring are at least twice as large as those of the
+last, so no correct peer reaches this number."""
 KNOWN_STRUCTURES = 64
-"""Largest number of structures that both ends keep; both drop the least recently announced first."""
+"""Largest number of structures that both ends keep. Both drop the one that was announced longest ago."""
 KNOWN_BYTES = 8 << 20
-"""Largest size of all kept structures, bytes: two of the largest. Compiled structures take up to sixty times as much.
-An ordinary structure has some hundred bytes."""
+"""Largest size of all kept structures in bytes: that of two of the largest. Compiled structures take up to sixty times
+as much. An ordinary structure has some hundred bytes."""
 MAX_UNUSED = 1 << 16
-"""Largest number of frames in a row without a batch, so that a peer cannot keep its reader busy for ever. A reconnect
-sends a few thousand at most: 64 structures in 128 pieces each."""
+"""Largest number of frames in a row without a batch, so that a peer cannot keep its reader busy forever. After a
+reconnect there are a few thousand at most: 64 structures in 128 pieces each."""
 
 BATCH, RING, STRUCTURE, END, ERROR, CLOSE = range(1, 7)
 """Kinds of frames."""
 
 LOST = frozenset({errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF})
-"""Errors of a send whose peer is gone. Data that the peer sent before may still be read."""
+"""Errors of a send that show that the peer is gone. Data that the peer sent before may still be read."""
 
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 
 
 def framed(message: bytes) -> bytes:
-    """Return a message with its length in front."""
+    """Return a message preceded by its length."""
     return HEAD.pack(len(message)) + message
 
 
 def pack_shapes(shapes: Sequence[int]) -> bytes:
-    """Return shapes as sent: little-endian u64."""
+    """Return shapes in the form in which they are sent: little-endian u64."""
     return struct.pack(f"<{len(shapes)}Q", *shapes)
 
 
 def unpack_shapes(packed: bytes) -> list[int]:
-    """Return shapes from their bytes as sent."""
+    """Return shapes from the form in which they are sent."""
     if len(packed) & 7:
         raise ProtocolError(f"dims must be whole numbers of 8 bytes, got {len(packed)} bytes")
     return list(struct.unpack(f"<{len(packed) >> 3}Q", packed))
@@ -115,15 +116,16 @@ def unpack_shapes(packed: bytes) -> list[int]:
 
 _FRAME = struct.Struct("<BBBxIIIIIQQQQQ")
 FRAME_BYTES: Final = _FRAME.size
-"""Size of the header that each frame begins with, bytes."""
+"""Bytes of the header with which each frame begins."""
 _ACK = struct.Struct("<BxxxIIQQQ")  # close, numbers in released and in wanted, delivered, open_epochs, abandon_epoch
 _pack_frame, _unpack_frame, _new = _FRAME.pack, _FRAME.unpack_from, tuple.__new__
 
 
 class Frame(NamedTuple):
-    """Frame of a producer. The fields are those of the header, in order; lane.proto documents them for each kind.
+    """Frame that a producer sends. The fields are those of the header, in order; lane.proto documents them for each
+    kind.
 
-    A Frame is immutable and each one is a new object, so the caller may keep it.
+    A Frame is immutable, and each received one is a new object, so the caller may keep it.
     """
 
     kind: int = 0
@@ -147,22 +149,22 @@ class Frame(NamedTuple):
 
     @property
     def shapes(self) -> list[int]:
-        """Return the shapes of a BATCH whose shapes are not in its entry."""
+        """Shapes of a BATCH frame. If the shapes are in the ring entry instead, use `dims_of`."""
         return unpack_shapes(self.rest)
 
     @property
     def entries(self) -> int:
-        """Return the number of entries of a RING."""
+        """Number of entries of the ring that a RING frame announces."""
         return self.entry
 
     @property
     def entry_bytes(self) -> int:
-        """Return the bytes of an entry of a RING."""
+        """Bytes of each entry of the ring that a RING frame announces."""
         return self.nbytes
 
     @property
     def error(self) -> records_pb2.ErrorDetail:
-        """Return the error of an ERROR or CLOSE. Raises ProtocolError if it cannot be read."""
+        """Error in an ERROR or CLOSE frame. Raises ProtocolError if it cannot be read."""
         try:
             return records_pb2.ErrorDetail.FromString(self.rest)
         except DecodeError as error:
@@ -185,7 +187,8 @@ def framed_batch(
     digest: int,
     dims: bytes,
 ) -> bytes:
-    """Return a BATCH frame of the local lane with its length in front, in one call: there is one for each batch."""
+    """Return a BATCH frame of the local lane preceded by its length, made in one call because there is one for each
+    batch."""
     return (
         _pack_framed(
             *(FRAME_BYTES + len(dims), BATCH, 0, flags, ring, entry, structure, abandons, size),
@@ -196,7 +199,7 @@ def framed_batch(
 
 
 def read_frame(view: memoryview, start: int, stop: int) -> Frame:
-    """Return the frame in these bytes of `view`. Raises ProtocolError if they are too few."""
+    """Return the frame in the bytes `start` to `stop` of `view`. Raises ProtocolError if they are too few."""
     if stop - start < FRAME_BYTES:
         raise ProtocolError(
             f"a frame must have at least {FRAME_BYTES} bytes, the size of its header, got {stop - start}"
@@ -205,24 +208,25 @@ def read_frame(view: memoryview, start: int, stop: int) -> Frame:
 
 
 class Ack(NamedTuple):
-    """Ack of a consumer. Fields that are 0 or empty bring nothing new."""
+    """Acknowledgement that a consumer sends. A field that is 0 or empty has no news."""
 
     delivered: int = 0
-    """Largest total delivered to the training loop."""
+    """Number of the last batch (total) delivered to the training loop."""
     open_epochs: int = 0
-    """Largest epoch that may be opened."""
+    """Number of the last epoch that the producer may begin."""
     abandon_epoch: int = 0
-    """Abandoned epoch + 1: abandon it after `delivered`, and continue with the next."""
+    """Number of the abandoned epoch, plus 1. The producer abandons it after batch `delivered`, and continues with the
+    next epoch."""
     released: Sequence[int] = ()
     """Released entries: ring, entry, ring, entry ..."""
     wanted: Sequence[int] = ()
-    """Snapshots wanted after `total` for `step`: step, total, step, total ..."""
+    """Requested snapshots: step, number of the slot's batches up to it, step, number ..."""
     close: bool = False
     """True if the consumer closes the lane on purpose."""
 
     def encode(self) -> bytes:
-        """Return the ack as bytes; b"" if it brings nothing new, and then it must not be sent: an empty packet means
-        the end of the lane."""
+        """Return the ack as bytes. Return b"" if no field has news; then nothing must be sent, because an empty packet
+        means the end of the lane."""
         if not any(self):
             return b""
         released, wanted = self.released, self.wanted
@@ -231,7 +235,8 @@ class Ack(NamedTuple):
 
 
 def read_ack(view: memoryview, start: int, stop: int) -> Ack:
-    """Return the ack in these bytes of `view`. Raises ProtocolError if it does not fill them exactly."""
+    """Return the ack in the bytes `start` to `stop` of `view`. Raises ProtocolError if it does not fill them
+    exactly."""
     size = stop - start
     if size < _ACK.size:
         raise ProtocolError(
@@ -250,7 +255,7 @@ def read_ack(view: memoryview, start: int, stop: int) -> Ack:
 
 
 def dims_of(frame: Frame, ring: Ring) -> bytes:
-    """Return the packed shapes of a batch, from its frame or its entry."""
+    """Return the packed shapes of a batch, from its frame or from its ring entry."""
     if not frame.size:
         return frame.rest
     if frame.size > MAX_DIMS:
@@ -262,21 +267,22 @@ def dims_of(frame: Frame, ring: Ring) -> bytes:
 
 
 def forget_oldest(structures: dict[int, bytes]) -> None:
-    """Drop the oldest announced structures until the rest is within the limits; the newest always stays."""
+    """Drop the oldest announced structures until the rest is within the limits. The newest one is never dropped."""
     held = sum(map(len, structures.values()))
     while len(structures) > KNOWN_STRUCTURES or (held > KNOWN_BYTES and len(structures) > 1):
         held -= len(structures.pop(next(iter(structures))))
 
 
 class StructurePieces:
-    """Assembler of a structure from its STRUCTURE frames, which come in order, one structure at a time."""
+    """Assembler of structures from STRUCTURE frames. The frames of one structure arrive in order, before those of the
+    next."""
 
     def __init__(self) -> None:
         self._structure = 0
         self._data = bytearray()
 
     def add(self, frame: Frame) -> bytes | None:
-        """Add a piece; return the structure once its last piece is here, else None.
+        """Add a piece. Return the structure if this is its last piece, else None.
 
         Raises ProtocolError for an invalid piece.
         """
@@ -299,7 +305,7 @@ class StructurePieces:
 
 
 def connect_local(address: str, timeout: float) -> socket.socket:
-    """Return a SEQPACKET connection to an abstract Unix socket, whose peer must run as this user or as root."""
+    """Return a SEQPACKET connection to an abstract Unix socket. The peer must run as this user or as root."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         sock.settimeout(timeout)
@@ -312,7 +318,8 @@ def connect_local(address: str, timeout: float) -> socket.socket:
 
 
 def check_peer(sock: socket.socket) -> int:
-    """Return the peer's pid, after a check of its user: an abstract name has no file permissions."""
+    """Return the pid of the peer, which must run as this user or as root. The check is needed because an abstract name
+    has no file permissions."""
     pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     if uid not in (0, os.getuid()):
         raise ProtocolError(f"the peer of a Unix socket must run as user {os.getuid()} or root, got user {uid}")

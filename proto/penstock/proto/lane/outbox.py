@@ -1,11 +1,11 @@
-"""Queue of frames to a consumer of the local lane, sent several to a packet.
+"""Queue of frames to a consumer on a local lane. Several frames are sent in one packet.
 
 The largest cost of a small batch on the local lane is waking the consumer: 5 us of the producer's time for each packet
 to a sleeping peer (2-core AMD EPYC, a virtual machine), against 7 us for everything else. So frames are collected here
 until `flush`, and sent as one packet: one system call, one wake-up.
 
-A packet holds whole frames, each with its length in front as over TCP, at most MAX_PACKET bytes. A descriptor travels
-alone, after the packet that ends with its RING frame.
+A packet contains whole frames, each preceded by its length as over TCP, with at most MAX_PACKET bytes in all. A
+descriptor is sent in a packet of its own, after the packet that ends with its RING frame.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Outbox"]
 
 
 class Outbox:
-    """Queue of framed messages and descriptors, in order; `len()` is the number not yet sent."""
+    """Queue of framed messages and file descriptors, in order. `len()` is the number of those not sent yet."""
 
     __slots__ = ("_unsent",)
 
@@ -34,7 +34,8 @@ class Outbox:
     def add(self, message: bytes | int) -> None:
         """Queue a framed message, or a file descriptor.
 
-        Raises ProtocolError for a message larger than a packet; only a peer whose frames are forwarded can cause that.
+        Raises ProtocolError for a message larger than a packet, which occurs only if the frames of a peer are
+        forwarded.
         """
         if not isinstance(message, int) and len(message) > MAX_PACKET:
             raise ProtocolError(f"a frame must have at most {MAX_PACKET} bytes, got {len(message)}")
@@ -44,10 +45,10 @@ class Outbox:
         self._unsent.clear()
 
     def flush(self, sock: socket.socket) -> None:
-        """Send as much as the socket takes; never blocks.
+        """Send as many messages as fit into the socket's buffer, without blocking.
 
-        Raises OSError when the peer is gone, or the socket fails for another reason. The queue is then cleared, because
-        the order of messages cannot be kept.
+        Raises OSError if the peer is gone, or if the socket fails for another reason. The queue is then cleared,
+        because the order of messages cannot be kept.
         """
         unsent = self._unsent
         try:
@@ -71,7 +72,7 @@ class Outbox:
             raise
 
     def _packet(self) -> list[bytes]:
-        """Return the first messages that fit one packet."""
+        """Return the first messages of the queue, as many as fit into one packet."""
         packet: list[bytes] = []
         room = MAX_PACKET
         for message in islice(self._unsent, None):

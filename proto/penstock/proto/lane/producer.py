@@ -1,16 +1,16 @@
 """Producer: the end of a lane that owns the rings. A runner has one, and a receiver has one for the training loop.
 
-A ring entry is in one of four states, and this module moves it between them exactly once:
+A ring entry is in one of four states. Only this module changes the state:
 
     free ── reserve ──> reserved ── publish ──> kept ── Ack.delivered ──> lent ── Ack.released ──> free
                             └─ return_unused ─> free       └─ Ack.abandon_epoch, or a stale epoch ──> free
 
-A *kept* batch was sent but not delivered to the training loop: it is sent again to a consumer that reconnects, with
-nothing computed again. A *lent* one belongs to the loop, which may have written into it: it is never sent again, and
-its entry is not reused until the consumer releases it, or reconnects without naming it in Hello.held.
+A *kept* batch was sent and is not delivered to the training loop yet. It is sent again to a consumer that reconnects,
+without being computed again. A *lent* batch belongs to the loop, which may have written into it. It is never sent
+again, and its entry is not reused until the consumer releases it, or reconnects without naming it in Hello.held.
 
-Ring ids start at a random number, so that a view of another producer's ring (an older generation of the runner, a
-receiver's earlier connection) can never be taken for one of this producer's.
+Ring ids start at a random number, so that a ring of another producer (an older generation of the runner, or a
+receiver's earlier connection) is never mistaken for a ring of this producer.
 """
 
 from __future__ import annotations
@@ -57,23 +57,23 @@ __all__ = ["FreeEntry", "Producer", "check_size"]
 _log = logging.getLogger(__name__)
 
 GROUPS = 4
-"""Smallest number of packets that a ring's batches are divided into: with four, one can be released while one is read,
-one sent and one filled."""
+"""Smallest number of packets of a ring's batches. With four, one is released while one is read, one sent, one
+filled."""
 CROWD = 1024
-"""Largest number of frames that wait for a consumer that does not read. A ring has at most 32 entries, so more frames
-are pieces of a large structure, or come from a peer that sends without end."""
+"""Largest number of frames that are queued for a consumer that does not read. A ring has at most 32 entries, so more
+frames are pieces of a large structure, or come from a peer that sends without end."""
 MOST_WANTED = 4096
-"""Largest number of requested snapshots that are not taken yet; a correct consumer requests at most 200."""
+"""Largest number of requested snapshots that are not taken yet. A correct consumer requests at most 200."""
 MOST_ABANDONED = 1 << 16
-"""Largest number of abandoned epochs that the runner has not processed yet, because it may be in user code for long."""
+"""Largest number of abandoned epochs that the runner has not processed yet. It may be in user code for a long time."""
 MOST_ABANDONS = (1 << 32) - 1
 """Largest value of Frame.abandons."""
 _RESERVED = 1 << 64
-"""Total of an entry that is being filled: above any real total, so that it never counts as delivered."""
+"""Number of the batch in an entry that is being filled: above any real number, so that it never counts as delivered."""
 
 
 def check_size(nbytes: int, most: int) -> None:
-    """Raise BatchTooLargeError for a batch of more than max_batch_bytes."""
+    """Raise BatchTooLargeError for a batch of more than `most` bytes (max_batch_bytes)."""
     if nbytes > most:
         raise BatchTooLargeError(
             f"a batch must have <= max_batch_bytes={most} bytes, got {nbytes}; make smaller batches, or raise "
@@ -83,7 +83,7 @@ def check_size(nbytes: int, most: int) -> None:
 
 @dataclass(slots=True)
 class FreeEntry:
-    """Ring entry that the producer may fill."""
+    """Ring entry that the producer's owner may fill."""
 
     ring_id: int
     entry: int
@@ -91,36 +91,37 @@ class FreeEntry:
 
     @property
     def offset(self) -> int:
-        """Return the entry's offset in the ring's mapping, bytes."""
+        """Offset of the entry in the ring's mapping in bytes."""
         return self.entry * self.ring.entry_bytes
 
     @property
     def view(self) -> memoryview:
-        """Return the memory of the whole entry."""
+        """Memory of the whole entry."""
         start = self.entry * self.ring.entry_bytes
         return self.ring.view[start : start + self.ring.entry_bytes]
 
 
 @dataclass(slots=True)
 class _Kept:
-    """Frame that may have to be sent again."""
+    """Frame that was sent, and is sent again if the consumer reconnects."""
 
     total: int
     epoch: int
     message: bytes
-    """Frame with its length in front."""
+    """Encoded frame, preceded by its length."""
     reserved: FreeEntry | None
-    """Ring entry of a BATCH; None for END and ERROR."""
+    """Ring entry of a BATCH frame; None for END and ERROR."""
     structure: int
     last: bool = False
-    """True for ERROR, which is the last frame, and so is kept even if its epoch is abandoned."""
+    """True for an ERROR frame. It is the last frame of the lane, so it is kept even if its epoch is abandoned."""
 
 
 class Producer:
-    """End that owns the rings. One for each worker slot and generation, for all of its consumers in turn.
+    """End of a lane that owns the rings. There is one for each generation of a worker slot, which serves its consumers
+    one after another.
 
-    `max_batch_bytes` limits the entries of its rings, `ring_bytes` the size of a ring (see ring.entries_for), `budget`
-    the size of all rings of the process together.
+    max_batch_bytes: largest size of a batch. ring_bytes: target size of a ring (see ring.entries_for). budget: limit
+    for all rings of the process together; None: no limit.
     """
 
     def __init__(self, max_batch_bytes: int, ring_bytes: int = BOX_BYTES, budget: RingBudget | None = None) -> None:
@@ -128,21 +129,21 @@ class Producer:
         self.max_batch_bytes = max_batch_bytes
         self.ring_bytes = ring_bytes
         self.open_epochs = 0
-        """Largest epoch that may be opened."""
+        """Number of the last epoch that the runner may begin."""
         self.abandoned: deque[int] = deque()
-        """Epochs that the consumer abandoned. The runner removes them, continues with the epoch after the last of them,
-        and ignores those that are over already."""
+        """Epochs that the consumer has abandoned. The runner removes them, continues with the epoch after the last of
+        them, and ignores those that it has finished already."""
         self.wanted: dict[int, list[int]] = {}
-        """total -> steps for which the consumer will request the state after that batch."""
+        """Number of a batch (`total`) -> steps for which the consumer will request the state after this batch."""
         self.delivered = 0
         """Number of the last batch that the training loop got, counted over all epochs (its `total`)."""
         self.closed = False
         """True once the consumer has closed the lane on purpose."""
         self.abandons = 0
-        """Number of abandons received; frames carry it, so that the consumer can distinguish abandoned epochs'
-        frames."""
+        """Number of abandoned epochs so far. Each frame contains it, so that frames of abandoned epochs are
+        recognised."""
         self.on_ack: Callable[[Ack], None] | None = None
-        """Function that is called with each ack after it was applied, for a process that forwards acks."""
+        """Function called with each ack after the ack was applied, for a process that forwards acks."""
         self._sent_total = 0
         """Number of the last batch that was sent, counted over all epochs (its `total`)."""
         self._sock: socket.socket | None = None
@@ -167,23 +168,22 @@ class Producer:
         return self._sock is not None
 
     def fileno(self) -> int:
-        """Return the socket to poll, -1 while no consumer is attached."""
+        """Return the descriptor of the socket to poll; -1 if no consumer is attached."""
         return -1 if self._sock is None else self._sock.fileno()
 
     @property
     def blocked(self) -> bool:
-        """Return whether frames are left after a `flush`. The caller must then poll for writing too, and `flush`
+        """True if frames are left after a `flush`. The caller must then poll for writing too, and call `flush`
         again."""
         return len(self._unsent) > 0
 
     @property
     def crowded(self) -> bool:
-        """Return whether more frames wait than a ring has batches. The caller must then accept none from their
-        sender."""
+        """True if more than CROWD frames wait for the consumer. The caller must then forward no more."""
         return len(self._unsent) > CROWD
 
     def attach(self, sock: socket.socket, hello: lane_pb2.Hello) -> None:
-        """Attach a consumer, dropping the one before, and send undelivered batches again from the ring.
+        """Attach a new consumer in place of the previous one, and send it the undelivered batches that are in the ring.
 
         A consumer that requests batches that were delivered already gets an ERROR frame and is not attached.
         """
@@ -223,21 +223,21 @@ class Producer:
         self.flush()
 
     def forked(self) -> None:
-        """See penstock.runtime.process.forks: the child writes into its own rings, and sends the consumer nothing."""
+        """Detach the producer in a forked child, which then writes into a private copy of the rings."""
         for ring in self._rings.values():
             ring.forked()
         silence(self.fileno())
         self.detach()
 
     def detach(self) -> None:
-        """Detach the consumer; all batches that were not delivered are kept."""
+        """Detach the consumer. All batches that are not delivered are kept."""
         if self._sock is not None:
             self._sock.close()
             self._sock = None
         self._unsent.clear()
 
     def take_acks(self) -> None:
-        """Read the consumer's acks; never blocks. A consumer that vanished or sends invalid acks is detached."""
+        """Read the consumer's acks, without blocking. If the consumer is gone or sends invalid acks, detach it."""
         tries = 2
         while (sock := self._sock) is not None:
             try:
@@ -274,7 +274,7 @@ class Producer:
                 self.on_ack(ack)
 
     def flush(self) -> None:
-        """Send queued frames as far as the socket takes them; never blocks."""
+        """Send as many queued frames as fit into the socket's buffer, without blocking."""
         if self._sock is None:
             self._unsent.clear()
             return
@@ -291,11 +291,12 @@ class Producer:
     # ---- batches
 
     def reserve(self, nbytes: int, dims: int = 0) -> FreeEntry | None:
-        """Return an entry for a batch of `nbytes` whose shapes have `dims` numbers, or None while all are taken.
+        """Return a free entry for a batch of `nbytes` whose shapes have `dims` numbers; None if no entry is free.
 
-        A batch larger than an entry starts a larger ring. Publish or return the entry before the next `reserve`.
+        If the batch is larger than an entry, this starts a ring with larger entries. Publish or return the entry before
+        the next `reserve`.
 
-        Raises BatchTooLargeError above max_batch_bytes.
+        Raises BatchTooLargeError if the batch is larger than max_batch_bytes.
         """
         if dims > LONG_SHAPES:
             nbytes += 8 * dims
@@ -306,9 +307,9 @@ class Producer:
         return self.reserve_current()
 
     def reserve_current(self) -> FreeEntry | None:
-        """Return an entry of the current ring, or None while all are taken or before the first batch.
+        """Return a free entry of the current ring; None if no entry is free, or before the first batch.
 
-        For a batch that is built in the entry before its size is known. Another entry may be reserved meanwhile.
+        Use it for a batch that is built in the entry before its size is known. Another entry may be reserved meanwhile.
         """
         ring = self._rings.get(self._current)
         if ring is None or not self._free:
@@ -318,35 +319,35 @@ class Producer:
         return FreeEntry(self._current, entry, ring)
 
     def is_current(self, reserved: FreeEntry) -> bool:
-        """Return whether the entry is of the current ring: those of an outgrown one must no longer be published."""
+        """Return whether an entry belongs to the current ring. Entries of an older ring must not be published."""
         return reserved.ring_id == self._current
 
     @property
     def free_entries(self) -> int:
-        """Return the number of free entries of the current ring."""
+        """Number of free entries of the current ring."""
         return len(self._free)
 
     @property
     def ring_entries(self) -> int:
-        """Return the number of entries of the current ring, 0 before the first batch."""
+        """Number of entries of the current ring; 0 before the first batch."""
         ring = self._rings.get(self._current)
         return 0 if ring is None else ring.entries
 
     @property
     def entry_bytes(self) -> int:
-        """Return the bytes of an entry of the current ring, 0 before the first batch."""
+        """Bytes of an entry of the current ring; 0 before the first batch."""
         ring = self._rings.get(self._current)
         return 0 if ring is None else ring.entry_bytes
 
     def knows_structure(self, structure: int) -> bool:
-        """Return whether a batch of this structure does not need `know_structure` first."""
+        """Return whether the structure is registered, so that a batch may use it at once."""
         return structure in self._structures
 
     def know_structure(self, structure: int, data: bytes) -> None:
-        """Register a structure under an id before a batch that uses it.
+        """Register a structure under an id, before a batch that uses it.
 
-        Call it before each `publish`, which is cheap: above KNOWN_STRUCTURES the oldest structures that no batch needs
-        are dropped, because a loader with a new structure for every batch would fill the memory otherwise.
+        Call it before each `publish`; it takes almost no time. Above KNOWN_STRUCTURES the oldest structures that no
+        batch needs are dropped, so that a loader with a new structure for every batch does not fill the memory.
         """
         known = self._structures
         if structure not in known and (
@@ -373,10 +374,10 @@ class Producer:
         more: bool = False,
         cover: DigestCover = DigestCover.SAMPLE,
     ) -> None:
-        """Send the batch that was written into `reserved`, and keep it until it is delivered.
+        """Send the batch in the entry `reserved`, and keep it until it is delivered.
 
-        dims: the batch's shapes, packed (frames.pack_shapes). more: the batch may share a packet with the next one,
-        because another `publish` or a `flush` follows at once. cover: the cover of `digest`.
+        dims: packed shapes of the batch (frames.pack_shapes). more: True if another `publish` or a `flush` follows at
+        once, so that the batch may share a packet with the next one. cover: bytes that `digest` covers.
         """
         count = len(dims) >> 3
         if count > LONG_SHAPES:
@@ -395,8 +396,8 @@ class Producer:
         self._keep_and_send(reserved, total, epoch, structure, message, more)
 
     def forward(self, reserved: FreeEntry, frame: Frame, more: bool = False) -> None:
-        """Send a BATCH frame that another producer made, with its entry changed to `reserved`, which holds the
-        uncompressed batch. more: as in `publish`."""
+        """Send a BATCH frame that another producer has made. The entry in the frame is replaced by `reserved`, which
+        contains the uncompressed batch. more: as for `publish`."""
         _, _, flags, _, _, structure, abandons, size, total, epoch, nbytes, digest, _, dims = frame
         message = framed_batch(
             flags, reserved.ring_id, reserved.entry, structure, abandons, size, total, epoch, nbytes, digest, dims
@@ -418,25 +419,25 @@ class Producer:
         self._give_back(reserved.ring_id, reserved.entry)
 
     def end(self, epoch: int, total: int) -> None:
-        """Send the end of the epoch `epoch`; `total` is the last batch so far."""
+        """Send the END frame of an epoch. total: number of the last batch so far."""
         self.forward_end(Frame(END, epoch=epoch, total=total, abandons=self.abandons))
 
     def fail(self, epoch: int, total: int, error: records_pb2.ErrorDetail) -> None:
-        """Send an ERROR frame, the last frame: the input failed after batch `total`."""
+        """Send an ERROR frame, which is the last frame: the input has failed after batch `total`."""
         self.forward_end(
             Frame(ERROR, epoch=epoch, total=total, abandons=self.abandons, rest=_that_fits(error).SerializeToString())
         )
 
     def forward_end(self, frame: Frame) -> None:
-        """Send an END, ERROR or CLOSE frame; the first two are kept until a later batch is delivered."""
+        """Send an END, ERROR or CLOSE frame. END and ERROR are kept until a later batch is delivered."""
         message = framed(frame.encode())
         if frame.kind != CLOSE:
             self._kept.append(_Kept(frame.total, frame.epoch, message, None, 0, frame.kind == ERROR))
         self._send(message)
 
     def close(self, timeout: float = 1.0, *, say_so: bool = True) -> None:
-        """Close the lane for good, and report that to the consumer. Waits at most `timeout` seconds for a slow
-        consumer, which can still read everything sent."""
+        """Close the lane for good. say_so: tell the consumer. Waits at most `timeout` seconds until it has taken all
+        frames."""
         if self._sock is not None and say_so:
             self.forward_end(Frame(CLOSE))
             deadline = time.monotonic() + timeout
@@ -505,11 +506,11 @@ class Producer:
         sock.close()
 
     def _catch_up(self, hello: lane_pb2.Hello) -> None:
-        """Apply epochs that the consumer abandoned before this end received the message.
+        """Take over from a Hello the number of abandoned epochs, which may have risen since the last ack.
 
-        Usually the lane broke before the abandon arrived: then all kept frames belong to an abandoned epoch or to one
-        after it, and are dropped. But a producer with its first consumer may have started after all of these epochs.
-        Its batches are then needed, and only the number of abandons is taken over.
+        Usually the lane broke before the message arrived. Then all kept frames belong to an abandoned epoch or to one
+        after it, and are dropped. But if this is the producer's first consumer, the producer may have started after all
+        of these epochs. Then its batches are needed.
         """
         left = hello.abandon_epoch - 1
         fresh = not self._met and all(kept.epoch > left for kept in self._kept)
@@ -553,7 +554,7 @@ class Producer:
             self.closed = True
 
     def _deliver(self, total: int) -> None:
-        """Drop frames that need not be sent again. Their entries stay lent until released."""
+        """Count batches up to number `total` as delivered, and drop their frames. Entries stay lent until released."""
         self.delivered = max(self.delivered, total)
         kept = self._kept
         while kept and kept[0].total <= self.delivered:
@@ -562,7 +563,7 @@ class Producer:
             kept.popleft()
 
     def _drop_kept(self) -> None:
-        """Drop all kept frames of an abandoned epoch and of those opened ahead of it, which will not be delivered."""
+        """Drop all kept frames, because their epochs were abandoned or were begun ahead of the abandoned epoch."""
         dropped, self._kept = self._kept, deque(kept for kept in self._kept if kept.last)
         for kept in dropped:
             if kept.reserved is not None:
@@ -584,14 +585,14 @@ class Producer:
             self._retire(ring_id)
 
     def _retire(self, ring_id: int) -> None:
-        """Drop an outgrown ring once none of its entries is lent."""
+        """Drop a ring that was replaced by a larger one, if none of its entries is lent."""
         if ring_id in self._rings and ring_id != self._current and not self._lent[ring_id]:
             self._rings.pop(ring_id).close_fd()
             del self._lent[ring_id]
 
 
 def _that_fits(error: records_pb2.ErrorDetail) -> records_pb2.ErrorDetail:
-    """Return the error, truncated so that its frame stays below MAX_FRAME. Of a long traceback the end is kept."""
+    """Return the error, shortened so that its frame is below MAX_FRAME. Of a long traceback the end is kept."""
     return records_pb2.ErrorDetail(
         name=error.name[:256],
         message=error.message.encode()[:16384].decode(errors="ignore"),

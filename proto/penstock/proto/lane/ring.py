@@ -1,13 +1,14 @@
-"""Ring: equal entries of shared memory that one process fills and another reads in place.
+"""Ring: shared memory divided into entries of one size, which one process fills and another reads in place.
 
 A ring is one `memfd`: it has no name, so nothing is left under /dev/shm and nothing collides, and the kernel frees it
-with the last process that holds it. It is sealed against shrinking, growing and further seals before it is passed on,
-and the reader checks those seals before it maps: a ring that its peer could truncate would kill the reader with SIGBUS.
+with the last process that holds it. Before it is sent to another process, it is sealed against shrinking, growing and
+further seals. The reader checks the seals before it maps the ring, because a peer that truncated a mapped ring would
+kill the reader with SIGBUS.
 
-Its maker allocates all pages, so that a lack of memory is an error at once and not a SIGBUS later. The pages are
-faulted in when the ring is mapped: page faults on fresh shared memory, not the copy, make torch's own DataLoader slow
-at large batches. The reader checks that the pages exist, because a peer could announce a large ring of holes, which
-costs the peer nothing, while the reader's accesses would allocate every page.
+The process that makes a ring allocates all its pages, so that a lack of memory is an error at once and not a SIGBUS
+later. The pages are faulted in when the ring is mapped: page faults on fresh shared memory, not the copy, make torch's
+own DataLoader slow at large batches. The reader checks that the pages exist. A peer could announce a large ring without
+pages, which costs the peer nothing, and the reader's accesses would allocate every page.
 
 A mapping is never closed explicitly: tensors that the training loop still holds are views of it, and it ends with the
 last of them. `Ring` only drops its own reference.
@@ -31,41 +32,43 @@ __all__ = ["MAX_ENTRIES", "Ring", "RingBudget", "entries_for", "grown", "ring_by
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 PAGE = mmap.PAGESIZE
 _BLOCK = 512
-"""Unit of st_blocks, bytes, on every filesystem."""
+"""Bytes of a unit of st_blocks, on every filesystem."""
 MAX_ENTRIES = 32
 MIN_ENTRIES = 4
-"""Smallest number of entries of a ring: one being filled, one being sent, two in use by the loop."""
+"""Smallest number of entries of a ring: one is being filled, one is being sent, and the loop uses two."""
 FEWEST_ENTRIES = 3
-"""Smallest number of entries where memory is short: with fewer, a loop that holds its last batch would leave none to
-fill."""
+"""Smallest number of entries of a ring if memory is short. With fewer, a loop that keeps its last batch would leave no
+entry to fill."""
 GIANT_BYTES = 512 << 20
-"""Smallest batch, bytes, for which a ring has a single entry; the loop then gets a copy of the batch. Three entries,
-and three more in the receiver, would take six times the batch's size."""
+"""Size of a batch in bytes from which on a ring has a single entry, and the loop gets a copy of the batch. Three
+entries here and three in the receiver would take six times the batch's size."""
 RING_BYTES = 8 << 20
-"""Target size of a ring, bytes: small enough to stay in the last-level cache, from which the reader then reads."""
+"""Target size of a ring in bytes. It is small enough for the last-level cache, from which the reader then reads."""
 LOOKED_AT_BYTES = 64 << 20
-"""Largest ring, bytes, that is made without a check of free memory. The check takes 0.1 to 0.4 ms."""
+"""Largest ring in bytes that is made without a check of free memory. The check takes 0.1 to 0.4 ms."""
 MOST_OF_FREE = 0.75
 BOX_BYTES = 512 << 20
-"""Target size of all rings of a box together, bytes: 64 worker slots with 8 MiB each."""
+"""Target size of all rings of a box together in bytes: that of 64 worker slots with 8 MiB each."""
 
 
 def grown(nbytes: int, previous: int, most: int) -> int:
-    """Return the bytes of a ring entry for batches of `nbytes` that do not fit into `previous` bytes: twice `previous`
-    or more, so that slightly larger batches do not each start another ring; `nbytes` from GIANT_BYTES on. At most
-    `most`, or `nbytes`."""
+    """Return the size of ring entries for batches of `nbytes`, which do not fit into entries of `previous` bytes. The
+    size is at least twice `previous`, so that slightly larger batches do not each start another ring, but at most
+    `most`. From GIANT_BYTES on it is `nbytes`."""
     doubled = min(2 * previous, GIANT_BYTES - PAGE)
     return min(max(nbytes, doubled), max(most, nbytes))
 
 
 def ring_bytes(rings: int) -> int:
-    """Return the bytes that each of the `rings` of a box may take; FEWEST_ENTRIES batches may take more."""
+    """Return the bytes that each ring may take if a box has `rings` of them. A ring with FEWEST_ENTRIES entries may
+    take more."""
     return BOX_BYTES // max(rings, 1)
 
 
 def entries_for(entry_bytes: int, limit: int = BOX_BYTES) -> int:
-    """Return the number of entries of this size: as many as RING_BYTES hold, but within [MIN_ENTRIES, MAX_ENTRIES];
-    fewer if they exceed `limit` bytes, down to FEWEST_ENTRIES; one from GIANT_BYTES on."""
+    """Return the number of entries of this size in a ring: as many as fit into RING_BYTES, but from MIN_ENTRIES to
+    MAX_ENTRIES. It is smaller, down to FEWEST_ENTRIES, if the ring would exceed `limit` bytes, and 1 from GIANT_BYTES
+    on."""
     size = max(entry_bytes, 1)
     if size >= GIANT_BYTES:
         return 1
@@ -74,13 +77,11 @@ def entries_for(entry_bytes: int, limit: int = BOX_BYTES) -> int:
 
 
 class Ring:
-    """Mapped ring of `entries` entries of `entry_bytes` bytes each (a multiple of the page size).
+    """Ring that is mapped in this process. It has `entries` entries of `entry_bytes` bytes each, a multiple of the page
+    size.
 
-    Attributes:
-        fd: the memfd, -1 once dropped.
-        map: the shared, writable mapping; views are cut from it.
-        view: a memoryview of all of it.
-        address: its start in this process, bytes.
+    Attributes: fd: descriptor of the memfd; -1 once it is closed. map: the shared, writable mapping, of which batches
+    are views. view: memoryview of the whole mapping. address: address at which the mapping begins in this process.
     """
 
     def __init__(self, fd: int, entry_bytes: int, entries: int) -> None:
@@ -98,10 +99,10 @@ class Ring:
 
     @classmethod
     def create(cls, entry_bytes: int, entries: int) -> Ring:
-        """Return a new, sealed, zeroed ring; `entry_bytes` is rounded up to whole pages.
+        """Return a new ring, which is sealed and filled with zeros. `entry_bytes` is rounded up to whole pages.
 
-        Raises OSError if memory is short. Free memory is checked first, because all pages are allocated at once, and
-        too many would make the kernel kill a process; in the receiver a peer chooses the size.
+        Raises OSError if memory is short. Free memory is checked first. All pages are allocated at once, and too many
+        would make the kernel kill a process. (In the receiver a peer chooses the size.)
         """
         entry_bytes = max(PAGE, (entry_bytes + PAGE - 1) // PAGE * PAGE)
         size = entry_bytes * entries
@@ -165,21 +166,22 @@ class Ring:
             raise LaneLostError(f"a ring of {size} bytes cannot be mapped here: {error}") from error
 
     def forked(self) -> None:
-        """See penstock.runtime.process.forks. Does nothing for a ring that was opened: its descriptor is gone."""
+        """Make the ring's memory private in a forked child, for penstock.runtime.process.forks. Does nothing for a ring
+        that was opened, because its descriptor is closed."""
         if self.fd >= 0:
             unshare(self.map, self.fd)
             silence(self.fd)
 
     def close_fd(self) -> None:
-        """Close the descriptor; the mapping stays while views of it exist."""
+        """Close the descriptor. The memory stays mapped while views of it exist."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
 
 class RingBudget:
-    """Budget of bytes for all rings of a process together, while views of them exist. It is for rings whose sizes a
-    peer chooses: each alone may fit into the free memory, but all together not.
+    """Limit on the bytes of all rings of a process together, as long as views of them exist. It is for rings whose
+    sizes peers choose: each alone may fit into the free memory, but not all together.
 
     limit: bytes; by default a part of the memory that is free now.
     """
@@ -189,7 +191,7 @@ class RingBudget:
         self._used = 0
 
     def create(self, entry_bytes: int, entries: int) -> Ring:
-        """Return a ring as Ring.create does. Raises OSError above the budget too."""
+        """Return a new ring as Ring.create does. Raises OSError also if it would exceed the limit."""
         size = max(PAGE, (entry_bytes + PAGE - 1) // PAGE * PAGE) * entries
         if self._used + size > self._limit:
             raise OSError(

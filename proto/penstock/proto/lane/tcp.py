@@ -1,19 +1,19 @@
-"""Frames of a lane over TCP: each has a checksum, and a BATCH frame is followed by its payload.
+"""Frames of a lane over TCP. Each frame has a checksum, and a BATCH frame is followed by its payload.
 
-Frames and payloads flow to the consumer; one Hello and then acks flow to the producer. The sender and the receiver
-share only this framing. TCP has no packet borders, so both read into a `SealedInbox`: one large receive takes in many
-small messages, and whole messages are returned without a copy.
+Frames and payloads are sent to the consumer; one Hello and then acks are sent to the producer. The sender and the
+receiver share only this framing. TCP has no packet borders, so both read into a `SealedInbox`: one large receive takes
+in many small messages, and whole messages are returned without a copy.
 
 **Damage is detected.** TCP's own checksum has 16 bits, and a switch or a proxy that damages a packet recomputes it. So
-each message carries its length twice (with a damaged length the reader would wait for bytes that never come) and an
-xxh3 of its bytes. A payload carries an xxh3 too, unless the batch's digest covers every byte. Any difference is a
-BatchCorruptError: the connection is closed, and the consumer fetches again what it has not received. xxh3 takes 16 us
+before each message its length is sent twice, and an xxh3 of its bytes. (With a damaged length the reader would wait for
+bytes that never come.) A payload is followed by an xxh3, unless the batch's digest covers every byte. Any difference is
+a BatchCorruptError: the connection is closed, and the consumer fetches again what it has not received. xxh3 takes 16 us
 for 1 MiB (60 GB/s from a cache, 33 from memory, on a 2-core AMD EPYC); crc32c in hardware takes 37.
 
 **Dead peers are detected** by keepalive while the lane is idle, and by TCP_USER_TIMEOUT if they do not acknowledge
-data. The latter is set at the receiver's end only: the kernel also counts a closed window as silence, and a receiver
-closes its window while its training loop pauses. A sender whose peer is gone holds only its own memory until the kernel
-gives up, after a quarter of an hour at most.
+data. TCP_USER_TIMEOUT is set at the receiver's end only. The kernel also counts a closed window as silence, and a
+receiver closes its window while its training loop pauses. A sender whose peer is gone only keeps its own memory until
+the kernel gives up, after a quarter of an hour at most.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ __all__ = [
 ]
 
 SEAL = struct.Struct("<IIQ")
-"""Seal in front of a message: the message's length, the complement of the length, and the message's xxh3."""
+"""Format of the seal before a message: the message's length, the complement of the length, and the message's xxh3."""
 CHECK_BYTES = 8
-"""Size of the check after a payload, bytes: its xxh3, little endian."""
+"""Bytes of the check after a payload: the payload's xxh3, little endian."""
 _ALL = (1 << 32) - 1
 _SEAL_BYTES, _seal, _unseal = SEAL.size, SEAL.pack, SEAL.unpack_from
 
 KEEPALIVE_IDLE_S, KEEPALIVE_EVERY_S, KEEPALIVE_TRIES = 10, 5, 4
 PROBE_EVERY_S, USER_TIMEOUT_S = 1, 2
-"""Seconds between keepalive probes, and seconds without acknowledgement after which the receiver's end counts its peer
-as unreachable. A new lane, to this worker or another, costs less than waiting longer."""
+"""Seconds between keepalive probes, and seconds without an acknowledgement after which the receiver's end treats its
+peer as unreachable. Opening a new lane, to this worker or another, costs less than waiting longer."""
 NEAR_US = 100
-"""Largest round trip of a near peer, microseconds; the shortest measured one counts."""
+"""Largest round trip in microseconds to a peer that counts as near. The shortest measured round trip is used."""
 NEAR_BUFFER = 256 << 10
-"""Send buffer for a near peer, bytes, which the kernel doubles for its own use. Half of it is slower, twice no
-better."""
+"""Bytes of the send buffer for a near peer, which the kernel doubles for its own use. Half of it is slower, and twice
+of it is not faster."""
 _MIN_RTT_AT = 148
 """Offset of tcpi_min_rtt in Linux's struct tcp_info."""
 _NO_RTT_US = (1 << 32) - 1
@@ -67,7 +67,8 @@ _NO_RTT_US = (1 << 32) - 1
 
 
 def tune(sock: socket.socket, *, user_timeout: bool = False) -> None:
-    """Set options so that small messages are sent at once and dead peers are detected."""
+    """Set the options of a TCP socket so that small messages are sent at once and dead peers are detected.
+    user_timeout: set TCP_USER_TIMEOUT too."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
@@ -80,29 +81,29 @@ def tune(sock: socket.socket, *, user_timeout: bool = False) -> None:
 
 
 def unreachable(address: str, error: OSError) -> DeadlineError | LaneLostError:
-    """Return the error of a failed connection to an address: a DeadlineError if nothing answered."""
+    """Return the error for a failed connection to an address: DeadlineError if nothing answered, else LaneLostError."""
     kind = DeadlineError if isinstance(error, TimeoutError) else LaneLostError
     return kind(f"no connection to {address}: {error}")
 
 
 def silence(address: str, error: OSError) -> DeadlineError | None:
-    """Return the error if the kernel ended the connection because acknowledgements were missing; None for another
-    cause."""
+    """Return the error if the kernel ended a connection because acknowledgements were missing; None if it ended for
+    another reason."""
     if error.errno not in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH):
         return None
     return DeadlineError(f"{address} has acknowledged nothing for {USER_TIMEOUT_S} s: {error}")
 
 
 def sealed(message: bytes | memoryview) -> bytes:
-    """Return a message with its seal in front."""
+    """Return a message preceded by its seal."""
     size = len(message)
     return _seal(size, size ^ _ALL, xxh3_64_intdigest(message)) + message
 
 
 def length_of(seal: bytes | bytearray | memoryview, at: int = 0) -> int:
-    """Return the bytes of the message after this seal, at most MAX_FRAME.
+    """Return the length in bytes of the message after a seal, which is at most MAX_FRAME.
 
-    Raises BatchCorruptError for a damaged or missing seal, ProtocolError for that of too long a message.
+    Raises BatchCorruptError if the seal is damaged or missing, ProtocolError if the message is too long.
     """
     size, complement, _ = SEAL.unpack_from(seal, at)
     if size ^ complement != _ALL:
@@ -122,18 +123,19 @@ def check_message(seal: bytes | bytearray | memoryview, at: int, message: bytes 
 
 
 def is_checked(frame: Frame) -> bool:
-    """Return whether CHECK_BYTES follow the payload of this BATCH: if the batch's digest does not cover every byte, or
-    if the payload is compressed."""
+    """Return whether a check of CHECK_BYTES follows the payload of this BATCH frame. It does if the payload is
+    compressed, or if the batch's digest does not cover every byte."""
     return frame.codec != 0 or frame.nbytes > FULL_BELOW or frame.flags == DigestCover.ROWS
 
 
 def check_of(hasher: xxh3_64) -> bytes:
-    """Return the check after the payload that `hasher` has hashed."""
+    """Return the check to send after a payload. hasher: has hashed the payload."""
     return hasher.intdigest().to_bytes(CHECK_BYTES, "little")
 
 
 def read_hello(sock: socket.socket, timeout: float) -> lane_pb2.Hello:
-    """Return the Hello that opens a TCP lane, reading no further byte; `timeout` seconds for all of it, however slow.
+    """Return the Hello that opens a TCP lane. No byte after it is read. timeout: seconds for all of it, however slowly
+    it arrives.
 
     Raises:
         DeadlineError: the Hello did not arrive in time.
@@ -159,11 +161,11 @@ def read_hello(sock: socket.socket, timeout: float) -> lane_pb2.Hello:
 
 
 class HelloReader:
-    """Assembler of the Hello that opens a TCP lane from pieces of any size. Raises as `read_hello`."""
+    """Assembler of the Hello that opens a TCP lane, from pieces of any size. Raises the errors of `read_hello`."""
 
     def __init__(self) -> None:
         self.missing = SEAL.size
-        """Largest number of bytes to receive next; 0 once the Hello is whole."""
+        """Largest number of bytes to receive next; 0 once the Hello is complete."""
         self._data = b""
         self._seal = b""
 
@@ -190,11 +192,12 @@ class HelloReader:
 
 
 def fit_send_buffer(sock: socket.socket) -> None:
-    """Limit unsent data to a near peer to the size of a processor's cache. `sock` is connected.
+    """Limit the unsent data of a connection to a near peer to the size of a processor's cache. sock: a connected
+    socket.
 
-    By default the kernel has 4 MiB in flight, which do not fit into the cache: on the loopback, 8 MiB batches took
-    1,370 us of the sender's processor time instead of 1,050. A bounded buffer also limits the speed to its size per
-    round trip: 3 GB/s at NEAR_US, more than a lane needs. For a peer further away the kernel's default stays.
+    By default the kernel keeps 4 MiB in flight, which do not fit into the cache. On the loopback, 8 MiB batches then
+    took 1,370 us of the sender's processor time instead of 1,050. A bounded buffer also limits the speed to its size
+    per round trip: 3 GB/s at NEAR_US, more than a lane needs. The kernel's default is kept for more distant peers.
     """
     min_rtt_us = _min_rtt_us(sock)
     if min_rtt_us is not None and min_rtt_us < NEAR_US:
@@ -202,7 +205,7 @@ def fit_send_buffer(sock: socket.socket) -> None:
 
 
 def round_trip_s(sock: socket.socket) -> float:
-    """Return the round trip to the peer, seconds, 0 if the kernel has none. `sock` is or was connected."""
+    """Return the round trip to the peer in seconds; 0 if the kernel has not measured it. sock: is or was connected."""
     return min(_min_rtt_us(sock) or 0, _NO_RTT_US) % _NO_RTT_US / 1e6
 
 
@@ -212,10 +215,10 @@ def _min_rtt_us(sock: socket.socket) -> int | None:
 
 
 class SealedInbox:
-    """Buffer of received bytes of a stream, and the whole messages in it."""
+    """Receive buffer of a stream, from which whole messages are taken."""
 
     def __init__(self, capacity: int = 4 * MAX_FRAME) -> None:
-        """Allocate `capacity` bytes, more than the longest message."""
+        """Allocate a buffer of `capacity` bytes, which must be more than the longest message."""
         self._buffer = memoryview(bytearray(capacity))
         self._start = self._end = 0
 
@@ -223,7 +226,8 @@ class SealedInbox:
         return self._end - self._start
 
     def take_check(self, hasher: xxh3_64) -> bool:
-        """Compare the check after a payload with `hasher`'s value for it; return False while it is incomplete.
+        """Compare the check after a payload with the hash of the payload in `hasher`. Return False if the check has not
+        arrived completely.
 
         Raises BatchCorruptError if they differ.
         """
@@ -236,7 +240,8 @@ class SealedInbox:
         return True
 
     def room(self, limit: int) -> memoryview:
-        """Return the buffer for the next bytes: at most `limit`, never empty. Report the received count to `add`."""
+        """Return the memory to receive the next bytes into: at most `limit` bytes, and never empty. Pass the number of
+        received bytes to `add`."""
         if self._start == self._end:
             self._start = self._end = 0
         elif len(self._buffer) - self._end < SEAL.size + MAX_FRAME:
@@ -246,11 +251,11 @@ class SealedInbox:
         return self._buffer[self._end : self._end + limit]
 
     def add(self, size: int) -> None:
-        """Count `size` bytes received into the buffer of `room`."""
+        """Count `size` bytes as received into the memory that `room` returned."""
         self._end += size
 
     def take(self) -> memoryview | None:
-        """Return the next whole message, valid until the next `room`; None while it is incomplete.
+        """Return the next message, which is valid until the next `room`; None if it has not arrived completely.
 
         Raises BatchCorruptError if the message was damaged in transit, ProtocolError if it is longer than any frame.
         """
@@ -271,7 +276,7 @@ class SealedInbox:
         return message
 
     def take_bytes(self, limit: int) -> memoryview:
-        """Return up to `limit` received bytes of a payload; valid until the next `room`."""
+        """Return up to `limit` received bytes of a payload, which are valid until the next `room`."""
         start = self._start
         self._start = min(self._end, start + limit)
         return self._buffer[start : self._start]

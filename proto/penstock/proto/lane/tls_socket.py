@@ -2,14 +2,15 @@
 
 `TlsSocket` differs from Python's SSLSocket in four ways. If nothing can be read or written now, it raises
 BlockingIOError, as sockets do. It has `sendmsg` and `recvmsg_into`, over several buffers. It keeps bytes that OpenSSL
-began but could not send, and sends them first next time, as OpenSSL requires; the caller may pass the same bytes in
-other pieces. And `shutdown` ends the TCP direction and does not affect reading.
+has begun to send but could not, and sends them first in the next call, as OpenSSL requires. The caller may then pass
+the same bytes in other pieces. And `shutdown` ends the TCP direction and does not affect reading.
 
-One receive returns at most one record, 16 KiB. A part of the record that did not fit stays inside, where poll does not
-report it: call `pending`. Small buffers are sent together, because each record costs 22 bytes and a call of the cipher.
+One receive returns at most one record of 16 KiB. Bytes of the record that did not fit stay inside OpenSSL, where poll
+does not see them; `pending` returns their number. Small buffers are sent together, because each record costs 22 bytes
+and a call of the cipher.
 
-A connection that ends without TLS's own closing message is not an error here: lanes have frames for their ends, and a
-missing frame shows that the peer was lost.
+A connection that ends without TLS's own closing message is not an error here. Lanes have frames for their end, and the
+absence of such a frame shows that the peer was lost.
 """
 
 from __future__ import annotations
@@ -35,27 +36,28 @@ __all__ = [
 
 
 def check_damage(error: OSError, *, heard: bool) -> None:
-    """Raise BatchCorruptError if TLS found damage. heard: whether data arrived before; then any TLS error means
-    damage."""
+    """Raise BatchCorruptError if an error of TLS means that data were damaged. heard: True if data arrived before; then
+    any error of TLS means damage."""
     ended = isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError | ssl.SSLSyscallError)
     if is_damage(error) or (heard and isinstance(error, ssl.SSLError) and not ended):
         raise BatchCorruptError(f"TLS data was damaged in transit: {error}") from error
 
 
 JOINED = 16 << 10
-"""Size up to which small buffers are sent together, bytes: one record."""
+"""Size in bytes up to which small buffers are joined and sent together: that of one record."""
 AT_ONCE = 256 << 10
-"""Bytes passed to OpenSSL in one call, which makes several records of them without a return to Python for each."""
+"""Bytes passed to OpenSSL in one call. OpenSSL makes several records of them without returning to Python in between."""
 PEEKED = 3
-"""Number of bytes that distinguish a TLS client from a plain one. A handshake record begins with 22, 3 and a third byte
->= 1. A Hello begins with its length, whose third byte is 0 if the first two are 22, 3."""
+"""Number of first bytes that distinguish a TLS client from a plain one. A TLS handshake begins with 22, 3 and a third
+byte >= 1. A Hello begins with its length; if its first two bytes are 22 and 3, the third is 0."""
 
 
 class TlsSocket(WrappedSocket):
-    """TLS socket with the differences that the module describes. An SSLContext makes it as its `sslsocket_class`."""
+    """TLS socket with the differences that the module's docstring lists. An SSLContext creates it as its
+    `sslsocket_class`."""
 
     _held: bytes | memoryview | None = None
-    """Bytes that OpenSSL has begun to send."""
+    """Bytes that OpenSSL has begun to send; None if there are none."""
 
     def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
         try:
@@ -66,7 +68,7 @@ class TlsSocket(WrappedSocket):
     def recvmsg_into(  # type: ignore[override]  # Python has left it out
         self, buffers: Iterable[Any], *_: Any
     ) -> tuple[int, list[Any], int, Any]:
-        """Receive into the first buffer alone; later bytes come with the next receive."""
+        """Receive into the first buffer only. The next receive gets further bytes."""
         return self.recv_into(next(iter(buffers))), [], 0, None
 
     def send(self, data: Any, flags: int = 0) -> int:
@@ -89,7 +91,7 @@ class TlsSocket(WrappedSocket):
 
 
 def _first_of(buffers: Iterable[Any]) -> bytes | memoryview:
-    """Return the next bytes to send: a part of a large buffer, or small ones together."""
+    """Return the next bytes to send: a part of a large buffer, or several small buffers joined."""
     joined = bytearray()
     for buffer in buffers:
         view = memoryview(buffer)
@@ -109,9 +111,10 @@ def _wrapped(context: ssl.SSLContext, sock: socket.socket, **options: Any) -> Tl
 
 
 def connect_tls(sock: socket.socket, tls: Tls, host: str) -> TlsSocket:
-    """Return TLS over a connection that this end opened. The socket's timeout applies to each message of the handshake.
+    """Start TLS on a connection that this process opened, and return the TLS socket. The socket's timeout applies to
+    each message of the handshake.
 
-    Raises OSError, for which `tls.explain` gives the reason, and closes the socket.
+    On failure, closes the socket and raises OSError, for which `tls.explain` gives the reason.
     """
     wrapped = _wrapped(tls.client_context(), sock, server_hostname=tls.expected("worker") or host)
     try:
@@ -123,14 +126,14 @@ def connect_tls(sock: socket.socket, tls: Tls, host: str) -> TlsSocket:
 
 
 def looks_like_tls(first: bytes) -> bool:
-    """Return whether these PEEKED bytes begin a TLS handshake and not a Hello."""
+    """Return whether these bytes, the first PEEKED of a connection, begin a TLS handshake and not a Hello."""
     return first[:2] == b"\x16\x03" and first[2] > 0
 
 
 async def accept_tls(sock: socket.socket, context: ssl.SSLContext) -> TlsSocket:
-    """Return TLS over an accepted non-blocking connection. The caller sets a deadline around it.
+    """Start TLS on an accepted non-blocking connection, and return the TLS socket. The caller must set a deadline.
 
-    Raises TlsError for a refused peer, and closes the socket.
+    On refusal of the peer, closes the socket and raises TlsError.
     """
     wrapped = _wrapped(context, sock, server_side=True)
     try:
@@ -153,14 +156,15 @@ async def accept_tls(sock: socket.socket, context: ssl.SSLContext) -> TlsSocket:
 
 
 def accept_tls_blocking(sock: socket.socket, context: ssl.SSLContext) -> TlsSocket:
-    """Return TLS over an accepted blocking connection, for benchmarks and tests that act as the daemon."""
+    """Start TLS on an accepted blocking connection, and return the TLS socket. For benchmarks and tests that act as the
+    daemon."""
     wrapped = _wrapped(context, sock, server_side=True)
     wrapped.do_handshake()
     return wrapped
 
 
 async def when_readable(sock: socket.socket) -> None:
-    """Wait until something can be received."""
+    """Wait until the event loop reports that something can be received."""
     loop = asyncio.get_running_loop()
     await _when(sock, loop.add_reader, loop.remove_reader)
 

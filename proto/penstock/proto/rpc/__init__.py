@@ -1,1 +1,1 @@
-"""Calls to the coordinator: channels, TLS, authentication, and errors on the wire."""
+"""Calls to the coordinator: channels, TLS, authentication, and how errors are sent."""

@@ -1,7 +1,7 @@
-"""Addresses: their forms, the machines and users that can reach them, and whether two processes share a host.
+"""Addresses of servers: their forms, which machines and users can reach them, and whether two processes share a host.
 
-An address is "host:port" or "unix:/path", a socket in a private folder of its user. (An abstract name would leave no
-file behind, but any user of the network namespace could bind it first and pose as a coordinator.)
+An address is "host:port" or "unix:/path". The path is that of a socket in a private folder of its user. (An abstract
+name would leave no file behind, but any user of the network namespace could bind it first and pose as a coordinator.)
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def check_address(address: str) -> None:
 
 
 def socket_path(address: str) -> Path | None:
-    """Return the socket of "unix:/path"; None for another address."""
+    """Return the path in an address "unix:/path"; None for another address."""
     return Path(address.removeprefix(UNIX)) if address.startswith(UNIX) else None
 
 
 def refuse_strangers(address: str) -> None:
-    """Raise UnsafeBindError for a Unix socket that another user made, or could replace.
+    """Raise UnsafeBindError if an address is a Unix socket that another user made, or could replace.
 
-    A missing socket is not refused; its folder is checked nevertheless.
+    A missing socket is not refused, but its folder is checked nevertheless.
     """
     path = socket_path(address)
     if path is None:
@@ -69,7 +69,8 @@ def is_local(address: str) -> bool:
 
 
 def refuse_unsafe(listen: str, *, encrypted: bool, insecure: bool) -> None:
-    """Raise UnsafeBindError for an address that other machines can reach, if its traffic would not be encrypted."""
+    """Raise UnsafeBindError if other machines can reach the address and its traffic would not be encrypted. insecure:
+    allow that."""
     if encrypted or insecure or is_local(listen):
         return
     raise UnsafeBindError(
@@ -79,9 +80,11 @@ def refuse_unsafe(listen: str, *, encrypted: bool, insecure: bool) -> None:
 
 
 def host_id() -> str:
-    """Return an id that is the same in two processes exactly if one can reach an abstract Unix socket of the other.
-    They then share the boot of a kernel and the network namespace. Hostnames show neither: two containers of one pod
-    share a network and may have two names; two containers of one machine may have one name and two networks.
+    """Return an id that two processes share exactly if one can reach an abstract Unix socket of the other: they share a
+    running kernel and a network namespace.
+
+    A hostname does not show that. Two containers of one pod share a network and may have two names. Two containers of
+    one machine may have one name and two networks.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

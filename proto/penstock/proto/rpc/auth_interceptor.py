@@ -1,9 +1,11 @@
-"""Auth interceptor between the network and the coordinator's handlers: checks caller, role and protocol number.
+"""Auth interceptor between the network and the coordinator's handlers: it checks each call's token, role and protocol
+number.
 
-Every call carries "authorization" and "penstock-protocol: N" as metadata: a proof that its caller knows a token (see
-penstock.proto.rpc.credentials.token_proof), or "Bearer TOKEN" from programs without the proof. Both are checked before
-the request's body is read, so a call without a token costs only its headers. Calls that only read (roles.READ_ONLY)
-need no protocol number. Health checks need no token, because probes have none; the reply is only "serving".
+The metadata of every call have the keys "authorization" and "penstock-protocol" (a number). The first is a proof that
+the caller knows a token (see penstock.proto.rpc.credentials.token_proof), or "Bearer TOKEN" from programs that cannot
+make the proof. Both are checked before the request's body is read, so a call without a token costs only its headers.
+Calls that only read (roles.READ_ONLY) need no protocol number. Health checks need no token, because probes have none;
+the reply is only "serving".
 
 The clients of penstock.proto.rpc.calls add the metadata to each call themselves. On asyncio channels a client
 interceptor would cost a task for each call, and hide cancellation.
@@ -43,26 +45,26 @@ __all__ = ["SERVICE", "AuthInterceptor", "alone", "credential"]
 SERVICE = "penstock.proto.v1.Coordinator"
 _OURS = f"/{SERVICE}/"
 _HEALTH = f"/{health.SERVICE_NAME}/Check"
-"""Health check without a token. Its method Watch is refused, because any caller could leave that stream open."""
+"""Method of the health check, which needs no token. Its method Watch is refused, because any caller could leave that
+stream open."""
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
-"""Served where grpcio-reflection is installed: see reflection.py."""
+"""Method of gRPC's server reflection. It is served if grpcio-reflection is installed: see reflection.py."""
 _Context = grpc.aio.ServicerContext[Any, Any]
 _SHOWN_NAMES = "x509_subject_alternative_name"
-"""Property of gRPC with the names in a caller's certificate."""
+"""Property of a gRPC call with the names in the caller's certificate."""
 MAX_SHOWN = 200
-"""Longest text from a peer that an error quotes, characters."""
+"""Largest number of characters of a peer's text that an error quotes."""
 
 
 class AuthInterceptor(grpc.GenericRpcHandler):
-    """Handler that checks token, role and protocol number, and translates errors, around every method but health.
+    """Handler around every method except health checks. It checks token, role and protocol number, and translates
+    errors.
 
-    Services are added to it as to a server, and the server has it as the only handler. gRPC's own interceptors would
-    take a task and several awaits for each call: 40 us, a third of the time of gRPC itself.
+    Services are added to it as to a server, and it is the server's only handler. gRPC's own interceptors would take a
+    task and several awaits for each call: 40 us, a third of the time that gRPC itself takes.
 
-    verifier: verifier of tokens.
-    calls: counters of answered calls.
-    connections: record of connections, and of whether a call on them had a token.
-    tls: names that callers' certificates must have, if certificates are requested.
+    verifier: verifier of tokens. calls: counters of answered calls. connections: record of connections, and of whether
+    a call on them had a token. tls: names that callers' certificates must have, if certificates are requested.
     """
 
     def __init__(
@@ -106,17 +108,17 @@ class AuthInterceptor(grpc.GenericRpcHandler):
         return None
 
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
-        """Do nothing: a generated `add_..._to_server` passes the same methods by name in the next call."""
+        """No-op: a generated `add_..._to_server` passes the same methods again to add_registered_method_handlers."""
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
-        """Add a service's methods."""
+        """Add the methods of a service."""
         connection = partial(self._connections.note_call, proven=service != health.SERVICE_NAME)
         for name, handler in handlers.items():
             on_call = partial(self._accept, name, connection)
             self._handlers[f"/{service}/{name}"] = _translated(name, handler, self._calls, on_call, self._large)
 
     def _accept(self, name: str, connection: Callable[[str], None], context: _Context) -> None:
-        """Record the caller of an accepted call, and send this end's proof.
+        """Record the caller of an accepted call, and send this server's proof that it knows the token.
 
         Raises NotPermittedError if the caller's certificate is for another role; gRPC does not report the certificate
         earlier.
@@ -141,7 +143,8 @@ class AuthInterceptor(grpc.GenericRpcHandler):
             )
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Return the handler of a call; None for a method of another service, which gRPC refuses with UNIMPLEMENTED."""
+        """Return the handler for a call. Return None for a method of an unknown service, which gRPC refuses with
+        UNIMPLEMENTED."""
         method = handler_call_details.method
         called = method.removeprefix(_OURS)
         if method.startswith(_OURS) or method == REFLECTION:
@@ -167,12 +170,12 @@ _alone: ContextVar[bool] = ContextVar("penstock-alone", default=True)
 
 
 def alone() -> bool:
-    """Return whether all training jobs share one token, so that a budget per token would not separate them."""
+    """Return whether all training jobs use one token. A limit for each token then does not separate jobs."""
     return _alone.get()
 
 
 def credential() -> str:
-    """Return the digest of the token of the call that is being answered; "" outside of a call."""
+    """Return the digest of the token of the call that is being answered; "" outside a call."""
     return _credential.get()
 
 
@@ -181,13 +184,13 @@ def _proof(caller: Caller | None) -> tuple[tuple[str, str], ...]:
 
 
 def _short(said: object) -> str:
-    """Return a peer's text, safe to print."""
+    """Return a peer's text, shortened and escaped."""
     return ascii(str(said)[:MAX_SHOWN])[1:-1]
 
 
 def _refusing(error: PenstockError, trailing: tuple[tuple[str, str], ...]) -> grpc.RpcMethodHandler[Any, Any]:
-    """Return a refusing handler. It is of the kind stream to stream for any method, because that kind answers before it
-    reads the request."""
+    """Return a handler that refuses a call with an error. It is of the kind stream to stream for any method, because
+    that kind can answer before the request is read."""
 
     async def refuse(_: Any, context: _Context) -> AsyncIterator[None]:
         context.set_trailing_metadata(trailing)
@@ -198,19 +201,20 @@ def _refusing(error: PenstockError, trailing: tuple[tuple[str, str], ...]) -> gr
 
 
 def _serialised(serialise: Callable[[Any], bytes], said: Any) -> bytes:
-    """Return the serialised reply. A handler may yield bytes, which it serialised once for many callers."""
+    """Return the serialised reply. If a handler has serialised one reply for many callers, it yields bytes, which are
+    returned unchanged."""
     return said if isinstance(said, bytes) else serialise(said)
 
 
 class _Call:
-    """Call that is being answered."""
+    """Status of a call that is being answered."""
 
     status = "OK"
 
 
 @contextmanager
 def _counted(calls: CallCounters, method: str) -> Iterator[_Call]:
-    """Count a call when it is over. A call that was neither answered nor refused counts as cancelled."""
+    """Count a call when it has ended. A call that was neither answered nor refused counts as cancelled."""
     began, call = time.perf_counter(), _Call()
     try:
         yield call
@@ -226,7 +230,8 @@ def _counted(calls: CallCounters, method: str) -> Iterator[_Call]:
 def _translated(
     name: str, handler: Any, calls: CallCounters, on_call: Callable[[_Context], None], large: LargeRequests
 ) -> grpc.RpcMethodHandler[Any, Any]:
-    """Return `handler` with its errors converted to status and trailing metadata. `on_call`: called for each call."""
+    """Return `handler` with its errors converted to gRPC status and trailing metadata. on_call: called before each
+    call."""
     parse = handler.request_deserializer
 
     def read(request: Any, count: Callable[[int], None]) -> Any:

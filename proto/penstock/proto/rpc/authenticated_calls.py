@@ -1,9 +1,10 @@
-"""Authenticated calls of both clients of penstock.proto.rpc.calls: only an end that knows the token can answer.
+"""Authenticated calls of the two clients in penstock.proto.rpc.calls: answers are accepted only from a server that
+knows the token.
 
-penstock.proto.rpc.credentials.token_proof describes the rule. This module applies it to gRPC: to the metadata that a
-call sends, and to the trailing metadata with a challenge or a proof. Parts of a stream are accepted only after a proof
-in the initial metadata, because a server that does not know the token could otherwise fill the caller's memory with
-parts until the deadline.
+penstock.proto.rpc.credentials.token_proof describes the protocol. This module applies it to gRPC: to the metadata of a
+call, and to the trailing metadata of its answer, which have a challenge or a proof. Parts of a streamed answer are
+accepted only after a proof in the initial metadata. Otherwise a server that does not know the token could fill the
+caller's memory with parts until the deadline.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ from penstock.proto.rpc.wire_errors import ERROR_KEY
 __all__ = ["Answer", "AuthenticatedCall", "Call", "Metadata", "Streams"]
 
 SHOWN = 200
-"""Characters that an error quotes from a server that has not proven the token."""
+"""Largest number of characters that an error quotes from a server that has not proven that it knows the token."""
 DIAGNOSE_S = 2.0
-"""Seconds for the diagnosis whether TLS makes calls to a listening coordinator fail."""
+"""Seconds to find out whether TLS is the reason why calls to a listening coordinator fail."""
 
 Metadata = tuple[tuple[str, str], ...]
 Trailing = Iterable[tuple[str, str | bytes]] | None
 Answer = tuple[Any, Trailing]
-"""Reply, and its trailing metadata."""
+"""Reply of a call, and the reply's trailing metadata."""
 _RELEASE = ((PROTOCOL_KEY, str(PROTOCOL)), (VERSION_KEY, VERSION))
 _OWN_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
-"""Statuses that gRPC itself sets if no coordinator answered. They need no proof of the token."""
+"""Status codes that gRPC itself sets if no coordinator answered. No proof of the token is required for them."""
 
 
 class AuthenticatedCall:
@@ -71,16 +72,16 @@ class AuthenticatedCall:
         raise NotImplementedError
 
     def _renew_files(self) -> None:
-        """Connect with new certificates after a failed call, if the files have changed.
+        """Connect with new certificates after a failed call, if the certificate files have changed.
 
-        Calls under way keep their channel.
+        Calls in progress keep their channel.
         """
         if self._files is not None and not self._closed and self._files.renew():
             self._open()
 
     def renew_token(self) -> bool:
-        """Load the token's file again after a refusal. Return whether it has another token, which is used from now
-        on."""
+        """Read the token file again after a call was refused. Return whether it has another token, which is used from
+        now on."""
         token = read_again(self._token)
         if token == self._token:
             return False
@@ -88,8 +89,8 @@ class AuthenticatedCall:
         return True
 
     def wrong_server_error(self, words: str = "") -> PenstockError:
-        """Return the error for an answer of a process that does not know the token. If the coordinator has answered
-        before, it may return, so the error is CoordinatorUnavailableError. `words`: text of the error that the process
+        """Return the error for an answer of a process that does not know the token. It is a CoordinatorUnavailableError
+        if the coordinator has answered before, because it may come back. words: text of the error that the process
         sent."""
         kind = CoordinatorUnavailableError if self._reached else AuthenticationError
         return kind(
@@ -98,15 +99,16 @@ class AuthenticatedCall:
         )
 
     def _tls_trouble(self, error: CoordinatorUnavailableError) -> TlsError | None:
-        """Return the TLS error that explains why the coordinator never answered; None if it has answered before,
-        because it may return with another certificate."""
+        """Return the TLS error that explains why the coordinator has never answered. Return None if it has answered
+        before, because it may come back with another certificate."""
         if self._reached or isinstance(error, OverloadedError):
             return None
         return diagnose(self.address, self._tls, f"the coordinator at {self.address}", DIAGNOSE_S)
 
 
 class Call:
-    """Call that is repeated until its answer is proven: see penstock.proto.rpc.credentials.token_proof."""
+    """Call that is made again until its answer has a proof of the token; see
+    penstock.proto.rpc.credentials.token_proof."""
 
     def __init__(self, client: AuthenticatedCall) -> None:
         self._client = client
@@ -120,8 +122,8 @@ class Call:
         self.metadata: Metadata = (("authorization", self._shown.header), *_RELEASE)
 
     def again(self, error: grpc.RpcError) -> bool:
-        """Return whether the caller must repeat a failed call, because this method has answered the challenge that
-        refused it."""
+        """Return True if the caller must make the call again. It was then refused with a challenge, and `metadata` has
+        the response now."""
         if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
             return False
         trailing = error.trailing_metadata() or ()
@@ -139,15 +141,15 @@ class Call:
         return True
 
     def require_proof(self, metadata: Trailing, words: str = "") -> None:
-        """Raise an error unless the metadata proves that the server knows the token. `words`: text of the server's
+        """Raise an error unless the metadata prove that the server knows the token. words: text of the server's
         error."""
         if not self._shown.proven_by(_found(metadata, PROOF_KEY)):
             raise self._client.wrong_server_error(words)
 
 
 def _words(error: grpc.Call | grpc.aio.AioRpcError) -> str:
-    """Return the escaped text of an error without a proof. It may be gRPC's own and help, for example if a reply is too
-    large."""
+    """Return the escaped text of an error that has no proof. It may be gRPC's own text, which helps if, for example, a
+    reply is too large."""
     return f" (it says {error.code().name}: {ascii((error.details() or '')[:SHOWN])[1:-1]})"
 
 
@@ -156,8 +158,8 @@ def _found(trailing: Trailing, name: str) -> Any:
 
 
 class Streams(grpc.UnaryStreamClientInterceptor):
-    """Record of each thread's last stream. It lies below OpenTelemetry's interceptor, which passes on only the
-    parts."""
+    """Interceptor that records the last streamed call of each thread, for its metadata. It is below OpenTelemetry's
+    interceptor, which passes on only the parts."""
 
     def __init__(self) -> None:
         self._of_thread = threading.local()
@@ -167,13 +169,13 @@ class Streams(grpc.UnaryStreamClientInterceptor):
         return self._of_thread.call
 
     def initial(self) -> Trailing:
-        """Return the initial metadata of this thread's last stream."""
+        """Return the initial metadata of this thread's last streamed call."""
         return self._of_thread.call.initial_metadata()  # type: ignore[no-any-return]
 
     def trailing(self) -> Trailing:
-        """Return the trailing metadata of this thread's last stream."""
+        """Return the trailing metadata of this thread's last streamed call."""
         return self._of_thread.call.trailing_metadata()  # type: ignore[no-any-return]
 
     def cancel(self) -> None:
-        """End this thread's last stream, if it has not ended."""
+        """Cancel this thread's last streamed call, if it has not ended."""
         self._of_thread.call.cancel()

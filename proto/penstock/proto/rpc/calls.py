@@ -1,12 +1,13 @@
-"""Clients of the coordinator: a blocking one for training jobs and commands, an asyncio one for the worker daemon.
+"""Clients of the coordinator: a blocking client for training jobs and commands, and an asyncio client for the worker
+daemon.
 
-Both wrap the generated stub and add the metadata, a deadline, the translation of errors
-(penstock.proto.rpc.channel.translating) and the cutting of large values into parts. They keep no state and do not
-retry, because only the caller knows whether it may wait for a coordinator that restarts, and what it has to send again.
-Every call is idempotent, so a caller may repeat any of them after CoordinatorUnavailableError or DeadlineError.
-`deadline_s` is in seconds throughout; long polls add their `hold_s`, state queries their own deadline.
+Both wrap the generated stub, add the metadata and a deadline, translate errors (penstock.proto.rpc.channel.translating)
+and divide large values into parts. They keep no state and do not retry. Only the caller knows whether it may wait for a
+coordinator that restarts, and what it must send again. Every call is idempotent, so a caller may repeat any of them
+after CoordinatorUnavailableError or DeadlineError. `deadline_s` is a number of seconds in all methods. For long polls
+`hold_s` is added to it, for state queries their own deadline.
 
-A value that comes in parts is checked against the size that its header declares; a blob is checked against its name.
+The size of a value that arrives in parts is compared with the size in its header. A blob is compared with its name.
 """
 
 from __future__ import annotations
@@ -50,12 +51,13 @@ from penstock.runtime.process import forks
 __all__ = ["AsyncCoordinatorClient", "CoordinatorClient", "FetchedState", "blob_name"]
 
 DEADLINE_S = 10.0
-"""Seconds that a call may take, without the hold of a long poll. A coordinator that works answers in milliseconds."""
+"""Seconds that a call may take, in addition to the hold of a long poll. A coordinator without problems answers in
+milliseconds."""
 TRANSFER_DEADLINE_S = 120.0
 """Seconds that a call with a state or a snapshot may take: 1 GiB at 10 MB/s."""
 ARGUMENTS_INLINE = 4 * 1024
-"""Bytes of a loader's arguments above which they are sent as a blob, because the loader's spec is repeated for every
-slot."""
+"""Size in bytes above which a loader's arguments are sent as a blob, because otherwise they would be repeated in the
+spec of every slot."""
 
 
 @dataclass
@@ -63,24 +65,24 @@ class FetchedState:
     """State of a run at a step."""
 
     records: list[tuple[pb.WorkerRecord, bytes]] = field(default_factory=list)
-    """Records and envelopes, one per worker of every box, by global_worker_id."""
+    """Record and envelope of each worker of all boxes, by global_worker_id."""
     positions: dict[int, records_pb2.BoxPosition] = field(default_factory=dict)
-    """Box -> its position at the step."""
+    """Box -> position of the box at the step."""
 
 
 # ------------------------------------------------------------------------------------------------- to and from parts
 
 
 def pieces(data: bytes) -> Iterator[bytes]:
-    """Yield `data` in pieces of CHUNK bytes; nothing if it is empty."""
+    """Yield `data` in pieces of CHUNK bytes. Yield nothing if it is empty."""
     view = memoryview(data)
     for start in range(0, len(view), CHUNK):
         yield bytes(view[start : start + CHUNK])
 
 
 def _first(data: bytes) -> tuple[bytes, Iterator[bytes]]:
-    """Return the first bytes, which are sent with the header so that a small value is one message, and the remaining
-    pieces."""
+    """Return the bytes to send together with the header, and the remaining pieces. So a small value is sent in one
+    message."""
     if len(data) <= CHUNK:
         return data, iter(())
     return b"", pieces(data)
@@ -113,8 +115,8 @@ def answer_parts(answer: pb.StateAnswer, data: bytes) -> Iterator[pb.AnswerPart]
 
 
 def _sendable(address: str, method: str, request: Any) -> Any:
-    """Return the request. Raise InvalidArgumentError if it is larger than a coordinator accepts: gRPC would refuse it
-    without a proof of the token, and the refusal would look like that of another server."""
+    """Return the request. Raise InvalidArgumentError if it is larger than a coordinator accepts. gRPC would refuse such
+    a request without a proof of the token, and the refusal would look like that of another server."""
     if isinstance(request, Message) and (size := request.ByteSize()) > REQUEST_MAX:
         raise InvalidArgumentError(
             f"{method} to the coordinator at {address} is too large: a request must have at most {REQUEST_MAX} bytes, "
@@ -136,8 +138,8 @@ _unusable: ForkedProcessError | None = None
 
 
 class CoordinatorClient(AuthenticatedCall):
-    """Client with blocking calls, for training jobs and the command line. Thread safe; `close` from any thread ends
-    pending calls with LaneClosedError."""
+    """Client with blocking calls, for training jobs and the command line. It is thread-safe. `close`, from any thread,
+    ends pending calls with LaneClosedError."""
 
     def __init__(self, address: str, token: str, *, tls: Tls | None = None, deadline_s: float = DEADLINE_S) -> None:
         if _unusable is not None:
@@ -154,7 +156,8 @@ class CoordinatorClient(AuthenticatedCall):
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
     def forked(self) -> None:
-        """See penstock.runtime.process.forks. gRPC has no threads in a child, so no other client here works either."""
+        """Make calls fail in a forked child, for penstock.runtime.process.forks. gRPC has no threads in the child, so
+        new clients cannot work there either."""
         global _unusable
         if not self._closed:
             _unusable = self._owner.error(f"the connection to the coordinator at {self.address}")
@@ -174,7 +177,7 @@ class CoordinatorClient(AuthenticatedCall):
             raise
 
     def _made(self, method: str, deadline_s: float, once: Callable[[Call], Answer]) -> Any:
-        """Make the call by `once` until the server proves that it knows the token; return its answer."""
+        """Make a call with `once`, again until the server has proven that it knows the token. Return the answer."""
         with self._guarded(method, deadline_s):
             call = Call(self)
             while True:
@@ -188,7 +191,8 @@ class CoordinatorClient(AuthenticatedCall):
                     return reply
 
     def _ask(self, method: str, deadline_s: float, request: Callable[[], Any], _: type[_Reply]) -> _Reply:
-        """Return the reply to a request, or to a stream of parts. `request`: makes it again for each try."""
+        """Return the reply to a request, or to a streamed request. request: function that makes the request, or its
+        parts, for each try."""
 
         def once(call: Call) -> Answer:
             make = getattr(self._stub, method).with_call
@@ -198,7 +202,8 @@ class CoordinatorClient(AuthenticatedCall):
         return cast(_Reply, parsed_reply(method, self._made(method, deadline_s, once)))
 
     def _read(self, method: str, deadline_s: float, request: Any, take: Callable[[Any], None]) -> None:
-        """Pass the parts of the reply to `take` as they arrive, after the server has proven that it knows the token."""
+        """Pass the parts of a streamed reply to `take` as they arrive, once the server has proven that it knows the
+        token."""
 
         def once(call: Call) -> Answer:
             parts = getattr(self._stub, method)(request, timeout=deadline_s, metadata=call.metadata)
@@ -227,9 +232,11 @@ class CoordinatorClient(AuthenticatedCall):
         self.close()
 
     def reach(self, timeout_s: float) -> bool:
-        """Wait until the channel is connected; return False after `timeout_s` seconds. Call it instead of sleeping
-        after a CoordinatorUnavailableError: a blocking channel reconnects only while a call waits for it, and would
-        otherwise stay disconnected for 5 s."""
+        """Wait until the channel is connected. Return False after `timeout_s` seconds.
+
+        Call it instead of sleeping after a CoordinatorUnavailableError. A blocking channel reconnects only while a call
+        waits for it, and would otherwise stay disconnected for 5 s.
+        """
         try:
             self._health.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s, wait_for_ready=True)
         except grpc.RpcError:
@@ -239,7 +246,8 @@ class CoordinatorClient(AuthenticatedCall):
         return True
 
     def open_run(self, request: pb.OpenRunRequest, *, deadline_s: float | None = None) -> pb.OpenRunReply:
-        """Open a run; large loader arguments are sent first as a blob. See OpenRunRequest for the rules."""
+        """Open a run. Large arguments of the loader are first sent as a blob. For the rules see OpenRunRequest in
+        coordinator.proto."""
         deadline_s = deadline_s or self.deadline_s
         arguments = request.loader.arguments
         if len(arguments) > ARGUMENTS_INLINE:
@@ -270,9 +278,11 @@ class CoordinatorClient(AuthenticatedCall):
         return FetchedState(state.records(), state.positions)
 
     def put_blob(self, data: bytes, run_hint: str = "", *, deadline_s: float = TRANSFER_DEADLINE_S) -> str:
-        """Store the bytes at the coordinator for the run "job/ordinal"; return their name (for Resume.blob).
+        """Store bytes at the coordinator as a blob, and return its name (for Resume.blob). run_hint: run "job/ordinal"
+        that needs it.
 
-        If another box has already stored the same bytes, they are not sent again."""
+        If another box has already stored the same bytes, they are not sent again.
+        """
         return self._ask("PutBlob", deadline_s, partial(blob_parts, data, run_hint), pb.PutBlobReply).blob
 
     def get_blob(self, name: str, *, deadline_s: float = TRANSFER_DEADLINE_S) -> bytes:
@@ -283,7 +293,8 @@ class CoordinatorClient(AuthenticatedCall):
     def get_blob_into(
         self, name: str, write: Callable[[bytes], None], *, deadline_s: float = TRANSFER_DEADLINE_S
     ) -> None:
-        """Pass the bytes to `write` as they arrive. They are verified only when this call returns."""
+        """Fetch a blob, and pass its bytes to `write` as they arrive. They are verified only at the end: use them after
+        the return."""
         blob = BlobParts(name, write)
         self._read("GetBlob", deadline_s, pb.GetBlobRequest(blob=name), blob.add)
         blob.check()
@@ -293,19 +304,21 @@ class CoordinatorClient(AuthenticatedCall):
         return self._ask("Status", deadline_s, lambda: pb.StatusRequest(), pb.StatusReply)
 
     def drain(self, worker: str, *, undo: bool = False, look: bool = False) -> pb.DrainWorkerReply:
-        """Drain a worker, or end the drain with `undo`; with `look`, only return the progress."""
+        """Drain a worker. undo: end the drain instead. look: only return the progress."""
         request = pb.DrainWorkerRequest(worker=worker, undo=undo, look=look)
         return self._ask("DrainWorker", self.deadline_s, lambda: request, pb.DrainWorkerReply)
 
     def fetch_histories(self, run: str, box: int) -> list[pb.History]:
-        """Return the histories of all kept attempts, oldest first; empty for an unknown run or box."""
+        """Return the histories of a box in all attempts that are kept, oldest first; empty for an unknown run or
+        box."""
         request = pb.FetchHistoryRequest(run=run, box=box)
         histories = Histories()
         self._read("FetchHistory", self.deadline_s, request, histories.add)
         return histories.all
 
     def fetch_snapshot(self, header: pb.SnapshotHeader, *, deadline_s: float = TRANSFER_DEADLINE_S) -> bytes:
-        """Return the bytes of a snapshot that a history named. Raises StateUnavailableError if it is no longer kept."""
+        """Return the bytes of a snapshot. header: from a history. Raises StateUnavailableError if the snapshot is no
+        longer kept."""
         request = pb.FetchHistoryRequest(snapshot=header)
         parts: list[bytes] = []
         self._read("FetchHistory", deadline_s, request, ValueParts("a snapshot", parts.append).add)
@@ -313,7 +326,7 @@ class CoordinatorClient(AuthenticatedCall):
 
 
 class AsyncCoordinatorClient(AuthenticatedCall):
-    """Client for the running event loop, for worker daemons. Make it inside the loop."""
+    """Client with asyncio calls, for worker daemons. Create it inside the running event loop."""
 
     def __init__(self, address: str, token: str, *, tls: Tls | None = None, deadline_s: float = DEADLINE_S) -> None:
         super().__init__(address, token, tls, deadline_s)
@@ -336,7 +349,7 @@ class AsyncCoordinatorClient(AuthenticatedCall):
         await self.close()
 
     async def _wait(self, method: str, deadline_s: float, once: Callable[[Call], Awaitable[Answer]]) -> Any:
-        """Make the call by `once` until the server proves that it knows the token; return its answer."""
+        """Make a call with `once`, again until the server has proven that it knows the token. Return the answer."""
         try:
             with self._guarded(method, deadline_s):
                 call = Call(self)
@@ -357,7 +370,8 @@ class AsyncCoordinatorClient(AuthenticatedCall):
             raise
 
     async def _ask(self, method: str, deadline_s: float, request: Callable[[], Any], _: type[_Reply]) -> _Reply:
-        """Return the reply to a request, or to a stream of parts. `request`: makes it again for each try."""
+        """Return the reply to a request, or to a streamed request. request: function that makes the request, or its
+        parts, for each try."""
 
         async def once(call: Call) -> Answer:
             sent = _sendable(self.address, method, request())
@@ -369,7 +383,8 @@ class AsyncCoordinatorClient(AuthenticatedCall):
         return cast(_Reply, parsed_reply(method, await self._wait(method, deadline_s, once)))
 
     async def _read(self, method: str, deadline_s: float, request: Any, take: Callable[[Any], None]) -> None:
-        """Pass the parts of the reply to `take` as they arrive, after the server has proven that it knows the token."""
+        """Pass the parts of a streamed reply to `take` as they arrive, once the server has proven that it knows the
+        token."""
 
         async def once(call: Call) -> Answer:
             made = getattr(self._stub, method)(request, timeout=deadline_s, metadata=call.metadata)
@@ -399,7 +414,7 @@ class AsyncCoordinatorClient(AuthenticatedCall):
         await self._ask("DeregisterWorker", self.deadline_s, lambda: request, pb.DeregisterWorkerReply)
 
     async def drain(self, worker: str, *, undo: bool = False) -> pb.DrainWorkerReply:
-        """Drain a worker, or end the drain with `undo`."""
+        """Drain a worker. undo: end the drain instead."""
         return await self._ask(
             "DrainWorker", self.deadline_s, lambda: pb.DrainWorkerRequest(worker=worker, undo=undo), pb.DrainWorkerReply
         )
@@ -407,8 +422,9 @@ class AsyncCoordinatorClient(AuthenticatedCall):
     async def put_snapshot(
         self, header: pb.SnapshotHeader, data: bytes, *, deadline_s: float = TRANSFER_DEADLINE_S
     ) -> pb.PutSnapshotReply:
-        """Wait until the snapshot is on the coordinator's disk, or refused because space is short (reply.refused has
-        the reason; older snapshots stay). Raises SupersededError for a snapshot of an old generation."""
+        """Send a snapshot, and wait until it is on the coordinator's disk or is refused because space is short. In the
+        second case reply.refused has the reason, and older snapshots stay. Raises SupersededError for a snapshot of an
+        old generation."""
         return await self._ask(
             "PutSnapshot", deadline_s, lambda: _async(snapshot_parts(header, data)), pb.PutSnapshotReply
         )
@@ -416,7 +432,7 @@ class AsyncCoordinatorClient(AuthenticatedCall):
     async def get_snapshots(
         self, request: pb.GetSnapshotsRequest, *, deadline_s: float = TRANSFER_DEADLINE_S
     ) -> list[tuple[pb.SnapshotHeader, bytes]]:
-        """Return all kept snapshots of the slot, oldest first."""
+        """Return all snapshots of a slot that are kept, oldest first."""
         snapshots = SnapshotParts()
         await self._read("GetSnapshots", deadline_s, request, snapshots.add)
         return snapshots.all()

@@ -1,8 +1,8 @@
-"""Channels and servers of gRPC: the only module that opens them.
+"""Channels and servers of gRPC. Only this module opens them.
 
-Four settings must match between the two ends of every connection, and a mismatch fails silently: keepalive (a server
-disconnects a client that pings more often than it allows), message limits, authentication (token, certificate) and the
-protocol number. So the settings of client and server are together here.
+Four settings must match between the two ends of every connection, and a mismatch gives no clear error: keepalive (a
+server disconnects a client that pings more often than it allows), message limits, authentication (token, certificate)
+and the protocol number. So the settings of client and server are together here.
 
 The parts are in addresses.py, wire_errors.py (errors between processes), tokens.py and roles.py (who may call what),
 auth_interceptor.py (checks before every handler) and tls.py; the rest of Penstock imports them from here.
@@ -62,15 +62,16 @@ __all__ = [
 ]
 
 CHUNK = 512 * 1024
-"""Size of a data part, bytes. Large values are sent in such parts, so that messages stay far below their limit."""
+"""Bytes of a data part. Large values are sent in such parts, so that messages stay far below their limit."""
 
 REQUEST_MAX = 4 * 1024 * 1024
-"""Largest request that the coordinator accepts, bytes (gRPC's own default, made explicit)."""
+"""Largest request in bytes that the coordinator accepts. It is gRPC's own default, made explicit."""
 REPLY_MAX = 32 * 1024 * 1024
-"""Largest reply that a peer of the coordinator accepts, bytes: a heartbeat's reply holds a loader's spec per slot."""
+"""Largest reply in bytes that is accepted from the coordinator. A heartbeat's reply has a loader's spec for each
+slot."""
 
 RENEW_S = 2.0
-"""Seconds between checks of the token file, and so the longest time for which a removed token stays valid."""
+"""Seconds between checks of the token file. A removed token stays valid for at most this time."""
 
 # A ping is sent 2 s after the coordinator's last byte, and the coordinator counts as gone if it does not answer in 2 s.
 # So half-open TCP and SIGSTOP are detected within 4 s, and a coordinator that was started elsewhere is found while
@@ -153,9 +154,10 @@ def _options(tls: Tls | None) -> tuple[tuple[str, int | str], ...]:
 def connect(address: str, tls: Tls | None = None, *below: Any) -> grpc.Channel:
     """Return a blocking channel to the coordinator. It opens no connection yet; use it through calls.CoordinatorClient.
 
-    below: interceptors that run between those of traces and the network.
+    below: interceptors between OpenTelemetry's interceptor and the network.
 
-    Raises InvalidArgumentError for an invalid address, UnsafeBindError for a Unix socket that another user controls.
+    Raises InvalidArgumentError if the address is invalid, UnsafeBindError if it is a Unix socket that another user
+    controls.
     """
     check_address(address)
     refuse_strangers(address)
@@ -181,19 +183,20 @@ def connect_aio(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
 
 @dataclass
 class RunningServer:
-    """Running server."""
+    """Server of gRPC that is running."""
 
     server: grpc.aio.Server
     address: str
-    """Address that the server listens on, with its real port; pass this one to `connect`."""
+    """Address at which the server listens, with its real port. Pass this one to `connect`."""
     health: health.aio.HealthServicer
     tasks: Sequence[asyncio.Task[None]] = ()
-    """Tasks that end connections without a token, and load new tokens."""
+    """Tasks that end connections without a token, and that load new tokens."""
     files: Renewing | None = None
     """Certificate files of the server."""
 
     async def stop(self, grace_s: float) -> None:
-        """Stop: report NOT_SERVING, then refuse new calls, then wait up to `grace_s` seconds for those under way."""
+        """Stop the server: report NOT_SERVING, refuse new calls, and wait up to `grace_s` seconds for calls in
+        progress."""
         for task in self.tasks:
             task.cancel()
         await self.health.enter_graceful_shutdown()
@@ -215,14 +218,14 @@ async def server_aio(
     Args:
         listen: address; port 0 takes a free one.
         tokens: tokens of callers, with their roles: see penstock.proto.rpc.credentials.tokens.
-        register: adds the services to the AuthInterceptor that it is called with.
+        register: function that adds the services to an AuthInterceptor, with which it is called.
         tls: certificate of the server; if it holds a CA, callers must show a certificate too.
         insecure: allow an address that other machines can reach without TLS.
         calls: counters of answered calls.
         inner: second address to listen on, "unix:/path" in a private folder of this process.
 
-    Raises InvalidArgumentError for an invalid address, UnsafeBindError for an address that needs TLS, PortTakenError
-    for one in use.
+    Raises InvalidArgumentError if the address is invalid, UnsafeBindError if it needs TLS, PortTakenError if it is in
+    use.
     """
     check_address(listen)
     connections = Connections()
@@ -262,14 +265,14 @@ async def server_aio(
 
 
 async def _renew(verifier: TokenVerifier) -> None:
-    """Load new tokens from their file periodically, until cancelled."""
+    """Load new tokens from the token file periodically, until cancelled."""
     while True:
         await asyncio.sleep(RENEW_S)
         verifier.renew()
 
 
 def _server_credentials(files: Renewing) -> grpc.ServerCredentials:
-    """Return credentials that gRPC renews before each handshake."""
+    """Return credentials whose certificate files gRPC checks for changes before each handshake."""
 
     def made() -> Any:
         tls = files.tls
@@ -283,7 +286,7 @@ def _server_credentials(files: Renewing) -> grpc.ServerCredentials:
 
 
 def _answers(listen: str) -> bool:
-    """Return whether a process listens on this Unix socket, because gRPC would silently replace that socket."""
+    """Return whether a process listens on this Unix socket. gRPC would silently replace the socket of that process."""
     path = socket_path(listen)
     if path is None:
         return False
@@ -296,7 +299,7 @@ def _answers(listen: str) -> bool:
 
 
 def _why_not_bound(listen: str) -> PenstockError:
-    """Return the reason of gRPC's "failed to bind", found by binding once more."""
+    """Return the error for gRPC's "failed to bind". The reason is found by trying to bind once more."""
     if (path := socket_path(listen)) is not None:
         return InvalidArgumentError(
             f"{path} must be at most 107 bytes long and in a folder that exists, to listen there"

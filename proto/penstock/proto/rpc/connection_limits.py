@@ -1,13 +1,15 @@
-"""Limits on connections to a gRPC server without a valid token, so that they cannot exclude others.
+"""Limits on connections to a gRPC server that have shown no valid token, so that they cannot keep others from
+connecting.
 
 gRPC accepts connections without a limit. Each costs a descriptor and some 50 KiB before any token is checked, and a
 thousand silent ones stopped a coordinator. So this module checks the process's own sockets, at most twice a second. A
-connection without a call in `DEADLINE_S` is shut down, which gRPC treats as the peer's end. If connections without a
-token exceed their share of the descriptors, the oldest connections of the address that has most of them are closed
-until they do not. So a flood loses its own connections. The log gets one line in `LOG_EVERY_S`.
+connection without a call in `DEADLINE_S` is shut down, which gRPC treats like a peer that has closed it. If connections
+without a token exceed their share of the descriptors, the oldest connections of the address with most connections are
+closed, until the rest is within the share. So a flood of connections loses its own. The log gets one line in
+`LOG_EVERY_S`.
 
-A call with a token proves its connection until the connection ends. A health check needs no token; it only shows that
-the connection is not silent. gRPC itself ends proven connections without calls (channel.py).
+After a call with a token, a connection counts as proven until it ends. A health check needs no token; it only shows
+that the connection is not silent. gRPC itself ends proven connections that make no calls (channel.py).
 """
 
 from __future__ import annotations
@@ -29,27 +31,31 @@ from urllib.parse import unquote
 __all__ = ["Connection", "Connections", "raise_file_limit", "surplus"]
 
 DEADLINE_S = 10.0
-"""Seconds without a call after which a connection ends; gRPC's own limit for TLS and HTTP/2 is as long."""
+"""Seconds after which a connection without a call is ended. gRPC's own limit for the handshakes of TLS and HTTP/2 is as
+long."""
 EVERY_S = 0.5
 """Smallest number of seconds between two checks. A flood can take all descriptors within this time."""
 COST_SHARE = 0.01
-"""Largest share of one core's time for checks: with 10,000 connections a check takes some 30 ms."""
+"""Largest share of one core's time that checks take. With 10,000 connections a check takes some 30 ms."""
 LOG_EVERY_S = 10.0
 SHARE = 0.25
-"""Share of all descriptors for connections without a token; enough for a whole fleet that reconnects."""
+"""Share of all descriptors that connections without a token may take. It is enough for a whole cluster that
+reconnects."""
 UNPROVEN_MAX = 8192
-"""Largest number of connections without a token, for any number of descriptors: gRPC holds about 50 KiB for each."""
+"""Largest number of connections without a token, however many descriptors are allowed: gRPC takes about 50 KiB for
+each."""
 FILES_MAX = 1 << 20
-"""Largest limit of descriptors that is set, because some libraries allocate tables as large as the limit."""
+"""Largest limit of descriptors that raise_file_limit() sets, because some libraries allocate tables as large as the
+limit."""
 
 log = logging.getLogger("penstock.connections")
 
 Peer = tuple[str, int]
-"""Peer: address and port."""
+"""Address and port of the other end of a connection."""
 
 
 def raise_file_limit() -> None:
-    """Raise this process's limit of descriptors as far as allowed, because each connection takes one."""
+    """Raise this process's limit of open descriptors as far as allowed, because each connection takes one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = FILES_MAX if hard == resource.RLIM_INFINITY else min(hard, FILES_MAX)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -59,23 +65,23 @@ def raise_file_limit() -> None:
 
 @dataclass(frozen=True)
 class Connection:
-    """Accepted connection."""
+    """Connection that the server has accepted."""
 
     link: str
-    """Target of the descriptor's link in /proc, which names the socket's unique number."""
+    """Target of the descriptor's link in /proc, which contains the socket's unique number."""
     peer: Peer
     since: float
-    """Time of the first check that found the connection, seconds."""
+    """Time in seconds of the first check that found the connection."""
     fd: int
 
 
 def surplus(unproven: Iterable[Connection], silent: set[Peer], now: float, most: int) -> list[Connection]:
-    """Return the connections to end.
+    """Return the connections that must be ended to stay within the limits.
 
     Args:
         unproven: connections that have shown no token.
         silent: peers that have made no call at all.
-        now: time on the clock of `Connection.since`, seconds.
+        now: time in seconds, of the same clock as `Connection.since`.
         most: largest number of unproven connections that may stay.
     """
     left = sorted(unproven, key=lambda one: one.since)
@@ -99,7 +105,7 @@ def surplus(unproven: Iterable[Connection], silent: set[Peer], now: float, most:
 
 
 def _address(host: str) -> str:
-    """Return the address in one form for the spellings of gRPC and the kernel."""
+    """Return an IP address in one form. gRPC and the kernel write addresses differently."""
     try:
         found = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -110,7 +116,8 @@ def _address(host: str) -> str:
 
 
 def _peer_of(said: str) -> Peer | None:
-    """Return the peer that gRPC names as "ipv4:10.0.0.1:5", "ipv6:%5B::1%5D:5"; None for a Unix socket."""
+    """Return the peer for the name that gRPC gives it: "ipv4:10.0.0.1:5" or "ipv6:%5B::1%5D:5"; None for a Unix
+    socket."""
     scheme, _, rest = unquote(said).partition(":")
     host, _, port = rest.rpartition(":")
     if scheme not in ("ipv4", "ipv6") or not port.isdecimal():
@@ -119,9 +126,9 @@ def _peer_of(said: str) -> Peer | None:
 
 
 class Connections:
-    """Connections to a server of this process.
+    """Connections to a server in this process, and which of them have shown a token.
 
-    clock: monotonic seconds.
+    clock: returns a monotonic time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -133,14 +140,14 @@ class Connections:
         """Peers that have shown a token."""
         self._known: dict[str, Connection] = {}
         self._missing: set[str] = set()
-        """Names in `_callers` without a connection at the last check."""
+        """Names in `_callers` for which the last check found no connection."""
         self._logged_at = -LOG_EVERY_S
         self._ended: Counter[str] = Counter()
-        """Address -> connections ended since the last line of the log."""
+        """Address -> number of its connections ended since the last line in the log."""
 
     def note_call(self, peer: str, *, proven: bool) -> None:
-        """Record a call. proven: whether it had a valid token. It runs for each call, so it does only one look-up in a
-        dict."""
+        """Record a call on a connection. proven: True if the call had a valid token. It runs for each call, so it does
+        only one look-up in a dict."""
         if peer not in self._callers:
             self._callers[peer] = _peer_of(peer)
         if proven:
@@ -156,7 +163,7 @@ class Connections:
             await asyncio.sleep(max(EVERY_S, (time.perf_counter() - began) / COST_SHARE))
 
     def look(self) -> set[str]:
-        """End connections above the limits. Return the names in `_callers` whose connections are gone."""
+        """End connections that exceed the limits. Return the names in `_callers` whose connections are gone."""
         now = self._clock()
         found = self._found(now)
         callers = self._callers.copy()  # one atomic operation, because the event loop runs at the same time
@@ -174,7 +181,7 @@ class Connections:
         return gone
 
     def _found(self, now: float) -> dict[str, Connection]:
-        """Return all present connections, by link."""
+        """Return all connections that exist now, by link."""
         found: dict[str, Connection] = {}
         for fd, link in _sockets():
             known = self._known.get(link)
@@ -197,7 +204,7 @@ class Connections:
 
 
 def _sockets() -> Iterator[tuple[int, str]]:
-    """Return the descriptors of sockets of this process, with their links in /proc."""
+    """Yield the descriptor of each socket of this process, and the target of its link in /proc."""
     try:
         numbers: Iterable[int] = map(int, os.listdir("/proc/self/fd"))
     except OSError as error:
@@ -215,7 +222,8 @@ def _sockets() -> Iterator[tuple[int, str]]:
 
 @contextmanager
 def _borrowed(fd: int) -> Iterator[socket.socket]:
-    """Yield gRPC's own descriptor as a socket. It is not a copy, because no descriptor may be free."""
+    """Yield a descriptor that belongs to gRPC as a socket object. The descriptor is not duplicated, because none may be
+    free."""
     borrowed = socket.socket(fileno=fd)
     try:
         yield borrowed
@@ -224,7 +232,7 @@ def _borrowed(fd: int) -> Iterator[socket.socket]:
 
 
 def _ends(fd: int) -> tuple[int, Peer] | None:
-    """Return the local port and the peer of a TCP connection."""
+    """Return the local port and the peer of a TCP connection; None for another socket."""
     try:
         with _borrowed(fd) as sock:
             if sock.family not in (socket.AF_INET, socket.AF_INET6):
@@ -236,7 +244,8 @@ def _ends(fd: int) -> tuple[int, Peer] | None:
 
 
 def _shut(one: Connection) -> bool:
-    """Shut the connection down, if its descriptor has not been reused. gRPC then frees the connection."""
+    """Shut a connection down, unless its descriptor has been reused. gRPC then frees it. Return whether it was shut
+    down."""
     try:
         if os.readlink(f"/proc/self/fd/{one.fd}") != one.link:
             return False

@@ -1,4 +1,4 @@
-"""gRPC's server reflection, with which callers list the methods without .proto files (grpcurl, Postman).
+"""gRPC's server reflection, by which programs such as grpcurl and Postman list the methods without the .proto files.
 
 It is optional: it needs the package grpcio-reflection, `pip install 'penstock[reflection]'`. It returns the content of
 coordinator.proto to callers with a token of any role.
@@ -12,7 +12,7 @@ __all__ = ["add_reflection"]
 
 
 def add_reflection(service: str, server: Any) -> bool:
-    """Add the reflection service, which describes `service` and itself. Return False if its package is not
+    """Add gRPC's reflection service to a server. It describes `service` and itself. Return False if its package is not
     installed."""
     try:
         from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc

@@ -1,20 +1,22 @@
-"""TLS: this end's certificate files, their check, and the reasons why another end refuses them.
+"""TLS: the certificate files of this process, checks of them, and the reasons why another process refuses them.
 
-Three files and a name serve every process: `ca`, the signer of the other end's certificate; `cert` and `key`, the
-certificate of this end; `name`, the name expected in the other end's certificate instead of the address that was
-called. A `*` in the name is the other end's role: with *.penstock the coordinator must be coordinator.penstock, a
-worker worker.penstock, and their callers with a certificate worker.penstock, client.penstock or admin.penstock.
+Every process has the same four settings: `ca`, the file of the CA that signed the other end's certificate; `cert` and
+`key`, the files of this end's certificate; `name`, the name expected in the other end's certificate instead of the
+address that was called. A `*` in the name stands for the other end's role: with *.penstock the coordinator must be
+coordinator.penstock, a worker worker.penstock, and their callers with a certificate worker.penstock, client.penstock or
+admin.penstock.
 
-A coordinator needs cert and key, and requests certificates of its callers if it has a ca; a training job or an
-operator's command needs the ca, and a certificate where one is requested; a worker, which calls the coordinator and
-accepts lanes, needs all three.
+A coordinator needs cert and key, and requests certificates from its callers if it has a ca. A training job or an
+operator's command needs the ca, and also cert and key if the coordinator requests certificates. A worker, which calls
+the coordinator and accepts lanes, needs all three files.
 
-Files are read at the start, and again at each connection (`Renewing`). Each is checked then, by a handshake of this
-process with itself, because OpenSSL detects a wrong key or an expired certificate reliably. Errors that only the other
-end can cause (an unknown CA, another name, no TLS at all) become a TlsError too, with the remedy: see `explain`.
+Files are read at the start, and again at each connection (`Renewing`). They are checked each time by a handshake of
+this process with itself, because OpenSSL reliably detects a wrong key or an expired certificate. Errors that show only
+in a handshake with the other end (an unknown CA, another name, no TLS at all) become a TlsError with the remedy: see
+`explain`.
 
-gRPC has its own TLS, for which `Tls` keeps the bytes of the files. Lanes use Python's ssl with TLS 1.3 only, because
-both ends are Penstock.
+gRPC has its own implementation of TLS, for which `Tls` keeps the bytes of the files. Lanes use Python's ssl with TLS
+1.3 only, because both ends are Penstock.
 """
 
 from __future__ import annotations
@@ -51,15 +53,15 @@ _log = logging.getLogger("penstock.tls")
 _Role = TypeVar("_Role", bound=str)
 
 MAX_FILE = 1 << 20
-"""Largest certificate file, bytes: five times a bundle of all public CAs."""
+"""Largest size of a certificate file in bytes: five times that of a bundle of all public CAs."""
 _EXPIRED, _NOT_YET, _OTHER_NAME = (10,), (9,), (62, 64)
-"""Numbers X509_V_ERR_... of failed verifications."""
+"""Numbers of OpenSSL's reasons (X509_V_ERR_...) why the verification of a certificate failed."""
 _UNKNOWN_CA = (2, 18, 19, 20, 21, 24)
 
 
 @dataclass(frozen=True)
 class Tls:
-    """Checked content of the files. Made by `load_tls`."""
+    """Checked contents of the certificate files. Made by `load_tls`."""
 
     ca_file: str = ""
     cert_file: str = ""
@@ -71,15 +73,16 @@ class Tls:
 
     @property
     def by_role(self) -> bool:
-        """Return whether certificates name the role of their owner."""
+        """True if certificates name the role of their owner."""
         return "*" in self.name
 
     def expected(self, role: str) -> str:
-        """Return the name in the certificate of an end in this role; "" = the address that was called."""
+        """Return the name that a certificate of an end in this role must have; "" stands for the address that was
+        called."""
         return self.name.replace("*", role)
 
     def check_own(self, role: str) -> None:
-        """Raise TlsError if this end's certificate does not name its role."""
+        """Raise TlsError if this process's own certificate does not name its role."""
         if self.by_role and self.expected(role) not in own_names(self):
             raise TlsError(
                 f"tls_cert={self.cert_file} is not a certificate for the name {self.expected(role)}, which callers of "
@@ -87,14 +90,15 @@ class Tls:
             )
 
     def roles_named(self, names: Iterable[str], roles: Iterable[_Role]) -> frozenset[_Role]:
-        """Return the roles that a certificate with these names is for; all roles if certificates do not name roles."""
+        """Return those of `roles` for which a certificate with these names is valid: all of them if certificates do not
+        name roles."""
         if not self.by_role:
             return frozenset(roles)
         shown = set(names)
         return frozenset(role for role in roles if self.expected(role) in shown)
 
     def for_server(self) -> Tls:
-        """Return self. Raises TlsError if there is no certificate to show to callers."""
+        """Return this object. Raises TlsError if it has no certificate to show to callers."""
         if not self.cert:
             raise TlsError(
                 f"a server with tls_ca={self.ca_file} also needs tls_cert and tls_key: pass --tls-cert and "
@@ -103,7 +107,7 @@ class Tls:
         return self
 
     def for_client(self) -> Tls:
-        """Return self. Raises TlsError if there is no CA with which to check the other end."""
+        """Return this object. Raises TlsError if it has no CA with which to check the other end."""
         if not self.ca:
             raise TlsError(
                 "TLS without a CA would trust every server: pass tls_ca, the file of the CA that signed the other "
@@ -112,7 +116,7 @@ class Tls:
         return self
 
     def server_context(self) -> ssl.SSLContext:
-        """Return the context of a lane's accepting end. It requests certificates if there is a CA."""
+        """Return an SSLContext for accepting lanes. It requests certificates if there is a CA."""
         context = _context(ssl.PROTOCOL_TLS_SERVER)
         # Lanes do not resume sessions, so session tickets would only cost a write.
         context.num_tickets = 0
@@ -123,7 +127,7 @@ class Tls:
         return context
 
     def client_context(self) -> ssl.SSLContext:
-        """Return the context of a connecting end."""
+        """Return an SSLContext for connecting to lanes."""
         context = _context(ssl.PROTOCOL_TLS_CLIENT)
         _trust(context, self)
         if self.cert:
@@ -132,7 +136,8 @@ class Tls:
 
 
 def load_tls(ca: str = "", cert: str = "", key: str = "", name: str = "") -> Tls | None:
-    """Return the content of the files, each "" if absent; None without any. Raises TlsError with file and remedy."""
+    """Return the contents of the certificate files, checked; None if none is given. "" stands for a file that is not
+    given. Raises TlsError with the file and the remedy."""
     if not (ca or cert or key):
         if name:
             raise TlsError(f"tls_name={name} needs tls_ca too: without it no certificate is checked for the name")
@@ -149,21 +154,22 @@ def load_tls(ca: str = "", cert: str = "", key: str = "", name: str = "") -> Tls
 
 
 class Renewing:
-    """Certificate files that may be replaced while a process runs. Invalid new files are logged and not used.
+    """Certificate files that may be replaced while the process runs. Invalid new files are logged and not used.
 
-    role: role of this end as a server; "" = none.
+    role: role of this process as a server; "" if it is not one.
     """
 
     def __init__(self, tls: Tls, role: str = "") -> None:
         self.tls = tls
         self.expires_at = expires(tls).timestamp() if role else 0.0
-        """Expiry of the serving end's certificate, Unix time."""
+        """Time at which the server's own certificate expires, in seconds since the Unix epoch; 0 if this process is not
+        a server."""
         self._role = role
         self._logged = ""
         self._lock = threading.Lock()
 
     def renew(self) -> bool:
-        """Read the files again. Return whether they changed and are valid; then `tls` holds the new ones."""
+        """Read the files again. Return True if they have changed and are valid; `tls` then has the new contents."""
         with self._lock:
             try:
                 tls = self._read()
@@ -183,12 +189,12 @@ class Renewing:
             return True
 
     def renewed(self) -> Tls:
-        """Return the current files after reading them again."""
+        """Read the files again, and return their valid contents."""
         self.renew()
         return self.tls
 
     def _read(self) -> Tls | None:
-        """Return the content; None if the files are unchanged."""
+        """Return the contents of the files; None if the files are unchanged."""
         held = self.tls
         files = _files(held.ca_file, held.cert_file, held.key_file)
         if tuple(_read(what, file) for what, file in files) == (held.ca, held.cert, held.key):
@@ -219,8 +225,8 @@ def _read(what: str, file: str) -> bytes:
 
 
 class WrappedSocket(ssl.SSLSocket):
-    """Socket that this module's contexts make. It works around a leak: if the other end has reset the connection,
-    Python's `wrap_socket` fails and does not close the new socket."""
+    """TLS socket that the SSLContexts of this module create. It works around a leak: if the other end has reset the
+    connection, Python's `wrap_socket` fails and does not close the new socket."""
 
     def getpeername(self) -> Any:
         try:
@@ -266,22 +272,22 @@ def _show(context: ssl.SSLContext, tls: Tls) -> None:
 
 
 def dns_names(certificate: Mapping[str, Any]) -> list[str]:
-    """Return the DNS names in a certificate, as `ssl` returns it."""
+    """Return the DNS names in a certificate. certificate: in the form in which `ssl` returns it."""
     return [value for kind, value in certificate.get("subjectAltName", ()) if kind == "DNS"]
 
 
 def own_names(tls: Tls) -> list[str]:
-    """Return the names in this end's certificate."""
+    """Return the names in this process's own certificate."""
     return dns_names(_rehearse(tls))
 
 
 def expires(tls: Tls) -> datetime.datetime:
-    """Return the expiry of this end's certificate."""
+    """Return the time at which this process's own certificate expires."""
     return datetime.datetime.fromtimestamp(ssl.cert_time_to_seconds(str(_rehearse(tls)["notAfter"])), datetime.UTC)
 
 
 def _rehearse(tls: Tls) -> dict[str, Any]:
-    """Do a handshake of this process with itself, which checks the certificate's dates and key. Return the
+    """Do a handshake of this process with itself, which checks the dates and the key of its certificate. Return the
     certificate's content."""
     server, client = tls.server_context(), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     server.verify_mode = ssl.CERT_NONE
@@ -324,22 +330,22 @@ def _reason(error: Exception) -> str:
 
 
 def no_tls_here(what: str) -> TlsError:
-    """Return the error for `what`, which uses TLS while this end has none."""
+    """Return the error for a connection to `what`, which uses TLS although this process does not."""
     return TlsError(
         f"{what} uses TLS, and this end does not: pass the CA, --tls-ca FILE (PENSTOCK_TLS_CA, Appliance(tls_ca=...))"
     )
 
 
 _DAMAGED = ("BAD_RECORD_MAC", "DECODE_ERROR", "BAD_SIGNATURE", "DIGEST_CHECK_FAILED")
-"""OpenSSL's reasons for damaged bytes, and its alerts if the other end has found some. DECRYPT_ERROR is not one of
-them: that alert also comes if a CA was made again under its old name."""
+"""OpenSSL's reasons for errors that damaged bytes cause, at this end or reported by the other. DECRYPT_ERROR is not one
+of them, because it also occurs if a CA was made anew under its old name."""
 
 
 def explain(error: OSError, what: str, tls: Tls) -> TlsError | None:
-    """Return the error of a handshake with `what` that this end began; None if TLS was not the cause.
+    """Return the TlsError for an error of a connection to `what`; None if TLS is not the cause.
 
-    Call it also for an error of the first read after the handshake: with TLS 1.3 the other end's refusal of this end's
-    certificate comes only then.
+    Call it also for an error of the first read after the handshake. With TLS 1.3 the other end's refusal of this end's
+    certificate arrives only then.
     """
     if isinstance(error, ssl.SSLCertVerificationError):
         if error.verify_code in _OTHER_NAME:
@@ -367,13 +373,13 @@ def explain(error: OSError, what: str, tls: Tls) -> TlsError | None:
 
 
 def is_damage(error: OSError) -> bool:
-    """Return whether TLS found damaged bytes, in an established connection or in a handshake."""
+    """Return whether an error shows that TLS received damaged bytes, in a handshake or later."""
     reason = str(error.reason) if isinstance(error, ssl.SSLError) else ""
     return any(sign in reason for sign in _DAMAGED)
 
 
 def refused_by(what: str, tls: Tls, reason: str = "") -> TlsError:
-    """Return the error for `what`, which uses TLS and refused this end's certificate."""
+    """Return the error for a connection to `what`, which uses TLS and has refused this process's certificate."""
     why = f" ({reason.replace('_', ' ').lower()})" if reason else ""
     if not tls.cert:
         return TlsError(
@@ -387,13 +393,14 @@ def refused_by(what: str, tls: Tls, reason: str = "") -> TlsError:
 
 
 def host_of(address: str) -> tuple[str, int]:
-    """Return host and port of "host:port"; an IPv6 host without its brackets."""
+    """Return host and port from "host:port". The brackets of an IPv6 host are removed."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
 
 
 def diagnose(address: str, tls: Tls | None, what: str, timeout_s: float) -> TlsError | None:
-    """Return the reason why calls to a listening coordinator fail, if it is TLS; None otherwise, or if it is not known.
+    """Return the TlsError that explains why calls to a listening coordinator fail; None if TLS is not the reason, or if
+    the reason is unknown.
 
     gRPC reports "Socket closed" in all cases, so this function connects once more to find the reason.
     """

@@ -1,12 +1,12 @@
-"""OpenTelemetry spans of control calls, if enabled.
+"""OpenTelemetry spans of calls to the coordinator, if enabled.
 
 A process with PENSTOCK_OTEL or --otel calls `start` once. Without that call OpenTelemetry is not imported, and `traced`
 returns channels unchanged. The standard OTEL_* variables decide where spans are sent, and how many are kept.
 
 The context of a call is sent in its metadata, so a span of the coordinator is a child of its caller's span. Heartbeat
-and WatchRun have no spans: these long polls are repeated all the time, and would hide all other spans. No span holds
-metadata, because the token is there; of a request it holds run, box and slot. Runners have no spans, because they have
-no gRPC.
+and WatchRun have no spans, because these long polls are repeated all the time and would hide all other spans. No span
+contains metadata, because the token is in them. A span contains the run, box and slot of its request. Runners have no
+spans, because they have no gRPC.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ __all__ = ["aio_client_interceptors", "aio_server_interceptors", "note", "start"
 UNTRACED = frozenset(("Heartbeat", "WatchRun", "Check"))
 """Methods without spans: long polls, and the health check."""
 NOTED = ("run", "attempt", "box", "slot", "generation", "step", "worker")
-"""Fields of requests that become attributes."""
+"""Fields of requests that become attributes of spans."""
 FLUSH_S = 2.0
-"""Deadline for sending spans when the process ends, seconds. OpenTelemetry itself would try for half a minute."""
+"""Seconds for sending the remaining spans when the process ends. OpenTelemetry itself would try for half a minute."""
 
 _provider: TracerProvider | None = None
 
@@ -44,7 +44,7 @@ _provider: TracerProvider | None = None
 def start(service: str) -> None:
     """Trace the calls of this process from now on, under this `service.name` unless OTEL_SERVICE_NAME is set.
 
-    Raises InvalidArgumentError where OpenTelemetry is not installed.
+    Raises InvalidArgumentError if OpenTelemetry is not installed.
     """
     global _provider
     if _provider is not None:
@@ -71,8 +71,8 @@ def start(service: str) -> None:
 def _flush_at_exit(provider: TracerProvider, exporter: SpanExporter) -> None:
     """Send the remaining spans when this process ends, within FLUSH_S.
 
-    Neither the flush nor the shutdown of the provider has a deadline; a shutdown of the exporter ends both. A thread
-    does that after FLUSH_S. It is started early, because no thread can be started at the end of a process.
+    OpenTelemetry's flush and shutdown of the provider have no deadline, but both end when the exporter is shut down. A
+    thread does that after FLUSH_S. The thread is started early, because no thread can be started when a process ends.
     """
     pid, ending = os.getpid(), threading.Event()
 
@@ -91,7 +91,7 @@ def _flush_at_exit(provider: TracerProvider, exporter: SpanExporter) -> None:
 
 
 def _is_traced(details: Any) -> bool:
-    """Return whether a call is traced. gRPC passes different kinds of details to different interceptors."""
+    """Return whether a call gets a span. gRPC passes different kinds of details to different interceptors."""
     method = getattr(details, "full_method", None) or details.method
     name = method.decode() if isinstance(method, bytes) else str(method)
     return name.rpartition("/")[2] not in UNTRACED
@@ -108,7 +108,7 @@ def _attributes(request: Any) -> dict[str, Any]:
 
 
 def note(request: Any) -> None:
-    """Add a request's run, box and slot to the span of the call that is being answered."""
+    """Add the fields of a request that are in NOTED to the span of the call that is being answered."""
     if _provider is not None:
         from opentelemetry import trace
 
@@ -128,7 +128,7 @@ def _instrumentation() -> Any:
 
 
 def traced(channel: grpc.Channel) -> grpc.Channel:
-    """Return the channel, with spans for its calls if this process traces them."""
+    """Return a channel whose calls get spans if this process traces calls; else the channel itself."""
     if _provider is None:
         return channel
     theirs = _instrumentation()
@@ -139,14 +139,14 @@ def traced(channel: grpc.Channel) -> grpc.Channel:
 
 
 def aio_client_interceptors() -> list[grpc.aio.ClientInterceptor] | None:
-    """Return the interceptors of an asyncio channel; None if this process traces nothing."""
+    """Return the interceptors for an asyncio channel; None if this process does not trace calls."""
     if _provider is None:
         return None
     return [*_instrumentation().aio_client_interceptors(_provider, _is_traced, _on_request), ErrorInterceptor()]
 
 
 def aio_server_interceptors() -> list[grpc.aio.ServerInterceptor] | None:
-    """Return the interceptors of an asyncio server; None if this process traces nothing."""
+    """Return the interceptors for an asyncio server; None if this process does not trace calls."""
     if _provider is None:
         return None
     return [_instrumentation().aio_server_interceptor(_provider, _is_traced)]

@@ -1,4 +1,4 @@
-"""Version of this end, sent in every call: its release, and the number of its control protocol."""
+"""Version of this process, sent in every call: its release, and the number of its control protocol."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from importlib import metadata as _package
 __all__ = ["PROTOCOL", "PROTOCOL_KEY", "VERSION", "VERSION_KEY"]
 
 PROTOCOL = 3
-"""Number of the control protocol. Peers with another number are refused at their first call. Since 2 a worker gets a
-key with which it checks tickets, and not a ticket."""
+"""Number of the control protocol. Peers with another number are refused at their first call. Since protocol 2 a worker
+gets a key with which it checks lane tickets, and not a ticket."""
 
 try:
     VERSION = _package.version("penstock")

@@ -1,4 +1,4 @@
-"""Errors between two processes: the only place that converts between exceptions and their form on the wire.
+"""Errors between two processes: conversion of exceptions into the form in which they are sent, and back.
 
 A handler may raise any exception. `abort` converts a PenstockError to its status in the catalogue and an ErrorDetail in
 trailing metadata; it converts any other exception to UNKNOWN with the traceback, so that the other end can show the
@@ -40,20 +40,23 @@ __all__ = ["METADATA_MAX", "ErrorInterceptor", "abort", "answer_of", "cut", "det
 _Reply = TypeVar("_Reply")
 
 METADATA_MAX = 64 * 1024
-"""Largest metadata, bytes, set at both ends: errors are sent in it, and a traceback exceeds the default of 8 KiB."""
+"""Largest size of metadata in bytes, set at both ends. Errors are sent in metadata, and a traceback exceeds gRPC's
+default of 8 KiB."""
 NAME_KEEP = 256
 MESSAGE_KEEP = 8 * 1024
 TRACEBACK_KEEP = 24 * 1024
-"""Largest message, and largest remote traceback, of an error, characters. In base64 both stay below METADATA_MAX."""
+"""Largest size in bytes of the remote traceback of an error. With the message, and in base64, it stays below
+METADATA_MAX."""
 
 ERROR_KEY = "penstock-error-bin"
 RETRY_KEY = "penstock-retry-after-ms"
-"""Trailing metadata of an OverloadedError: seconds until the call will be accepted."""
+"""Key of the trailing metadata of an OverloadedError with the number of milliseconds until the call will be
+accepted."""
 
 
 def _middle_out(text: str, keep: int) -> str:
-    """Return `text` in at most about `keep` bytes, without its middle: the two ends of a traceback show location and
-    cause."""
+    """Return `text` without its middle, in about `keep` bytes at most. The beginning and the end of a traceback show
+    location and cause."""
     raw = text.encode(errors="backslashreplace")
     if len(raw) <= keep:
         return raw.decode()
@@ -63,7 +66,7 @@ def _middle_out(text: str, keep: int) -> str:
 
 
 def detail_of(error: BaseException) -> records_pb2.ErrorDetail:
-    """Return the error as a message, for fields of type ErrorDetail and for trailing metadata.
+    """Return an error as an ErrorDetail, for messages and for trailing metadata.
 
     A PenstockError keeps its name and its remote traceback. Any other exception becomes a PenstockError with this
     process's traceback.
@@ -81,7 +84,7 @@ def detail_of(error: BaseException) -> records_pb2.ErrorDetail:
 
 
 def cut(detail: records_pb2.ErrorDetail, most: int = TRACEBACK_KEEP) -> records_pb2.ErrorDetail:
-    """Return another process's error message, with each text cut to `most` bytes."""
+    """Return an ErrorDetail of another process with each text shortened to `most` bytes."""
     return records_pb2.ErrorDetail(
         name=detail.name[:NAME_KEEP],
         message=_middle_out(detail.message, min(most, MESSAGE_KEEP)),
@@ -94,7 +97,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def error_of(detail: records_pb2.ErrorDetail) -> PenstockError:
-    """Return the error of a message from `detail_of`."""
+    """Return the error for an ErrorDetail that `detail_of` made."""
     # Cut and escape here too, because a peer may send any text, and it will be printed.
     name = plain(detail.name, NAME_KEEP)
     return error_named(name, plain(detail.message, LONGEST), plain(detail.remote_traceback, LONGEST))
@@ -133,7 +136,8 @@ def _error_of_rpc(error: grpc.RpcError, address: str, method: str, deadline_s: f
 
 
 def _retry_after(trailing: tuple[Any, ...]) -> float:
-    """Return the hint in the metadata, seconds, within limits."""
+    """Return the number of seconds to wait, from the trailing metadata of an OverloadedError. It is limited to
+    LONGEST_S."""
     for key, value in trailing:
         if key == RETRY_KEY and isinstance(value, str) and value.isdecimal() and len(value) < 10:
             return min(int(value) / 1000, OverloadedError.LONGEST_S)
@@ -142,13 +146,14 @@ def _retry_after(trailing: tuple[Any, ...]) -> float:
 
 @contextmanager
 def translating(address: str, method: str, deadline_s: float, closed: Callable[[], bool]) -> Iterator[None]:
-    """Translate every error of gRPC within the block, around a sync or awaited call, chained to its cause.
+    """Translate each error of gRPC that is raised in the block into a PenstockError. The block contains one call,
+    blocking or awaited.
 
     Args:
         address: coordinator's address, for messages.
         method: the call's name, for messages.
-        deadline_s: the deadline that was given to the call, seconds.
-        closed: returns True once this side has closed the channel, to distinguish that from a lost peer.
+        deadline_s: the deadline that was given to the call, in seconds.
+        closed: returns True if this process has closed the channel, to distinguish that from a lost peer.
     """
     try:
         yield
@@ -169,11 +174,12 @@ def translating(address: str, method: str, deadline_s: float, closed: Callable[[
 
 
 async def answer_of(call: grpc.aio.StreamUnaryCall[Any, _Reply]) -> _Reply:
-    """Return the reply of `await call`; if it failed, raise the status that the server sent.
+    """Return the reply of a call whose request is a stream. If the call has failed, raise the status that the server
+    sent.
 
-    A server may refuse while parts are still being written, and a write to a call that is over fails. gRPC for asyncio
-    (up to 1.85 at least) then replaces the received status by INTERNAL, and the reason is lost. The real status is read
-    in the callback of its arrival, the only moment when it is certain to exist.
+    A server may refuse the call while parts are still being written, and a write to a call that has ended fails. gRPC
+    for asyncio (up to 1.85 at least) then replaces the received status by INTERNAL, and the reason is lost. So the real
+    status is read in the callback of its arrival, the only moment at which it certainly exists.
     """
     statuses: list[grpc.aio.AioRpcError] = []
     call.add_done_callback(lambda ended: statuses.append(_ended_with(ended)))
@@ -188,8 +194,8 @@ async def answer_of(call: grpc.aio.StreamUnaryCall[Any, _Reply]) -> _Reply:
 
 
 class ErrorInterceptor(grpc.aio.StreamUnaryClientInterceptor):
-    """Interceptor that applies `answer_of`. It must run below OpenTelemetry's interceptors, which return a call only
-    after its end: too late."""
+    """Interceptor that applies `answer_of`. It must be below OpenTelemetry's interceptors, which return a call only
+    after its end, when it is too late."""
 
     async def intercept_stream_unary(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
         call = await continuation(client_call_details, request_iterator)
@@ -198,7 +204,7 @@ class ErrorInterceptor(grpc.aio.StreamUnaryClientInterceptor):
 
 
 def _ended_with(call: Any) -> grpc.aio.AioRpcError:
-    """Return the status of a call that is over."""
+    """Return the status of a call that has ended."""
     trailing = grpc.aio.Metadata(*(_at_once(call.trailing_metadata()) or ()))
     return grpc.aio.AioRpcError(
         _at_once(call.code()), grpc.aio.Metadata(), trailing, details=_at_once(call.details()) or ""
@@ -206,7 +212,7 @@ def _ended_with(call: Any) -> grpc.aio.AioRpcError:
 
 
 def _at_once(asked: Coroutine[Any, Any, Any]) -> Any:
-    """Return the result of a coroutine that does not have to wait."""
+    """Return the result of a coroutine that never waits."""
     try:
         asked.send(None)
     except StopIteration as done:
@@ -221,7 +227,7 @@ def status_of(error: Exception) -> str:
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> NoReturn:
-    """End the call with the error."""
+    """End the call that is being answered with this error."""
     detail = detail_of(error)
     status = grpc.StatusCode[CATALOGUE[detail.name].status]
     first_line = detail.message.partition("\n")[0][:1000]  # the whole message is in the detail

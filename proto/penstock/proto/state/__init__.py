@@ -1,1 +1,1 @@
-"""Positions and states: their encoding, the restartable protocol, generators, and checkpoints on disk."""
+"""Positions and states: how they are encoded, the restartable protocol, random generators, and checkpoints on disk."""

@@ -1,4 +1,4 @@
-"""Module prefixes from which a worker may run an input_fn, as its operator listed them.
+"""Prefixes of modules whose functions a worker may run as input_fn. The operator lists them.
 
 The worker enforces the list. The coordinator checks it too, so that it does not assign a slot to a worker that must
 refuse the slot.
@@ -17,5 +17,5 @@ def module_of(input_fn: str) -> str:
 
 
 def under(module: str, prefixes: Iterable[str]) -> bool:
-    """Return whether the module is one of the prefixes or below one; "*" is every module."""
+    """Return whether a module is one of the prefixes or is below one of them. The prefix "*" allows every module."""
     return any(prefix == "*" or module == prefix or module.startswith(prefix + ".") for prefix in prefixes)

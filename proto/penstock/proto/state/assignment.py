@@ -1,12 +1,12 @@
-"""The assignment of this process: the value that `current_assignment()` returns inside a user's input_fn.
+"""Assignment of this process, which `current_assignment()` returns inside a user's input_fn.
 
-A runner sets it once, before it calls input_fn; the training job sets it around the local instances that it builds of a
-loader. Elsewhere the assignment is that of the only worker of the only box, so that an input_fn also runs there.
+A runner sets it once, before it calls input_fn. The training job sets it while it builds a local instance of a loader.
+Elsewhere the assignment is that of the only worker of the only box, so that an input_fn also works there.
 
 The assignment is a module global, not a context variable, because input_fn may start threads, and a new thread begins
-with an empty context. A byte of shared memory records whether the assignment was read. It is shared because the reader
-is often a worker process that torch's DataLoader forked. The runner warns about an input that never reads its
-assignment, because it streams the whole data set from every worker.
+with an empty context. A byte of shared memory records whether the assignment was read. It is shared because the process
+that reads the assignment is often a worker process that torch's DataLoader forked. If an input never reads its
+assignment, the runner warns, because every worker then streams the whole data set.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Assignment:
-    """Position of one worker among all that stream for a run."""
+    """Place of one worker among all workers of a run."""
 
     box: int
     """Number of the box (data-parallel rank) that this worker feeds, in [0, num_boxes)."""
@@ -46,13 +46,14 @@ class Assignment:
     """Number of this worker among those of its box, in [0, num_workers_per_box)."""
     num_workers_per_box: int
     seed: int
-    """Seed of the run, the same on all workers: shuffle a list with it, then take this worker's share."""
+    """Seed of the run, the same on all workers. Example of its use: shuffle a list with it, then take this worker's
+    share."""
     first_step: int
-    """Number of the next step of the box, from 1. Larger than 1 after a resume."""
+    """Number of the box's next step, from 1. It is above 1 after a resume."""
 
     @property
     def global_worker_id(self) -> int:
-        """Return this worker's number among all, in [0, total_num_workers)."""
+        """Number of this worker among all workers of the run, in [0, total_num_workers)."""
         return self.box * self.num_workers_per_box + self.slot
 
     @property
@@ -61,17 +62,18 @@ class Assignment:
 
 
 NEUTRAL = Assignment(box=0, num_boxes=1, slot=0, num_workers_per_box=1, seed=0, first_step=1)
-"""Assignment outside a worker."""
+"""Assignment of code that runs outside a worker."""
 
 _current = NEUTRAL
 _alone = replace(NEUTRAL)
-"""Assignment for code that must not divide its data. It is a copy, because NEUTRAL itself means "outside a run"."""
+"""Assignment for code that must not divide its data (see `step_aside`). It is a copy, because NEUTRAL itself means
+"outside a run"."""
 _looked = mmap.mmap(-1, 1)  # shared with forked children
 
 
 def current_assignment() -> Assignment:
-    """Return which worker runs this code: its number, its box, the numbers of boxes and workers, and the run's seed.
-    Outside a worker it is worker 0 of 1, with seed 0.
+    """Return the assignment of the worker that runs this code: its number, its box, the numbers of boxes and workers,
+    and the run's seed. Outside a worker it is that of worker 0 of 1, with seed 0.
 
     Sharding inside input_fn: `data[a.global_worker_id :: a.total_num_workers]` with `a = current_assignment()`.
     """
@@ -80,10 +82,10 @@ def current_assignment() -> Assignment:
 
 
 def get_streaming_batch_size(effective_batch_size: int, global_rank: int | None = None) -> int:
-    """Return the batch size of a worker, in rows, for a given global batch of all boxes. It is the share of its box,
-    because one worker makes a whole batch of its box.
+    """Return the number of rows in a worker's batches, for a given number of rows in the batches of all boxes together.
+    It is the whole share of the worker's box, because each batch of a box is made by one worker.
 
-    The first boxes get one row more where the global batch does not divide evenly. Outside a worker the result is the
+    If the global batch does not divide evenly, the first boxes get one row more. Outside a worker the result is the
     whole global batch.
 
     Args:
@@ -110,7 +112,7 @@ def get_streaming_batch_size(effective_batch_size: int, global_rank: int | None 
 
 
 def set_assignment(assignment: Assignment) -> None:
-    """Set this process's assignment, as a runner does, and mark it as not read."""
+    """Set this process's assignment, and mark it as not read. A runner calls it."""
     global _current, _looked
     _current = assignment
     _looked = mmap.mmap(-1, 1)  # a new one: the fork server's is shared by all of its children
@@ -118,7 +120,7 @@ def set_assignment(assignment: Assignment) -> None:
 
 @contextmanager
 def assigned(assignment: Assignment) -> Iterator[None]:
-    """Set an assignment within a block; afterwards restore the earlier one, and whether it was read."""
+    """Set an assignment inside a block. At the end, restore the previous one and the mark whether it was read."""
     global _current, _looked
     before = _current, _looked
     set_assignment(assignment)
@@ -129,12 +131,12 @@ def assigned(assignment: Assignment) -> Iterator[None]:
 
 
 Seat = tuple[Assignment, mmap.mmap]
-"""Assignment, and the shared byte that records whether it was read."""
+"""Assignment of a worker, and the shared byte that records whether it was read."""
 
 
 def exchange(seat: Seat | None) -> Seat:
-    """Switch to another worker's assignment (None if it is not set yet), in a process that several workers share in
-    turn; return the one before."""
+    """Switch to the assignment of another worker (None: one that has no assignment yet), and return the previous
+    worker's. For a process that runs several workers in turn."""
     global _current, _looked
     before = _current, _looked
     _current, _looked = seat if seat is not None else (NEUTRAL, mmap.mmap(-1, 1))
@@ -142,9 +144,9 @@ def exchange(seat: Seat | None) -> Seat:
 
 
 def step_aside() -> Assignment:
-    """Make this process appear as the only worker of the only box. Return the assignment, for `step_back`.
+    """Let this process appear as the only worker of the only box, until `step_back`. Return the real assignment.
 
-    Does not change whether the assignment counts as read.
+    Whether the assignment counts as read does not change.
     """
     global _current, _alone
     before = _current
@@ -161,15 +163,15 @@ def step_back(assignment: Assignment) -> None:
 
 
 def stands_aside() -> bool:
-    """Return whether `step_aside` is in force."""
+    """Return whether the process is between `step_aside` and `step_back`."""
     return _current is _alone
 
 
 def looked_at() -> bool:
-    """Return whether this process, or one that it forked, read its assignment since it was set."""
+    """Return whether this process, or a process that it forked, has read the assignment since it was set."""
     return _looked[0] == 1
 
 
 def mark_looked_at() -> None:
-    """Mark the assignment as read, because it was read in another way, such as by torch's get_worker_info()."""
+    """Mark the assignment as read. Called if it was read in another way, such as by torch's get_worker_info()."""
     _looked[0] = 1

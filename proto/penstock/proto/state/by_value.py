@@ -1,11 +1,11 @@
-"""Pickles of callables and their arguments, for this machine's own processes only.
+"""Pickles of callables and their arguments, to be loaded only by processes of this user on this machine.
 
 An object with an importable name is sent as that name. Other objects (a lambda, a local function, a function or class
-of a notebook) are sent by cloudpickle as code with the values that they hold, which works because both ends are the
-same interpreter of the same user. The training script's own functions and classes are sent by name, and looked up in
-the script that the worker loads.
+of a notebook) are pickled by cloudpickle: as code, with the values that they refer to. That works because both
+processes run the same Python interpreter. The training script's own functions and classes are sent by name, and looked
+up in the script that the worker loads.
 
-Only an embedded worker loads this; see penstock.worker.processes.user_code.
+Only an embedded worker loads such pickles; see penstock.worker.processes.user_code.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def dump(value: object) -> bytes:
 
 
 def load(data: bytes, main: Callable[[], types.ModuleType]) -> Any:
-    """Return the value of a pickle that this user's own process made. `main`: the training script as a module."""
+    """Return the value of a pickle that a process of this user made. main: returns the training script as a module."""
     unpickler = _Unpickler(io.BytesIO(data))
     unpickler.main = main
     return unpickler.load()
@@ -48,17 +48,18 @@ def load(data: bytes, main: Callable[[], types.ModuleType]) -> Any:
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     last = ""
-    """Name of the function or class pickled last, for errors."""
+    """Name of the function or class that was pickled last, for error messages."""
 
     def reducer_override(self, value: Any) -> Any:
-        """Reduce a function under lru_cache to its code. By default it is pickled by name, and workers may not have the
-        name."""
+        """Pickle a function that is wrapped by lru_cache as code. By default it is pickled by name, which workers may
+        not have."""
         if type(value) is functools._lru_cache_wrapper and not _is_importable(value):
             return _cached, (value.__wrapped__, value.cache_parameters())
         return super().reducer_override(value)
 
     def persistent_id(self, value: Any) -> tuple[str, ...] | None:
-        """Return the name of a function or class of the training script, whose module has another name in workers."""
+        """Return the name of a function or class of the training script, because workers load the script under another
+        module name. Return None for other values."""
         if isinstance(value, type | types.FunctionType) and not str(value.__module__).startswith("cloudpickle"):
             self.last = value.__qualname__
         if not isinstance(value, type | types.FunctionType) or value.__module__ not in _MAIN_NAMES:

@@ -1,24 +1,24 @@
-"""Checkpoints on disk: names, the manifest, locks, and the search for the newest good one.
+"""Checkpoints on disk: names of files, the manifest, locks, and the search for the newest undamaged checkpoint.
 
-    FOLDER/
-        step-100/               a complete checkpoint: it gets this name only once everything in it is on the disk
+    FOLDER/ step-100/               a complete checkpoint: it gets this name after everything in it is on the disk
             .metadata           torch.distributed.checkpoint's own index
             __0_0.distcp ...    its files: as many as ranks and buckets
             penstock.json       the manifest: size and checksum of each file, and the order of saves
-        step-125.tmp-4f2a9c01/  a save in flight, or what a stopped save left: never read
-        step-100.old-77e01b9d/  a checkpoint that another save of the same step is replacing
-        latest                  the name of the newest one, for people and scripts
+        step-125.tmp-4f2a9c01/  a save in flight, or one that stopped before its end; never read step-100.old-77e01b9d/
+        a checkpoint that another save of the same step is replacing latest                  the name of the newest
+        checkpoint, for people and scripts
 
 A save renames its folder to `step-N` as its last action, so every folder of that name is complete. The manifest detects
 later damage: half a copy, a bad disk, a deleted file.
 
-The newest checkpoint need not have the largest step: if a training goes back to step 50 and saves step 75, the next
-resume must take 75, and not the earlier 100. So the saves of a folder are numbered (`Manifest.sequence`).
+The newest checkpoint may not have the largest step. If a training goes back to step 50 and saves step 75, the next
+resume must use step 75, and not step 100, which was saved earlier. So the saves of a folder are numbered
+(`Manifest.sequence`).
 
 A reader pins a checkpoint (`pinned`) by a shared lock on its manifest, and a deletion skips pinned checkpoints
 (`claimed`). Both locks end with the process that holds them.
 
-Imported by a process that has neither torch nor gRPC (client/checkpoint/saving/writer.py).
+This module is imported by a process that has neither torch nor gRPC (client/checkpoint/saving/writer.py).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ MANIFEST = "penstock.json"
 METADATA = ".metadata"
 LATEST = "latest"
 FAILED = "failed.json"
-"""File of rank 0 in a temporary folder, with the reasons why the save failed: {"save": id, "causes": {rank: reason}}"""
+"""File that rank 0 writes into a temporary folder if the save fails: {"save": id, "causes": {rank: reason}}"""
 ASKED = "alive.ask"
 """File that rank 0 creates in a temporary folder after its training process has ended, to request signs of life from
 the other ranks."""
@@ -85,24 +85,24 @@ LOCK = ".lock"
 FIELDS = ("name", "bytes", "xxh3", "parts")
 """Fields of a file in a manifest."""
 LARGEST_RECORD = 256 << 20
-"""Largest manifest, or report of a rank, in bytes: enough for some 8 million parts."""
+"""Largest size of a manifest or of a rank's report in bytes: enough for some 8 million parts."""
 LONGEST_NAME = 100
-"""Largest LATEST, in bytes."""
+"""Largest size of the file LATEST in bytes."""
 MOST = 1 << 62
-"""Largest number in a manifest."""
+"""Largest number that a manifest may contain."""
 CHUNK = 16 << 20
 """Bytes read at a time during verification."""
 BEAT_S = 1.0
-"""Seconds between signs of life of the process that holds a folder's lock."""
+"""Seconds between signs of life of the process that has a folder's lock."""
 POLL_S = 0.05
 TRIES = 3
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})")
 _ASIDE = re.compile(r"(step-(?:0|[1-9][0-9]{0,18}))\.(tmp|old)-[0-9a-f]+")
 _FILE = re.compile(r"\.?\w[\w.-]*", re.ASCII)
-"""Pattern of a name within a checkpoint's folder, never outside it."""
+"""Pattern of the name of a file in a checkpoint's folder. It excludes names that lead outside the folder."""
 _PARTS = re.compile(r"|[0-9]{1,19}:[0-9a-f]{16}( [0-9]{1,19}:[0-9a-f]{16})*")
 _STOPPED = re.compile(r"\.latest\.[0-9a-f]+|\.probe-[0-9a-f]+-[0-9]+")
-"""Pattern of files that a stopped write of LATEST leaves, or a stopped test whether a rank can write."""
+"""Pattern of files that are left if a process stops while it writes LATEST, or while it tests whether it can write."""
 
 
 def step_name(step: int) -> str:
@@ -110,7 +110,7 @@ def step_name(step: int) -> str:
 
 
 def temporary_name(step: int, save: str) -> str:
-    """Return the name of the folder that a save writes into. save: the save's id, hexadecimal."""
+    """Return the name of the folder that a save writes into. save: id of the save, hexadecimal."""
     return f"step-{step}.tmp-{save}"
 
 
@@ -120,12 +120,12 @@ def report_name(rank: int) -> str:
 
 
 def sign_name(rank: int) -> str:
-    """Return the name of a rank's sign of life in a temporary folder."""
+    """Return the name of the file in a temporary folder that shows a rank's signs of life."""
     return f"rank-{rank}.alive"
 
 
 def old_name(step: int, save: str) -> str:
-    """Return the name of a checkpoint that the save of this id replaces."""
+    """Return the name that a checkpoint gets while the save with this id replaces it."""
     return f"step-{step}.old-{save}"
 
 
@@ -138,24 +138,25 @@ class CheckpointFile:
     xxh3: str
     """XXH3 of the whole file, 128 bits, hexadecimal."""
     parts: str = ""
-    """BEGIN:XXH3 of each part, separated by blanks: its offset in bytes, and 64 bits in hexadecimal. A part ends where
-    the next one begins, and can be checked without the others. "" = not known."""
+    """Checksums of the parts of the file, so that a part can be verified without the others. Text of BEGIN:XXH3 for
+    each part, separated by blanks: offset in bytes, and 64 bits in hexadecimal. A part ends where the next one begins.
+    "" if unknown."""
 
     @property
     def spans(self) -> dict[int, tuple[int, str]]:
-        """Return the offset of each part -> the offset of its end, and its checksum."""
+        """Return the parts of the file: offset -> (offset of the end, checksum)."""
         pairs = [part.partition(":") for part in self.parts.split()]
         begins = [int(begin) for begin, _, _ in pairs]
         ends = [*begins[1:], self.nbytes]
         return {begin: (end, pair[2]) for begin, end, pair in zip(begins, ends, pairs, strict=False)}
 
     def row(self) -> list[Any]:
-        """Return the fields for JSON."""
+        """Return the fields as a list for JSON."""
         return [self.name, self.nbytes, self.xxh3, self.parts]
 
     @classmethod
     def from_row(cls, name: Any, nbytes: Any, xxh3: Any, parts: Any) -> CheckpointFile:
-        """Return the file from the fields of a `row`. Raises ValueError for invalid fields."""
+        """Return the file for the fields that `row` returned. Raises ValueError if they are invalid."""
         file = cls(str(name), int(nbytes), str(xxh3), str(parts))
         if not _FILE.fullmatch(file.name) or not 0 <= file.nbytes <= MOST:
             raise ValueError(
@@ -171,13 +172,13 @@ class CheckpointFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Contents of a checkpoint."""
+    """Manifest of a checkpoint: its step, save and files."""
 
     step: int
     save: str
     """Id of the save that wrote the checkpoint."""
     sequence: int
-    """Number of the save in its folder, from 1."""
+    """Number of the save among all saves into its folder, from 1."""
     ranks: int
     """Number of processes that wrote the checkpoint."""
     files: tuple[CheckpointFile, ...]
@@ -187,7 +188,7 @@ class Manifest:
         return sum(file.nbytes for file in self.files)
 
     def encode(self) -> bytes:
-        """Return the manifest as readable JSON with a checksum of its own."""
+        """Return the manifest as readable JSON that contains a checksum of itself."""
         body = {
             "format": FORMAT,
             "step": self.step,
@@ -200,8 +201,8 @@ class Manifest:
 
     @classmethod
     def decode(cls, data: bytes, where: Path) -> Manifest:
-        """Return the manifest of these bytes. Raises CheckpointCorruptError if they are damaged, or of a newer
-        format."""
+        """Return the manifest that `encode` encoded. Raises CheckpointCorruptError if the bytes are damaged, or have a
+        newer format."""
         try:
             outer = json.loads(data)
             body: dict[str, Any] = outer["checkpoint"]
@@ -218,13 +219,13 @@ class Manifest:
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """Checkpoint found in a folder."""
+    """Checkpoint that was found in a folder, with or without damage."""
 
     step: int
     path: Path
     manifest: Manifest | None
     damage: str
-    """Description of the damage (a file that is missing or has another size); "" = none."""
+    """Text about the damage (a file that is missing or has another size); "" if there is none."""
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -265,11 +266,11 @@ def damage(path: Path, manifest: Manifest, *, contents: bool = False) -> Iterato
 def checkpoints(folder: Path, *, sizes: bool = True) -> list[FoundCheckpoint]:
     """Return the checkpoints of a folder, the newest first.
 
-    The age of a checkpoint with a damaged manifest is not known. It is listed as the newest, so that it is not skipped
-    silently, unless `latest` names a complete checkpoint, which is then newer. A checkpoint whose replacement was
+    If the manifest of a checkpoint is damaged, its age is unknown. It is then listed as the newest, so that it is not
+    skipped silently, but after the checkpoint that `latest` names, if that is complete. A checkpoint whose replacement
     stopped half way is listed under its temporary name until `put_back`.
 
-    sizes: check that all files exist with their sizes; False: read manifests only.
+    sizes: True: check that all files exist and have the right sizes. False: read only the manifests.
     """
     found = []
     for _ in range(TRIES):  # a save that ends meanwhile may rename the listed folders
@@ -303,14 +304,15 @@ def _found(folder: Path, names: Iterable[str], sizes: bool) -> Iterator[FoundChe
 
 
 def newest(folder: Path) -> FoundCheckpoint | None:
-    """Return the newest complete checkpoint, None if there is none."""
+    """Return the newest complete checkpoint; None if there is none."""
     return next((one for one in checkpoints(folder) if not one.damage), None)
 
 
 def leftovers(folder: Path, *, besides: Iterable[str] = ()) -> list[Path]:
-    """Return the leftovers of stopped saves in a folder, except the temporary folders of the saves `besides` (ids).
+    """Return the files and folders that stopped saves have left in a folder. besides: ids of saves whose temporary
+    folders are not included.
 
-    Checkpoints that `put_back` restores are not leftovers.
+    Checkpoints that `put_back` restores are not included.
     """
     names = _names(folder)
     asides = {name for name in names if _ASIDE.fullmatch(name) or _STOPPED.fullmatch(name)}
@@ -320,14 +322,15 @@ def leftovers(folder: Path, *, besides: Iterable[str] = ()) -> list[Path]:
 
 
 def put_back(folder: Path) -> None:
-    """Undo replacements that were stopped after the old checkpoint lost its name and before the new one got it."""
+    """Give back their names to checkpoints that were being replaced when a save stopped: after the old checkpoint had
+    lost its name, and before the new one got it."""
     for name, final in _half_replaced(_names(folder)):
         os.rename(folder / name, folder / final)
 
 
 def _half_replaced(names: Iterable[str]) -> list[tuple[str, str]]:
-    """Return (name, original name) of the checkpoints that were renamed before their replacement got the original
-    name."""
+    """Return (present name, original name) of the checkpoints that were renamed for a replacement that never got the
+    original name."""
     taken = set(names)
     matches = [match for match in map(_ASIDE.fullmatch, sorted(taken)) if match and match[2] == "old"]
     names_of = {match[1]: match[0] for match in matches if match[1] not in taken}
@@ -349,9 +352,10 @@ def surplus(steps: Iterable[int], keep_last: int | None, keep_every: int | None)
 
 @contextmanager
 def pinned(path: Path) -> Iterator[int]:
-    """Keep a checkpoint from deletion, and yield a descriptor of its folder, which survives a rename.
+    """Protect a checkpoint from deletion inside the block. Yield a descriptor of its folder, which stays valid if the
+    folder is renamed.
 
-    Raises CheckpointNotFoundError if it is deleted, or being deleted.
+    Raises CheckpointNotFoundError if the checkpoint is deleted, or is being deleted.
     """
     with ExitStack() as held:
         try:
@@ -370,7 +374,7 @@ def pinned(path: Path) -> Iterator[int]:
 
 @contextmanager
 def claimed(path: Path) -> Iterator[bool]:
-    """Yield whether a checkpoint is not pinned and can be deleted; meanwhile it cannot be pinned."""
+    """Yield whether a checkpoint may be deleted, because no process has pinned it. Inside the block none can pin it."""
     try:
         try:
             manifest = open_plain(path / MANIFEST, os.O_RDWR)
@@ -386,7 +390,7 @@ def claimed(path: Path) -> Iterator[bool]:
 
 
 def _free_for(handle: int, kind: int) -> bool:
-    """Lock a file without waiting; return False if another process's lock prevents it."""
+    """Lock a file without waiting. kind: fcntl's kind of lock. Return False if another process's lock prevents it."""
     try:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -400,7 +404,8 @@ def _free_for(handle: int, kind: int) -> bool:
 def locked(
     folder: Path, timeout_s: float, *, silence_s: float | None = None, heartbeats: bool = False
 ) -> Iterator[None]:
-    """Hold a folder's lock within a block, so that one save writes at a time. The lock also ends with its process.
+    """Hold a folder's lock inside a block, so that only one save at a time writes into the folder. The lock also ends
+    if its process ends.
 
     Args:
         timeout_s: seconds to wait for the lock.
@@ -459,7 +464,7 @@ def _take(handle: int, folder: Path, timeout_s: float, silence_s: float | None) 
 
 
 def sign_of_life(path: Path) -> None:
-    """Give a sign of life: update a file's time, which `last_sign` reads on any machine that shares the folder."""
+    """Give a sign of life: update the time of a file. `last_sign` reads it on any machine that shares the folder."""
     with suppress(OSError):
         handle = open_plain(path, os.O_RDWR | os.O_CREAT)
         try:
@@ -469,8 +474,8 @@ def sign_of_life(path: Path) -> None:
 
 
 def last_sign(path: Path) -> int:
-    """Return a value that changes with each sign of life. Compare it only with earlier values: clocks of machines
-    differ."""
+    """Return a value that changes with each sign of life. Compare it only with earlier values, because the clocks of
+    machines differ."""
     try:
         handle = open_plain(path)  # opening makes a network file system read the time from its server
     except OSError:

@@ -4,12 +4,12 @@ The index is a pickle of `torch.distributed.checkpoint.metadata.Metadata`. Pickl
 which the training would wait for. So the training process describes the index in plain values (`DescribedIndex`), and
 the checkpoint writer, which runs beside the training and has no torch, makes the pickle.
 
-The description begins with a pickle of torch's own classes and values, the *parts*. The opcodes after it take the parts
-out of the unpickler's memo, so this module names no class of torch.
+The description begins with a pickle of torch's own classes and values, the *parts*. The opcodes after that pickle read
+the parts from the unpickler's memo, so this module names no class of torch.
 
-Opcodes are those of protocol 4, without frames, as Python's pickletools describes them. Two readers check them by
-regular expressions: client/checkpoint/values/pickles.py skips all opcodes but long texts, and pickle_hashing.py accepts
-all opcodes after the parts, unless a name is longer than 255 bytes. Change all three together.
+Opcodes are those of protocol 4, without frames, as Python's pickletools describes them. Two readers check the opcodes
+with regular expressions: client/checkpoint/values/pickles.py skips all opcodes but long texts, and pickle_hashing.py
+accepts all opcodes after the parts, unless a name is longer than 255 bytes. Change all three together.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ATTRIBUTES = (
     *("fqn", "index", "offset"),
     *("relative_path", "length"),
 )
-"""Names of the attributes of the objects that the pickle makes."""
+"""Names of attributes that objects in the index have."""
 
 _PROTO, _STOP, _POP, _MARK, _MEMOIZE, _NONE = b"\x80\x04", b".", b"0", b"(", b"\x94", b"N"
 _DICT, _ITEMS, _LIST, _APPENDS = b"}(", b"u", b"](", b"e"
@@ -39,27 +39,28 @@ _TUPLES = {0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}
 
 @dataclass(frozen=True)
 class DescribedIndex:
-    """torch's index of a checkpoint as plain values, which refer to parts by number."""
+    """Description of torch's index of a checkpoint in plain values, which refer to parts by number."""
 
     parts: str
-    """Pickle (protocol 3) of the list of parts, as latin-1 text. The first parts are torch's classes of the index, of
-    its tensors, entries and positions, followed by ATTRIBUTES, in this order."""
+    """Pickle (protocol 3) of the list of parts, as latin-1 text. The first parts are torch's classes of the index, its
+    tensors, its entries and their positions. They are followed by ATTRIBUTES, in this order."""
     memo: int
-    """Number of memo entries that the pickle of the parts fills."""
+    """Number of entries in the unpickler's memo after the pickle of the parts."""
     places: list[int]
-    """Memo index of each part; never 0, which is that of the list."""
+    """Position of each part in the unpickler's memo. It is never 0, which is the position of the list itself."""
     storage_meta: int
-    """Part number of the index's storage_meta."""
+    """Number of the part that is the index's storage_meta."""
     version: str
     kinds: list[Any]
-    """Distinct saved values: each is a part number, or for a tensor [properties, size, [chunks]] of part numbers."""
+    """Distinct descriptions of saved values. An object's is the number of a part; a tensor's is [properties, size,
+    [chunks]], all numbers of parts."""
     names: dict[str, int]
-    """Name -> index in `kinds`."""
+    """Name of a saved value -> index of its description in `kinds`."""
     paths: dict[str, Any]
-    """Flat name of a value -> its path of keys (texts and integers) in the saved dict."""
+    """Name of a saved value -> its keys in the nested state (texts and integers)."""
     files: list[Any]
-    """[file's name, entries]; an entry is [name, offset in its tensor (a part, or None), index hint (or None), offset
-    in the file, bytes]."""
+    """Files as [name, entries]. An entry is [name of the value, offset in its tensor (a part, or None), index hint (or
+    None), offset in the file, bytes]."""
 
     def encode(self) -> bytes:
         return json.dumps(vars(self)).encode()
@@ -69,7 +70,7 @@ class DescribedIndex:
         return cls(**json.loads(data))
 
     def pickle(self) -> bytes:
-        """Return the index for torch's reader."""
+        """Return the pickle of the index, as torch's reader takes it."""
         return b"".join(_Pickle(self).pieces())
 
 
@@ -78,7 +79,7 @@ class _Pickle:
         self._index = index
         self._memo = index.memo
         self._texts: dict[str, bytes] = {}
-        """Texts in the memo -> opcodes that load them."""
+        """Text that is in the memo -> opcodes that load it."""
         self._parts = [_get(place) for place in index.places]
         self._root, self._tensor, self._entry, self._place, *attributes = self._parts[: 4 + len(ATTRIBUTES)]
         self._at = dict(zip(ATTRIBUTES, attributes, strict=True))

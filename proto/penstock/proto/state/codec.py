@@ -1,4 +1,5 @@
-"""User state <-> a safe envelope of bytes: a JSON tree, raw aligned blobs, a version, a checksum. No pickle.
+"""Encoding of a user's state as a safe envelope of bytes: a JSON tree, raw aligned blobs, a version, a checksum. No
+pickle.
 
 A loader's `state_dict()` may be taken at every step. It is sent to the coordinator, stored in the journal, and decoded
 on another machine. So the encoding must be exact, cheap, and safe to decode. Pickle is not safe; plain JSON is not
@@ -25,13 +26,13 @@ any encodable hashable key), OrderedDict, slice, range, torch.Tensor of every un
 torch.dtype, torch.device, numpy arrays and scalars without object or structured dtypes, np.dtype. Decided on purpose:
 
 * Types are matched exactly. A namedtuple, defaultdict, IntEnum or np.matrix is refused, because decoding it as its base
-class would change it silently. The error names the key path as a Python expression, the type, and a remedy. * Tensors
-come back on the CPU, detached and contiguous. An nn.Parameter comes back as a plain tensor: that is what
-  `nn.Module.state_dict()` and optimizers hold, and `load_state_dict` copies values. Arrays come back in C order.
+  class would change it silently. The error names the key path as a Python expression, the type, and a remedy.
+* Tensors are decoded on the CPU, detached and contiguous. An nn.Parameter becomes a plain tensor, which is what
+  `nn.Module.state_dict()` and optimizers contain; `load_state_dict` copies values. Arrays are decoded in C order.
 * An OrderedDict keeps the `_metadata` attribute that `nn.Module.state_dict()` puts on it (load_state_dict migrates old
   modules by it). Any other attribute is refused.
 * Shared references are not preserved: an object mentioned twice comes back as two. A cycle is refused, and so is
-  nesting deeper than MAX_DEPTH. The sign and payload of a lone NaN are not promised; in tensors and arrays they are.
+  nesting deeper than MAX_DEPTH. The sign and payload of a single NaN may change; in tensors and arrays they are kept.
 * Decoded values own their memory, are writable, and share nothing with the input.
 * Blobs are little-endian (numpy dtypes name their own order), like every machine that PyTorch is built for.
 
@@ -79,10 +80,11 @@ _DIRECT_FROM = 1 << 20  # smallest size in bytes of a tensor that is written dir
 
 
 def encode_state(value: object) -> bytes:
-    """Return `value` as bytes with a checksum (an envelope), without pickle. Equal values mostly give equal bytes (sets
-    of one plain type are sorted).
+    """Return `value` as bytes with a checksum (an envelope), without pickle. Equal values usually give equal bytes; for
+    that, sets with elements of one plain type are sorted.
 
-    Raises UnsupportedStateError for an object without a safe encoding, a cycle, or nesting beyond MAX_DEPTH.
+    Raises UnsupportedStateError for an object without a safe encoding, for a cycle, and for nesting deeper than
+    MAX_DEPTH.
     """
     blobs = _Blobs()
     try:
@@ -119,7 +121,8 @@ def decode_state(data: bytes | bytearray | memoryview) -> object:
 
 
 class _Blobs:
-    """Blobs collected so far, in order. `parts` also holds the padding, and keeps the referenced memory alive."""
+    """Blobs of a state collected so far, in order. `parts` contains blobs and padding, and keeps the memory that it
+    refers to alive."""
 
     __slots__ = ("parts", "size")
 
@@ -135,7 +138,8 @@ class _Blobs:
 
 
 class _RefusedError(Exception):
-    """Reason why a value has no encoding. Containers add their steps on the way out, so that success costs nothing."""
+    """Reason why a value cannot be encoded. Each container adds its step of the path while the error passes through it,
+    so that values without errors need no path."""
 
     def __init__(self, reason: str, *, too_deep: bool = False) -> None:
         self.reason = reason
@@ -191,7 +195,7 @@ def _pack_bytes(value: bytes | bytearray, blobs: _Blobs, depth: int) -> Node:
 
 
 def _pack_numbers(value: list[object] | tuple[object, ...], blobs: _Blobs) -> Node | None:
-    """Return one blob for a run of plain ints that fit 64 bits, or of floats; None for anything else."""
+    """Return a blob for a list or tuple that contains only ints of 64 bits, or only floats; None for any other."""
     first, count = type(value[0]), len(value)
     if first not in _NUMBERS or not {first}.issuperset(map(type, value)):
         return None
@@ -243,7 +247,7 @@ def _pack_set(value: set[object] | frozenset[object], blobs: _Blobs, depth: int)
 
 
 def _pack_body(value: dict[object, object], blobs: _Blobs, depth: int) -> Node:
-    """Return a dict as an object if all its keys are str, else as a list of key, value, key, value."""
+    """Return the contents of a dict: as a JSON object if all keys are str, else as a list of key, value, key, value."""
     _check_depth(depth)
     plain = _STR.issuperset(map(type, value))
     body: dict[str, Node] = {}
@@ -328,7 +332,8 @@ def _numpy_spec(dtype: np.dtype[Any]) -> str:
 
 @lru_cache(maxsize=256)
 def _spec(dtype: np.dtype[Any], char: str) -> str:
-    """Return dtype.str, or "" if that names another dtype. `char` distinguishes long long from the equal int64."""
+    """Return dtype.str; "" if that names a different dtype. char: the dtype's code, which distinguishes long long from
+    the equal int64."""
     spec = dtype.str[0] + char if char in "qQ" else dtype.str
     return spec if _NUMPY_SPEC.fullmatch(spec) and np.dtype(spec) == dtype and np.dtype(spec).char == char else ""
 

@@ -1,6 +1,6 @@
 """Envelope of an encoded state: header, tree, blobs, checksum. codec.py and state_json.py decode its content.
 
-This is a module of its own so that a process without torch can open an envelope. codec.py describes the layout.
+It is separate from codec.py so that a process without torch can open an envelope. codec.py describes the layout.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ __all__ = [
 ]
 
 FORMAT_VERSION = 1
-"""Format that encode_state writes, and the newest that is read."""
+"""Version of the format that encode_state writes, and the newest that is read."""
 MAX_DEPTH = 128
-"""Largest nesting of containers, far below Python's recursion limit."""
+"""Largest number of nested containers, far below Python's recursion limit."""
 MAGIC = b"PENSTATE"
 HEADER = struct.Struct("<8sIIQQ")
 CHECKSUM_BYTES = 8
 ALIGN = 16
-"""Alignment of blobs in bytes: that of the widest numpy item (long double). More is of no use, because decoding
+"""Alignment of blobs in bytes: that of the widest numpy item (long double). A larger one is useless, because decoding
 copies."""
 
 Node: TypeAlias = Any
@@ -44,7 +44,7 @@ _Value = TypeVar("_Value")
 
 
 class EnvelopeReader:
-    """Reader of the blobs, in order. Any exception that decoding raises becomes a StateCorruptError."""
+    """Reader of an envelope's blobs, in order. `opened` turns any exception that it raises into a StateCorruptError."""
 
     __slots__ = ("end", "position", "view")
 
@@ -52,7 +52,8 @@ class EnvelopeReader:
         self.view, self.position, self.end = view, position, end
 
     def take(self, nbytes: int) -> int:
-        """Return the offset of the next `nbytes` bytes, after checking that they exist and before any allocation."""
+        """Return the offset of the next `nbytes` bytes, after a check that they exist. Call it before memory is
+        allocated for them."""
         start = self.position
         if not 0 <= nbytes <= self.end - start:
             raise ValueError(f"one of its values announces {nbytes} bytes, but {self.end - start} are left")
@@ -72,7 +73,8 @@ def opened(
     source_of: Callable[[memoryview, int, int], _Source],
     unpack: Callable[[Node, _Source], _Value],
 ) -> _Value:
-    """Return `unpack`'s result for the tree and the blobs of an envelope.
+    """Check an envelope, and return the result of `unpack` for its tree and its blobs. source_of: makes the reader of
+    the blobs.
 
     Raises StateCorruptError for bytes that encode_state did not write (all values are checked, and no more memory is
     allocated than the bytes can fill), StateVersionError for the envelope of a newer format.

@@ -18,9 +18,9 @@ resume after an odd number of draws would differ).
     5036    N     torch
     5036+N  8     checksum                                     xxh3_64 of everything before it
 
-CUDA generators are not here: the processes that run input code have no CUDA.
+Generators of CUDA are not included, because the processes that run input code do not use CUDA.
 
-Seeds are derived by hashing, never by arithmetic: with seed + rank, different seeds would give equal streams on
+Seeds are derived by hashing, never by arithmetic. With seed + rank, two different seeds would give equal streams on
 different ranks. torch's CPU generator keeps only the low 32 bits of a seed, so two of n seeds coincide with a
 probability of n^2 / 2^33.
 """
@@ -42,7 +42,7 @@ from penstock.proto.errors import InvalidArgumentError, StateCorruptError, State
 __all__ = ["RNG_FORMAT_VERSION", "capture_rng", "derive_seed", "restore_rng", "seed_rng", "torch_rng_state"]
 
 RNG_FORMAT_VERSION = 1
-"""Format that this module writes, and the newest that it reads."""
+"""Version of the format that this module writes, and the newest that it reads."""
 
 _MAGIC = b"PENRNGST"
 _HEADER = struct.Struct("<8sIIddII")
@@ -96,10 +96,11 @@ def torch_rng_state() -> torch.Tensor:
 
 
 def restore_rng(data: bytes | bytearray | memoryview) -> None:
-    """Set the three generators to the states from capture_rng(). `data` is checked first, so that all are set or none.
+    """Set the three generators to the states from capture_rng(). `data` are checked first, so that either all
+    generators are set or none.
 
-    Raises StateCorruptError for bytes that capture_rng() did not write, StateVersionError for those of a newer
-    Penstock, UnsupportedStateError if numpy's global generator was replaced by one that is not MT19937.
+    Raises StateCorruptError for bytes that capture_rng() did not write, StateVersionError for bytes that a newer
+    Penstock wrote, UnsupportedStateError if numpy's global generator was replaced by one that is not MT19937.
     """
     view = memoryview(data)
     view = view.cast("B") if view.c_contiguous else memoryview(view.tobytes())
@@ -148,9 +149,10 @@ def restore_rng(data: bytes | bytearray | memoryview) -> None:
 def seed_rng(seed: int) -> None:
     """Seed the three generators from one non-negative integer of any size; cached gaussians are dropped.
 
-    Python takes all of it (random.seed initialises by array); numpy takes 8 words and torch one 64-bit word of
-    independent children of numpy.random.SeedSequence(seed), whose hash spreads close seeds far apart (after
-    M. E. O'Neill, "Developing a seed_seq Alternative", 2015). Raises InvalidArgumentError for anything else.
+    Python's generator takes the whole integer (random.seed initialises by array). numpy's takes 8 words, and torch's
+    one 64-bit word, from independent children of numpy.random.SeedSequence(seed), whose hash maps close seeds to
+    distant ones (after M. E. O'Neill, "Developing a seed_seq Alternative", 2015). Raises InvalidArgumentError if `seed`
+    is not a non-negative integer.
     """
     seed = _integer(seed, "seed")
     if seed < 0:
@@ -167,10 +169,11 @@ def derive_seed(seed: int, *path: int | str) -> int:
     """Return a seed in [0, 2**63) for one use, such as `derive_seed(run_seed, "shuffle", epoch)`. The algorithm never
     changes, because saved runs depend on it.
 
-    BLAKE2b (RFC 7693, M.-J. Saarinen and J.-P. Aumasson, 2015) with a digest of 8 bytes, personalised as
-    b"penstock.seed", over the parts in order, each as type (b"i" or b"s"), length (8 bytes, little-endian) and content
-    (an int as format(n, "x"), a str in UTF-8); the digest's lowest 63 bits, read little-endian. Types and lengths keep
-    paths apart: 1 and "1", or ("ab", "c") and ("a", "bc"), differ. Raises InvalidArgumentError for any other part.
+    The seed is the lowest 63 bits, read little-endian, of a BLAKE2b digest (RFC 7693, M.-J. Saarinen and J.-P.
+    Aumasson, 2015) of 8 bytes, personalised as b"penstock.seed". It is computed over `seed` and the parts of `path` in
+    order, each as type (b"i" or b"s"), length (8 bytes, little-endian) and content (an int as format(n, "x"), a str in
+    UTF-8). Because of types and lengths, 1 and "1" give different seeds, and so do ("ab", "c") and ("a", "bc"). Raises
+    InvalidArgumentError for a part that is neither int nor str.
     """
     digest = hashlib.blake2b(digest_size=8, person=b"penstock.seed")
     for index, part in enumerate((seed, *path)):

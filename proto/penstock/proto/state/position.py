@@ -1,17 +1,18 @@
 """Position of a box in its stream, and the round robin over its slots. Pure arithmetic.
 
-The rule: deliver from the slot under the cursor, then move to the next live slot. A slot whose input ends at its turn
-leaves the live slots without taking a step. When none is left the epoch ends, and the next one starts with all slots
-live and the cursor at 0. If only the loader's own methods can resume it (`carry`), the rotation continues across epochs
-instead: such a loader counts the samples of all workers, and deals its batches to workers in turn for the whole launch.
+The rule: deliver a batch of the slot under the cursor, then move the cursor to the next live slot. If the input of a
+slot has ended when its turn comes, the slot is removed from the live slots, and no step is taken. When no slot is live,
+the epoch ends, and the next one starts with all slots live and the cursor at 0. For loaders that only their own methods
+can resume, the rotation continues across epochs instead (`carry`). Such a loader counts the samples of all workers, and
+assigns batches to workers in turn for the whole launch.
 
 The training loop follows this rule one step at a time (`turn`, `deliver`, `exhaust`, `abandon_epoch`). The coordinator
 computes the position at any step from the attempt's start and the known ends of slots (`advance`), many steps at a
-time. The result depends only on these, so every rank gets the same one. The counts must be stored: `worker_step(S) = S
-// W + (k < S % W)` holds only while every slot is live.
+time. The result depends only on these values, so every rank gets the same one. The counts of batches of each slot must
+be stored, because the formula `worker_step(S) = S // W + (k < S % W)` is true only while every slot is live.
 
-A position carries the stream digest of its box: the chain of the digests of all batches in order. Code that has the
-digests extends it (`deliver`, `chain_at`); other code sets it to None.
+A position includes the stream digest of its box: the chain of the digests of all batches in order. Code that knows the
+digests extends the chain (`deliver`, `chain_at`); other code sets it to None.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from penstock.proto.v1 import records_pb2
 __all__ = ["EPOCHS_AHEAD", "MOST", "Position", "advance", "chain_at"]
 
 MOST = 1 << 62
-"""Highest step, epoch or count of a position that is read: sums with it still fit 64 bits."""
+"""Largest step, epoch or count that is accepted in a position. Sums with it still fit into 64 bits."""
 EPOCHS_AHEAD = 64
 """Largest number of epochs that a worker may be ahead of the loop. Only empty epochs reach it, because they take no
-entry of the ring: without a limit a worker with an empty input would send ends of epochs without pause."""
+ring entry. Without a limit a worker with an empty input would send ends of epochs without pause."""
 _pack_link = struct.Struct("<QQ").pack
 _pack_step = struct.Struct("<Q").pack
 
@@ -42,8 +43,8 @@ def _linked(chain: int | None, digest: int | None) -> int | None:
 
 
 def _added(chain: int | None, digest: int | None, step: int) -> int | None:
-    """Return the chain extended by a sum over rows. Each step has its own factor, so that the same rows at another step
-    give another chain."""
+    """Return a chain of sums over rows, extended by one step. Each step has its own factor, so that the same rows at
+    another step give another chain."""
     if digest is None or chain is None:
         return None
     return (chain + (xxh3_64_intdigest(_pack_step(step)) | 1) * digest) & MASK
@@ -51,32 +52,34 @@ def _added(chain: int | None, digest: int | None, step: int) -> int | None:
 
 @dataclass
 class Position:
-    """Position of a box. Steps and counts are in batches; slots and epochs count from 0."""
+    """Position of a box in its stream. Steps and counts are numbers of batches; slots and epochs are numbered from
+    0."""
 
     step: int
-    """Batches of the box over the whole life of the run."""
+    """Number of batches of the box over the whole life of the run."""
     epoch: int
     live: list[int]
     """Slots that have not ended in this epoch, in their order."""
     cursor: int
     """Index into `live` of the slot whose turn it is."""
     delivered: list[int]
-    """Batches of each slot in this epoch."""
+    """Number of batches of each slot in this epoch."""
     total: list[int]
-    """Batches of each slot over the run: its worker_step."""
+    """Number of batches of each slot over the whole run (worker_step)."""
     chain: int | None = field(default=0, compare=False)
-    """Stream digest: chain(0) = 0, chain(n) = xxh3_64(little-endian u64 chain(n - 1), u64 digest of batch n); None: not
-    known. With `by_rows` chain(n) = chain(n - 1) + (xxh3_64(little-endian u64 n) | 1) * digest, modulo 2^64."""
+    """Stream digest: chain(0) = 0, chain(n) = xxh3_64(little-endian u64 chain(n - 1), u64 digest of batch n). None if
+    unknown. With `by_rows` chain(n) = chain(n - 1) + (xxh3_64(little-endian u64 n) | 1) * digest, modulo 2^64."""
     by_rows: bool = field(default=False, compare=False)
-    """True if digests are sums over rows. The sum of the boxes' chains is then the same on any number of boxes."""
+    """True if the digests of batches are sums over rows. The sum of all boxes' chains then does not depend on the
+    number of boxes."""
     first: int | None = field(default=None, compare=False)
     """Slot that this epoch began with, if the rotation continues across epochs; None: each epoch begins with slot 0."""
     ended_before: bool = field(default=False, compare=False)
-    """True if the previous epoch ended without a step; see `exhaust`."""
+    """True if the previous epoch ended without any batch; see `exhaust`."""
 
     @classmethod
     def start(cls, num_slots: int, *, step: int = 0, epoch: int = 0) -> Position:
-        """Return a position with all slots live and nothing delivered."""
+        """Return a position at which all slots are live and no batch of the epoch is delivered."""
         if num_slots < 1:
             raise InvalidArgumentError(f"a box must have >= 1 worker slots, got {num_slots}")
         if step > MOST or epoch > MOST:
@@ -98,17 +101,18 @@ class Position:
         )
 
     def carry(self) -> None:
-        """Make the rotation continue across epochs from now on."""
+        """Let the rotation continue across epochs from now on, instead of beginning each epoch with slot 0."""
         if self.first is None:
             self.first = 0
 
     @property
     def turn(self) -> int:
-        """Return the slot under the cursor."""
+        """Slot under the cursor, whose turn it is."""
         return self.live[self.cursor]
 
     def deliver(self, digest: int | None = None) -> None:
-        """Count a batch from the slot under the cursor. digest: the batch's digest, None if it is not known."""
+        """Count a batch of the slot under the cursor, and move the cursor. digest: digest of the batch; None if
+        unknown."""
         slot = self.live[self.cursor]
         self.step += 1
         self.chain = _added(self.chain, digest, self.step) if self.by_rows else _linked(self.chain, digest)
@@ -117,9 +121,10 @@ class Position:
         self.cursor = (self.cursor + 1) % len(self.live)
 
     def exhaust(self) -> bool:
-        """End the slot under the cursor at its turn. Return True if that ended the epoch; the next one has then begun.
+        """Remove the slot under the cursor from the live slots, because its input has ended. Return True if that ended
+        the epoch; the next epoch has then begun.
 
-        Raises EmptyInputError for two epochs in a row without any batch, because the loop would then run for ever.
+        Raises EmptyInputError if two epochs in a row have no batch, because the loop would then run forever.
         """
         del self.live[self.cursor]
         if self.live:
@@ -135,7 +140,7 @@ class Position:
         return True
 
     def abandon_epoch(self) -> None:
-        """Begin the next epoch before the end of this one, with the slot that this one began with."""
+        """Begin the next epoch before the end of this one. It begins with the same slot as this one."""
         self._next_epoch()
 
     def _next_epoch(self) -> None:
@@ -162,7 +167,7 @@ class Position:
 
     @classmethod
     def from_proto(cls, message: records_pb2.BoxPosition) -> Position:
-        """Return the position. Raises InvalidArgumentError for a record that a round robin cannot reach."""
+        """Return the position in a message. Raises InvalidArgumentError if a round robin cannot reach it."""
         if len(message.live) > len(message.slots):
             raise InvalidArgumentError(
                 f"live slots must be at most {len(message.slots)}, one per slot, got {len(message.live)}"
@@ -209,15 +214,15 @@ def advance(
     """Return the position of the box at `step`, computed from `base` and the known ends of epochs.
 
     Args:
-        base: position to start from; not changed.
+        base: position to start from. It is not changed.
         step: absolute, >= `base.step`.
         ends: (slot, epoch) -> the slot's total when that epoch ended. An epoch that is not listed counts as unfinished;
             call again once more ends are known.
         abandoned: epoch -> the last step taken in it before the loop abandoned it by `break`.
 
-    As in the loop, the end of an epoch counts only once a further step needs its next batch. The cost is one iteration
-    for each end, independent of the number of steps. The chain of the result is None if `step` is above `base.step`:
-    see `chain_at`.
+    As in the loop, an epoch ends only when a further step needs a batch after its last one. The cost is one iteration
+    for each end of a slot, independent of the number of steps. The chain of the result is None if `step` is above
+    `base.step`: see `chain_at`.
     """
     if step < base.step:
         raise InvalidArgumentError(f"step must be at least {base.step}, where this launch started, got {step}")
@@ -259,10 +264,10 @@ def chain_at(
     abandoned: Mapping[int, int],
     digests: Mapping[tuple[int, int], int],
 ) -> int | None:
-    """Return the chain of the box at `step`, computed one step at a time from digests by (slot, total). Otherwise like
-    `advance`.
+    """Return the chain of the box at `step`, computed one step at a time. digests: (slot, total) -> digest of the
+    batch. The other arguments are those of `advance`.
 
-    Returns None if the chain is not known at `base`, or one of the digests is not.
+    Returns None if the chain is unknown at `base`, or if one of the digests is unknown.
     """
     at = base.copy()
     while at.step < step and at.chain is not None:

@@ -1,8 +1,8 @@
 """Protocol of a restartable loader, and the context that a loader may read in its state_dict().
 
-The loader's methods decide how it can resume. With four (`RestartableDataLoader`) it resumes on any number of workers
-through the user's own code, and loads only states that this code made. With two (`state_dict` and `load_state_dict`) it
-resumes on the same topology. Without state methods it can only be replayed.
+The loader's methods decide how it can resume. A loader with four methods (`RestartableDataLoader`) resumes on any
+number of workers through the user's own code, and loads only states that this code made. A loader with two
+(`state_dict` and `load_state_dict`) resumes on the same topology. A loader without state methods can only be replayed.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ class RestartableDataLoader(Protocol):
 
     `strict` is optional: either both methods take it, or neither; otherwise a TypeError is raised.
 
-    Any loader, or its iterator, may also have `skip_batch()`: it skips the next batch without making it, advances all
-    counters and random generators as if it had made it, and raises StopIteration if the epoch is over. It is called for
-    a batch that kills the process that makes it, in jobs that skip such batches (Appliance(poison="skip")).
+    Any loader, or its iterator, may also have a method `skip_batch()`. It skips the next batch without making it,
+    advances all counters and random generators as if it had made the batch, and raises StopIteration if the epoch is
+    over. It is called for a batch that kills the process that makes it, in jobs that skip such batches
+    (Appliance(poison="skip")).
 
     The class may have three more attributes, all of them optional:
 
@@ -49,7 +50,8 @@ class RestartableDataLoader(Protocol):
 
     advance_state(state_dict, batches): a static method that returns the state `batches` batches later in the same
     epoch. A state between two snapshots is then computed without making a batch. Use it only if making batches does not
-    change the process's random generators; a loader that does change them sets its attribute advance_state to None.
+    change the process's random generators. An instance that does change them sets its own attribute advance_state to
+    None.
     """
 
     def state_dict(self) -> Any:
@@ -59,56 +61,57 @@ class RestartableDataLoader(Protocol):
         """Load a state that `deaggregate_state_dict` returned."""
 
     def aggregate_state_dict(self, worker_states: list[Any]) -> Any:
-        """Return one state from those of all workers, in order of global_worker_id."""
+        """Return one state, made from the states of all workers in order of global_worker_id."""
 
     def deaggregate_state_dict(self, aggregated: Any, strict: bool = True) -> Any:
-        """Return this worker's state from the aggregated one. Runs on every worker."""
+        """Return this worker's part of the aggregated state. Runs on every worker."""
 
 
 @dataclass(frozen=True)
 class DataLoaderCheckpoint:
-    """Identity, progress and state of one worker at a checkpoint. Field names are those of Cerebras' cstorch; its CSX
-    or WSE is a box in Penstock."""
+    """Identity, progress and state of one worker at a checkpoint. The names of the fields are those of Cerebras'
+    cstorch, where a box is called CSX or WSE."""
 
     local_worker_id: int
-    """Number of the worker in its box, from 0: its slot's number. If the job was resumed between two turns of worker 0,
-    the slot whose turn it was becomes worker 0."""
+    """Number of the worker in its box, from 0: the number of its slot. If the job was resumed when it was another
+    slot's turn than slot 0's, that slot becomes worker 0."""
     num_workers_per_csx: int
     num_csx: int
     """Number of boxes."""
     wse_id: int
-    """Number of the worker's box, 0-based."""
+    """Number of the worker's box, from 0."""
     appliance_step: int
     """Batches delivered to the box's training loop in this launch of the job, from 0. A replaced runner continues the
-    count. A launch that resumes from a saved state counts from 0 again; if the loader had to be made again from the
-    beginning, without a state, it counts from there."""
+    count. A launch that resumes from a saved state counts from 0 again. If a loader was resumed without a state, by
+    replay from the beginning, the count begins there."""
     worker_step: int
-    """Batches of this worker in this launch."""
+    """Batches that this worker has delivered in this launch."""
     samples_streamed: int
-    """Samples (rows of the first dimension) of this worker in this launch. A loader whose state counts all samples adds
-    those of the loaded state."""
+    """Samples (rows of the first dimension) that this worker has delivered in this launch. A loader whose state counts
+    samples over all launches must add those of the loaded state."""
     user_state_dict: Any = None
     """State that the loader's state_dict() returned."""
     lifetime_appliance_step: int = 0
-    """Batches delivered to the box's training loop in all launches: the step of `state_dict()`."""
+    """Batches delivered to the box's training loop in all launches, which is the step of `state_dict()`."""
     lifetime_worker_step: int = 0
     """Batches of this worker in all launches since the numbers of boxes and workers last changed."""
     lifetime_samples_streamed: int = 0
-    """Samples in those batches."""
+    """Samples in the batches that lifetime_worker_step counts."""
 
     @property
     def global_worker_id(self) -> int:
-        """Return wse_id * num_workers_per_csx + local_worker_id."""
+        """Number of the worker among all workers: wse_id * num_workers_per_csx + local_worker_id."""
         return self.wse_id * self.num_workers_per_csx + self.local_worker_id
 
     @property
     def total_num_workers(self) -> int:
-        """Return num_workers_per_csx * num_csx."""
+        """Number of workers of all boxes: num_workers_per_csx * num_csx."""
         return self.num_workers_per_csx * self.num_csx
 
 
 class WorkerContext:
-    """DataLoaderCheckpoint for one state_dict() call; records whether the call read it."""
+    """Holder of the DataLoaderCheckpoint that one call of state_dict() may read. It records whether the call has read
+    it."""
 
     def __init__(self, checkpoint: DataLoaderCheckpoint) -> None:
         self._checkpoint: DataLoaderCheckpoint | None = checkpoint
@@ -127,7 +130,7 @@ _context: ContextVar[WorkerContext | None] = ContextVar("penstock_worker_context
 
 @contextmanager
 def worker_state(checkpoint: DataLoaderCheckpoint) -> Iterator[WorkerContext]:
-    """Make `get_worker_state()` return `checkpoint`, once, within the block."""
+    """Let `get_worker_state()` return `checkpoint` once inside the block."""
     context = WorkerContext(checkpoint)
     token = _context.set(context)
     try:
@@ -137,8 +140,8 @@ def worker_state(checkpoint: DataLoaderCheckpoint) -> Iterator[WorkerContext]:
 
 
 def get_worker_state() -> DataLoaderCheckpoint:
-    """Return identity and progress of the worker that is being saved. Call it only inside `state_dict()`, at most once
-    in each call.
+    """Return the identity and the progress of the worker whose state is being saved. Call it only inside
+    `state_dict()`, at most once in each call.
 
     Raises:
         RuntimeError: called elsewhere, or a second time.
@@ -154,23 +157,23 @@ _FOUR = (*_TWO, "aggregate_state_dict", "deaggregate_state_dict")
 
 
 def state_methods(loader: object) -> int:
-    """Return how many state methods the loader has: 4 (with aggregate and deaggregate), 2 (state_dict, load_state_dict)
-    or 0."""
+    """Return the number of state methods that a loader has: 4, 2 (only state_dict and load_state_dict), or 0."""
     if all(callable(getattr(loader, name, None)) for name in _FOUR):
         return 4
     return 2 if all(callable(getattr(loader, name, None)) for name in _TWO) else 0
 
 
 def by_own_methods(capabilities: records_pb2.LoaderCapabilities) -> bool:
-    """Return whether load_state_dict takes only results of deaggregate_state_dict."""
+    """Return whether the loader's load_state_dict accepts only results of deaggregate_state_dict."""
     return capabilities.state_methods == 4 and not capabilities.loads_own_state
 
 
 def takes_strict(loader: object) -> bool:
-    """Return whether load_state_dict (and deaggregate_state_dict, with four methods) take `strict`.
+    """Return whether load_state_dict takes `strict`. A loader with four methods must take it in deaggregate_state_dict
+    too, or in neither.
 
     Raises:
-        TypeError: only one of the two does.
+        TypeError: only one of the two methods takes it.
     """
     methods = state_methods(loader)
     if methods == 0:

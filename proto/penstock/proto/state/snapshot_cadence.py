@@ -1,4 +1,4 @@
-"""Cadence of snapshots: every step while that costs less than 1% of the time, otherwise less often."""
+"""Interval of snapshots: one at every step if that takes less than 1% of the time, otherwise fewer."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from contextlib import contextmanager
 __all__ = ["SnapshotCadence"]
 
 SHARE = 0.01
-"""Largest share of the runner's time for snapshots that no save requested."""
+"""Largest share of the runner's time that is spent on snapshots that no save has requested."""
 
 
 class SnapshotCadence:
-    """Schedule of snapshots by the cost of the last one. Times are seconds of the monotonic clock."""
+    """Schedule of snapshots, by the time that the last one took. Times are seconds of the monotonic clock."""
 
     def __init__(self) -> None:
         self.stopped = False
-        """True once no more snapshots are due: the loader has no state, or cannot return it."""
+        """True once no more snapshots are taken, because the loader has no state or cannot return it."""
         self._next = 0.0
         self._taken = 0
 
     def due(self, now: float) -> bool:
-        """Return whether a snapshot is due. The first two always are, because the verification of a restored snapshot
-        needs an early one."""
+        """Return whether a snapshot is due. The first two are due at once, because the verification of a restored
+        snapshot needs an early one."""
         return not self.stopped and (now >= self._next or self._taken < 2)
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Measure the snapshot taken within the block."""
+        """Measure the time of the snapshot that is taken inside the block."""
         started = time.monotonic()
         yield
         ended = time.monotonic()

@@ -1,8 +1,8 @@
-"""Conversion of an encoded state to JSON, for programs that are not written in Python. Loses nothing, and needs neither
-torch nor numpy.
+"""Conversion of an encoded state to JSON, for programs that are not written in Python. It keeps all values, and needs
+neither torch nor numpy.
 
 JSON has no tensors, bytes, NaN or keys that are not text. Such a value becomes an object with the key "$", which names
-its type. All bytes are base64, little-endian as they lie in memory:
+its type. Bytes are in base64, and numbers in them little-endian:
 
     {"$": "tensor", "dtype": "int64", "shape": [3], "base64": "..."}     torch's name of the type
     {"$": "array", "dtype": "<f4", "shape": [2, 2], "base64": "..."}     numpy's; a numpy scalar has the shape []
@@ -15,9 +15,9 @@ its type. All bytes are base64, little-endian as they lie in memory:
     {"$": "slice" | "range", "value": [start, stop, step]}
     {"$": "dtype" | "np.dtype" | "device", "value": "float32"}
 
-Lists, tuples and torch.Size are lists, an OrderedDict is a dict. JSON cannot be converted back: a state is loaded from
-its envelope, which keeps everything. An integer of 64 bits is a JSON number: a reader that converts it to a double,
-such as JavaScript's, loses digits beyond 2^53.
+Lists, tuples and torch.Size become lists, and an OrderedDict becomes a dict. So the JSON cannot be converted back. A
+state is loaded from its envelope, which keeps all types. An integer of 64 bits is a JSON number: a reader that converts
+it to a double, such as JavaScript's, loses digits beyond 2^53.
 """
 
 from __future__ import annotations
@@ -106,13 +106,15 @@ def _shaped(kind: str, node: Node, source: EnvelopeReader, itemsize: int) -> Any
 
 
 def _tensor_item(dtype: str) -> int:
-    """Return the bytes of an item. The dtype's name holds its bits, possibly followed by a variant (float8_e4m3fn)."""
+    """Return the bytes of one item of a tensor. The name of its dtype contains the number of bits, perhaps followed by
+    a variant (float8_e4m3fn)."""
     found = re.search(r"\d+", dtype, re.ASCII)
     return _BITS[dtype] // 8 if dtype in _BITS else max(8, int(found[0]) if found else 0) // 8
 
 
 def _array_item(spec: str) -> int:
-    """Return the bytes of a numpy item: the number in its dtype, times 4 for text; 8 for a time or a long long."""
+    """Return the bytes of one item of a numpy array: the number in its dtype, times 4 for text, and 8 for a time or a
+    long long."""
     found = _ITEM.fullmatch(spec)
     if found is None:
         raise ValueError(f"the numpy dtype {spec!r} is not supported")

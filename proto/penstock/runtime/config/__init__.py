@@ -1,1 +1,1 @@
-"""Settings: arguments, variables and the settings file."""
+"""Settings from arguments, environment variables and the settings file."""

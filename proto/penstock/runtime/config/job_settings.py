@@ -1,7 +1,8 @@
-"""Settings of a training job: the arguments of an Appliance that can also be set by variables or the settings file.
+"""Settings of a training job: the arguments of an Appliance that can also be set by environment variables or in the
+settings file.
 
 They are declared here, and not in the client, so that `penstock config` can show a job's settings without torch.
-torchrun's variables have lower priority than Penstock's variables, and higher priority than the settings file: see
+Variables of torchrun have lower priority than Penstock's own, and higher priority than the settings file: see
 penstock.client.api.appliance_settings.
 """
 
@@ -23,7 +24,7 @@ _ONE_JOB = "it belongs to one job, but all jobs read this file: pass it to Appli
 
 
 class TlsFiles(Section):
-    """TLS settings of every process that listens or calls the coordinator. The files' names are not secret."""
+    """TLS settings of every process that listens or calls the coordinator: names of files, which are not secret."""
 
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_")
     table: ClassVar[str] = CLUSTER
@@ -41,7 +42,7 @@ class TlsFiles(Section):
 
 
 class JobSettings(TlsFiles):
-    """Settings of `Appliance(...)`."""
+    """Settings of a training job: the arguments of `Appliance(...)`."""
 
     # Always with the prefix, because other programs use the variables JOB, SEED and DEVICE.
     model_config = SettingsConfigDict(populate_by_name=True, env_prefix="PENSTOCK_")
@@ -133,11 +134,11 @@ class JobSettings(TlsFiles):
 CLUSTER_KEYS = frozenset(
     {*(key for table, key in JobSettings.places.values() if table == CLUSTER), "token_file", "log_format", "otel"}
 )
-"""Keys of [cluster]."""
+"""Keys that are allowed in the section [cluster] of the settings file."""
 
 
 def check_file() -> None:
-    """Raise InvalidArgumentError for an unknown setting in [cluster] or [client]."""
+    """Raise InvalidArgumentError if the settings file has an unknown setting in [cluster] or [client]."""
     file = read_settings_file()
     if file is None:
         return

@@ -1,10 +1,11 @@
-"""Sets of settings: fields with a description, whose values come from arguments, variables or the settings file.
+"""Base class of settings: fields with a description, whose values come from arguments, environment variables or the
+settings file.
 
-Shared by the daemons and commands (penstock.deploy.console.daemon_settings) and the training job
+It is shared by the daemons and commands (penstock.deploy.console.daemon_settings) and the training job
 (penstock.runtime.config.job_settings), so that one file and one environment serve all of them by the same rules.
 pydantic-settings reads arguments and variables, and decides which value is used. This module reads the settings file
 and checks the types of its values; it names the source of each value, for errors, `penstock config` and a daemon's log;
-and it returns every setting separately, so that a wrong one does not hide the others. The command line of
+and it reads every setting separately, so that an invalid one does not hide the others. The command line of
 pydantic-settings is not used: Typer's flags are made from these fields (penstock.deploy.console.options).
 """
 
@@ -42,42 +43,43 @@ __all__ = [
 
 
 IN_MEMORY = ":memory:"
-"""Value of a path setting that means: no file."""
+"""Value of a path setting for which no file is used."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Unit of a field's value, as help shows it: SECONDS, HOST:PORT."""
+    """Unit of a field's value, as shown in help texts: SECONDS, HOST:PORT."""
 
     name: str
 
 
 class IsPath:
-    """Mark of a field that is a path: in the settings file it is relative to that file."""
+    """Mark for a field that is a path. In the settings file a path is relative to the folder of that file."""
 
 
 FilePath = Annotated[str, IsPath(), Unit("FILE")]
 
 
 class IsList:
-    """Mark of a field whose text is a list with commas. In the settings file it may be a TOML list, and its flag may be
-    repeated, with one item each time."""
+    """Mark for a field whose value is a text with commas between items. In the settings file it may be a TOML list, and
+    its command-line flag may be repeated, with one item each time."""
 
 
 class Section(BaseSettings):
-    """Set of settings. Subclasses name their variables by `env_prefix`, and their section of the settings file."""
+    """Base class for a set of settings. Subclasses name the prefix of their environment variables (`env_prefix`) and
+    their section of the settings file (`table`)."""
 
     model_config = SettingsConfigDict(frozen=True, extra="forbid", env_ignore_empty=True)
     table: ClassVar[str] = ""
-    """Section of the settings file; "" = none."""
+    """Section of the settings file; "" if these settings have none."""
     places: ClassVar[Mapping[str, tuple[str, str]]] = {}
-    """Field -> section and key of the settings file, if they differ from this section and the field's name."""
+    """Field -> (section, key) in the settings file, for fields that are not under their own name in `table`."""
     not_in_file: ClassVar[Mapping[str, str]] = {}
-    """Field that must not be in the settings file -> the reason."""
+    """Field that must not be in the settings file -> reason, for the error message."""
 
     @classmethod
     def place(cls, field: str) -> tuple[str, str] | None:
-        """Return the section and key of the settings file for a field; None if it cannot be there."""
+        """Return the section and key of a field in the settings file; None if the field must not be there."""
         if not cls.table or field in cls.not_in_file:
             return None
         return cls.places.get(field, (cls.table, field))
@@ -91,12 +93,12 @@ class Section(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Return the sources in order: arguments, then variables, then the settings file."""
+        """Return the sources of values in order of priority: arguments, then variables, then the settings file."""
         return init_settings, env_settings, _FromFile(cls)
 
 
 class _FromFile(InitSettingsSource):
-    """Source of the section's values in the settings file."""
+    """Source for pydantic-settings that has the section's values in the settings file."""
 
     def __init__(self, section: type[Section]) -> None:
         file = read_settings_file() if section.table else None
@@ -105,9 +107,9 @@ class _FromFile(InitSettingsSource):
 
 @dataclass(frozen=True, repr=False)
 class OtherType:
-    """Value in the settings file of another type than its setting. pydantic would silently convert a text or a boolean
-    to a number, because it must for variables, and cannot be strict for one source only. So the value is replaced by
-    this object, which pydantic refuses with its own message."""
+    """Stand-in for a value in the settings file that has another type than its setting. pydantic would silently convert
+    a text or a boolean to a number: it must do so for variables, and cannot be strict for one source only. It refuses
+    this object, with its own message."""
 
     value: Any
 
@@ -116,7 +118,7 @@ class OtherType:
 
 
 def _fits(annotation: Any, value: Any) -> bool:
-    """Return whether a TOML value has the setting's type; True if that is not a plain type."""
+    """Return whether a TOML value has the setting's type. Return True if the setting's type is not a plain one."""
     kinds = set(get_args(annotation) or (annotation,)) - {NoneType}
     if kinds - {bool, int, float, str}:
         return True
@@ -124,7 +126,8 @@ def _fits(annotation: Any, value: Any) -> bool:
 
 
 def from_file(section: type[Section], file: SettingsFile) -> dict[str, Any]:
-    """Return the file's values for the fields of a section. Lists are one text, as in variables; paths are absolute."""
+    """Return the values in the settings file for the fields of a section. A list becomes one text with commas, as in
+    variables; paths become absolute."""
     found: dict[str, Any] = {}
     for name, info in section.model_fields.items():
         place = section.place(name)
@@ -142,7 +145,7 @@ def from_file(section: type[Section], file: SettingsFile) -> dict[str, Any]:
 
 
 def variables(section: type[Section], field: str) -> list[str]:
-    """Return the environment variables of a field; the first that is set counts."""
+    """Return the names of the environment variables for a field. If several are set, the first one is used."""
     alias = section.model_fields[field].validation_alias
     if isinstance(alias, AliasChoices):
         return [str(choice) for choice in alias.choices]
@@ -150,12 +153,13 @@ def variables(section: type[Section], field: str) -> list[str]:
 
 
 def variable(section: type[Section], field: str) -> str:
-    """Return the first variable of a field."""
+    """Return the name of the first environment variable for a field."""
     return variables(section, field)[0]
 
 
 def stated(section: type[Section]) -> dict[str, tuple[str, Any]]:
-    """Return field -> source (a variable or FILE:LINE) and value, for the fields that are set in one of these."""
+    """Return the fields that are set by an environment variable or in the settings file: field -> (source, value). The
+    source is the variable's name or FILE:LINE."""
     file = read_settings_file() if section.table else None
     found: dict[str, tuple[str, Any]] = {}
     for field, value in (from_file(section, file) if file else {}).items():
@@ -172,25 +176,26 @@ def stated(section: type[Section]) -> dict[str, tuple[str, Any]]:
 
 
 def source_of(section: type[Section], field: str) -> str:
-    """Return the source of a field that was not an argument: a variable, FILE:LINE, or "" for the default."""
+    """Return the source of a field that was not given as an argument: a variable's name, FILE:LINE, or "" for the
+    default."""
     return stated(section).get(field, ("", None))[0]
 
 
 @dataclass(frozen=True)
 class ResolvedSetting:
-    """Setting with its value and source."""
+    """Setting with its value and the source of the value."""
 
     field: str
     value: Any
     source: str
-    """Source: a variable, FILE:LINE or "default"; "" = the setting is missing."""
+    """Source of the value: a variable's name, FILE:LINE or "default"; "" if the setting is missing."""
     problem: str = ""
-    """Reason why the value is invalid."""
+    """Reason why the value is invalid; "" if it is valid."""
 
 
 def find(section: type[Section]) -> list[ResolvedSetting]:
-    """Return every setting but secrets. Each is read separately, so that a wrong or missing one does not hide the
-    others."""
+    """Return every setting of a section except secrets. Each is read separately, so that an invalid or missing one does
+    not hide the others."""
     problems: dict[str, tuple[str, Any]] = {}
     values: dict[str, Any] = {}
     try:
@@ -213,7 +218,8 @@ def find(section: type[Section]) -> list[ResolvedSetting]:
 
 
 def field_of(section: type[Section], place: tuple[Any, ...]) -> str:
-    """Return the field that an error of pydantic is about; pydantic names some by their variables."""
+    """Return the field that an error of pydantic refers to. In some errors pydantic names the variable instead of the
+    field."""
     name = str(place[0]) if place else "?"
     for field in section.model_fields:
         if name == field or name.upper() in variables(section, field):
@@ -222,6 +228,6 @@ def field_of(section: type[Section], place: tuple[Any, ...]) -> str:
 
 
 def reason_of(detail: Any) -> str:
-    """Return pydantic's reason why a value is wrong, as text to put after the value."""
+    """Return pydantic's reason why a value is invalid, as text that can follow the value."""
     reason = str(detail["msg"]).removeprefix("Value error, ")
     return "it " + reason.removeprefix("Input ") if reason.startswith("Input ") else reason

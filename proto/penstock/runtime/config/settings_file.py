@@ -6,14 +6,14 @@
     [client]           defaults of Appliance(...)
     [up]               settings of `penstock up` and `penstock down`
 
-The file is that of PENSTOCK_CONFIG (`--config`), else ~/.config/penstock/config.toml, else /etc/penstock/penstock.toml.
-Only the first that exists is read. The working directory is not searched: the file decides to which address the token
-is sent and which code may run, so it must not come from a folder that another user filled. For the same reason a file
-that other users can change, or that belongs to a user other than root or this one, is refused.
+Its path is that in PENSTOCK_CONFIG (`--config`), else ~/.config/penstock/config.toml, else /etc/penstock/penstock.toml.
+Only the first of these files that exists is read. The working directory is not searched: the file decides to which
+address the token is sent and which code may run, so it must not come from a folder that another user filled. For the
+same reason a file that other users can change, or that belongs to a user other than root or this one, is refused.
 PENSTOCK_CONFIG=/dev/null means no file.
 
-This module reads it, and not TomlConfigSettingsSource of pydantic-settings, which does not name the line of a value,
-ignores a missing file, and opens any kind of file.
+pydantic-settings' own TomlConfigSettingsSource is not used, because it does not report the line of a value, ignores a
+missing file, and opens any kind of file.
 
 The file must not hold secrets, because such files get copied, mounted and committed: the key `token` is an error, which
 names the right place for tokens. Paths in the file are relative to its own folder, not to the working directory, and
@@ -39,32 +39,32 @@ VARIABLE = "PENSTOCK_CONFIG"
 CLUSTER = "cluster"
 TABLES = (CLUSTER, "coordinator", "worker", "client", "up")
 MAX_FILE = 1 << 20
-"""Largest settings file, bytes: a larger file was named by mistake."""
+"""Largest size of a settings file in bytes. A larger file was named by mistake."""
 _HEAD = re.compile(r"\s*\[\s*([\w-]+)\s*\]")
 _KEY = re.compile(r"""\s*(?:([\w-]+)\s*\.\s*)?["']?([\w-]+)["']?\s*=""")
 
 
 @dataclass(frozen=True)
 class SettingsFile:
-    """Content of a settings file."""
+    """Parsed content of a settings file."""
 
     path: Path
     tables: Mapping[str, Mapping[str, Any]]
     lines: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    """(table, key) -> line number of the key, from 1."""
+    """(section, key) -> line number of the key, from 1."""
 
     def where(self, table: str, key: str = "") -> str:
-        """Return "FILE:LINE", or the file alone."""
+        """Return "FILE:LINE" of a section or key, or only the file's name if the line is unknown."""
         line = self.lines.get((table, key))
         return f"{self.path}:{line}" if line else str(self.path)
 
     def resolved(self, path: str) -> str:
-        """Return a path of the file as an absolute one."""
+        """Return the absolute path for a path in the file, which is relative to the file's folder."""
         return os.path.join(self.path.absolute().parent, os.path.expanduser(path)) if path else path
 
     def check(self, table: str, known: Collection[str], foreign: Mapping[str, str] | None = None) -> None:
-        """Raise InvalidArgumentError for an unknown key of the table. `foreign`: key -> reason why it is not allowed
-        there."""
+        """Raise InvalidArgumentError if a section has an unknown key. known: allowed keys. foreign: key -> reason why
+        it is not allowed here."""
         for key in self.tables.get(table, {}):
             if key in known:
                 continue
@@ -78,7 +78,8 @@ class SettingsFile:
 
 
 def likely(name: str, known: Collection[str]) -> str:
-    """Return the end of an error about an unknown name: the closest known name, or all of them."""
+    """Return the last part of an error message about an unknown name: the most similar known name, or all known
+    names."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {near[0]}?" if near else f" (there are {', '.join(sorted(known))})"
 
@@ -86,7 +87,8 @@ def likely(name: str, known: Collection[str]) -> str:
 def read_settings_file() -> SettingsFile | None:
     """Return the settings file of this process; None if there is none.
 
-    Raises InvalidArgumentError for a file that is named and missing, unreadable, invalid, or writable by others.
+    Raises InvalidArgumentError if the file was named explicitly and is missing, or if it is unreadable, invalid, or
+    writable by other users.
     """
     named = os.environ.get(VARIABLE, "")
     if named:
@@ -171,7 +173,7 @@ def _checked(file: SettingsFile) -> SettingsFile:
 
 def _lines(text: str) -> dict[tuple[str, str], int]:
     """Return the line numbers of sections and keys, which tomllib does not report. They may be wrong after a multi-line
-    text."""
+    string."""
     table, lines = "", dict[tuple[str, str], int]()
     for number, line in enumerate(text.splitlines(), 1):
         if head := _HEAD.match(line):
@@ -183,7 +185,8 @@ def _lines(text: str) -> dict[tuple[str, str], int]:
 
 
 def token_file_of_settings() -> str:
-    """Return the file of the token that the settings file names; "" = none. Raises InvalidArgumentError."""
+    """Return the path of the token file that is named in the settings file; "" if none is named. Raises
+    InvalidArgumentError."""
     file = read_settings_file()
     named = file.tables.get(CLUSTER, {}).get("token_file", "") if file else ""
     if not isinstance(named, str):

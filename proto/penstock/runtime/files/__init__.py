@@ -1,1 +1,1 @@
-"""Files that are written whole, folders that are private, and files in folders that others can write to."""
+"""Safe work with files: atomic writes, private folders, and files in folders that other users can write to."""

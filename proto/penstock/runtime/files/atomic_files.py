@@ -1,4 +1,4 @@
-"""Atomic writes: a file exists whole or not at all, whenever the machine stops."""
+"""Atomic writes: if the machine stops at any moment, a file exists completely or not at all."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ __all__ = ["sync_folder", "write_whole"]
 
 
 def write_whole(path: Path, data: bytes | memoryview, *, mode: int | None = None, sync: bool = True) -> None:
-    """Write a file under another name in the same folder, sync it to disk, and rename it.
+    """Write a file atomically: write it under a temporary name in the same folder, sync it to disk, and rename it.
 
-    The name is new and cannot be guessed, so that no other user can put a link there first.
+    The temporary name cannot be guessed, so that no other user can put a link there first. The folder is synced too,
+    and with it the names of all files that were made in it before.
 
-    `mode`: its permissions, if not the default of new files. The folder is synced too, and so everything written into
-    it before. `sync`: False for a file that may be lost in a power failure.
+    mode: permissions of the file; None: the default for new files. sync: False for a file that may be lost in a power
+    failure.
     """
     temporary = path.parent / f".{path.name}.{os.urandom(4).hex()}"
     try:
@@ -35,7 +36,7 @@ def write_whole(path: Path, data: bytes | memoryview, *, mode: int | None = None
 
 
 def sync_folder(path: Path) -> None:
-    """Sync a folder's entries to disk: files that were made, renamed or deleted there."""
+    """Sync a folder's entries to disk: the names of files that were made, renamed or deleted in it."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)

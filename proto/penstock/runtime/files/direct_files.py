@@ -1,4 +1,4 @@
-"""Writing of files without the page cache (O_DIRECT) where possible, from memory in whole pages."""
+"""Writing of files from memory past the page cache (O_DIRECT), where the filesystem supports it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from pathlib import Path
 __all__ = ["write_file"]
 
 CHUNK = 16 << 20
-"""Bytes that are written at a time: few enough for the processor's cache, enough to need few calls."""
+"""Bytes written in one call: few enough to fit the processor's cache, and enough that few calls are needed."""
 
 
 def write_file(
     path: Path, region: memoryview, size: int, *, durable: bool, passing: Callable[[memoryview], None]
 ) -> None:
-    """Write the first `size` bytes of a region, which is padded to whole pages, to a new file.
+    """Write the first `size` bytes of a memory region to a new file. The region is padded to whole pages.
 
-    passing: called with each piece before it is written; an exception ends the write.
+    durable: True to sync the file to disk. passing: called with each piece before it is written; an exception ends the
+    write.
     """
     handle = _open(path, direct=durable)
     try:

@@ -1,7 +1,8 @@
-"""Folders held by a descriptor, so that changes stay inside the folder even if its name leads elsewhere meanwhile.
+"""Folders that are held by a descriptor, so that operations stay inside the folder even if another user replaces it
+under its name.
 
-A user who can write to the folder above may rename a folder of Penstock, and put a link in its place, between two
-operations. An operation by name would then write into, or empty, the folder that the link leads to.
+A user who can write to the parent folder may rename a folder of Penstock, and put a link in its place, between two
+operations. An operation by name would then write into the folder that the link leads to, or delete what is in it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ __all__ = ["HeldFolder"]
 
 
 class HeldFolder:
-    """A folder, until it is closed. Raises OSError if the name is not a folder, or a link."""
+    """Folder that is held by an open descriptor until it is closed. Raises OSError if the name is not a folder, or a
+    link."""
 
     def __init__(self, name: Path) -> None:
         self.name = name
@@ -26,10 +28,11 @@ class HeldFolder:
         except NotADirectoryError:
             raise OSError(errno.ENOTDIR, "it must be a folder, got a link or a file", str(name)) from None
         self.path = Path(f"/proc/self/fd/{self._fd}")
-        """Path of the folder itself, for functions that take paths; it outlives a change of the name."""
+        """Path of the folder through its descriptor, for functions that take paths. It stays valid if the folder is
+        renamed."""
 
     def is_at(self, name: Path) -> bool:
-        """Return whether a name leads to this folder."""
+        """Return whether a path leads to this folder."""
         try:
             found = os.lstat(name)
         except OSError:
@@ -37,11 +40,11 @@ class HeldFolder:
         return os.path.samestat(found, os.fstat(self._fd))
 
     def named(self, text: str) -> str:
-        """Return the text with the folder's path replaced by its name, for people."""
+        """Return a text in which the descriptor's path is replaced by the folder's name, for messages to people."""
         return text.replace(str(self.path), str(self.name))
 
     def close(self) -> None:
-        """Close the descriptor; does nothing when called again."""
+        """Close the descriptor. May be called again."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)

@@ -1,7 +1,7 @@
-"""Access without links to files below a folder in which other users may create names.
+"""Access to files below a folder in which other users may create names, without following links.
 
-A name is looked up folder by folder, each held by a descriptor. So files that are written, renamed or removed lie below
-the folder, even if other users put links there at any moment.
+A path is looked up folder by folder, and each folder is held by a descriptor. So files that are written, renamed or
+removed are always below the folder, even if other users put links there meanwhile.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ _HELD = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 
 @contextlib.contextmanager
 def parent_of(root: str | Path, name: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
-    """Yield a descriptor of the folder that holds a file, for `dir_fd`, and the file's name in it.
+    """Open the folder that holds a file below `root`. Yield its descriptor, for `dir_fd`, and the file's name in it.
 
-    root: the folder, which may itself be reached by links.
-    name: path of the file below it, without "..".
-    make: create the folders between root and the file.
+    root: the top folder. Its own path may contain links. name: path of the file below root, without "..". make: create
+    the folders between root and the file.
 
     Raises OSError, also if one of these folders is a link.
     """
@@ -48,13 +47,13 @@ def parent_of(root: str | Path, name: str, *, make: bool = False) -> Iterator[tu
 
 
 def unlink_below(root: str | Path, name: str) -> None:
-    """Remove a file below a folder. Raises OSError like `parent_of`, and if the file does not exist."""
+    """Remove a file below a folder. Raises OSError as `parent_of` does, and if the file does not exist."""
     with parent_of(root, name) as (folder, last):
         os.unlink(last, dir_fd=folder)
 
 
 def is_strange_link(path: str | Path) -> bool:
-    """Return whether a name is a link of another user than this one and root."""
+    """Return whether a path is a link that belongs to a user other than this one and root."""
     try:
         found = os.lstat(path)
     except OSError:
@@ -64,7 +63,8 @@ def is_strange_link(path: str | Path) -> bool:
 
 def refuse_strange_links(path: Path) -> None:
     """Raise OSError if a path leads through a link that another user put into a folder where all users may create
-    names, such as /tmp: the link may replace a folder of Penstock. Linux does the same with fs.protected_symlinks=1."""
+    names, such as /tmp. Such a link may replace a folder of Penstock. Linux makes the same check with
+    fs.protected_symlinks=1."""
     path = path.absolute()
     for part in [*reversed(path.parents), path]:
         try:

@@ -7,14 +7,15 @@ import xxhash
 __all__ = ["PartHasher"]
 
 PIECE = 1 << 20
-"""Bytes hashed at a time, twice: for the file, and for its part."""
+"""Bytes that are hashed at a time, first for the file and then for its part, while they are in the processor's
+cache."""
 
 
 class PartHasher:
-    """Hashes of a file and of each of its parts, computed in one pass."""
+    """Hasher that computes the checksums of a file and of each of its parts in one pass."""
 
     def __init__(self, parts: list[int]) -> None:
-        """Start a file. parts: offset of each part, bytes."""
+        """Start a file. parts: offset of each part in bytes."""
         self._parts = parts
         self._all = xxhash.xxh3_128()
         self._part = xxhash.xxh3_64()
@@ -43,7 +44,8 @@ class PartHasher:
         self._part = xxhash.xxh3_64()
 
     def digests(self) -> tuple[str, str]:
-        """Return the checksums of the file and of its parts, as in checkpoint_files.CheckpointFile."""
+        """Return the checksum of the file, and those of its parts as text, in the form of
+        checkpoint_files.CheckpointFile."""
         if self._parts:
             self._next()
         parts = zip(self._parts, self._digests, strict=True)

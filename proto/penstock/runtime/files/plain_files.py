@@ -1,9 +1,9 @@
 """Safe access to files in folders that other users can write to: only regular files are opened.
 
-A name in such a folder may belong to another user and lead anywhere: to a file of this user, by a link, so that opening
-it truncates the file; to a FIFO, which blocks for ever; to a device, which never ends; to a file with holes that is
-larger than the memory. So files are never written through a link, nor if they have several names; anything but a
-regular file is refused before a byte is read; and the size of files that are read whole is limited.
+A name in such a folder may belong to another user and lead anywhere. It may be a link to a file of this user, which
+opening for writing would truncate; a FIFO, which blocks forever; a device, which never ends; or a sparse file that is
+larger than the memory. So files are never written through a link, or if they have several names. Anything other than a
+regular file is refused before a byte is read. The size of files that are read whole is limited.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ __all__ = ["is_ours", "open_plain", "read_plain"]
 
 
 def open_plain(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o666, *, folder: int | None = None) -> int:
-    """Open a file and return its descriptor; usable as `opener` of `open`.
+    """Open a regular file and return its descriptor. Can be used as `opener` of `open`.
 
-    Raises OSError if the name is a folder, a FIFO, a socket or a device. For writing it is also raised if the name is a
-    link, or if the file has a second name: another user can give a second name to a file of this user unless the system
-    forbids it (fs.protected_hardlinks).
+    Raises OSError if the name is a folder, a FIFO, a socket or a device. When opening for writing, it also raises
+    OSError if the name is a link, or if the file has a second name. Another user can give a second name to a file of
+    this user unless the system forbids it (fs.protected_hardlinks).
 
-    folder: a descriptor of the folder that `path` is relative to.
+    folder: descriptor of the folder that `path` is relative to.
     """
     written = bool(flags & (os.O_WRONLY | os.O_RDWR))
     if written:
@@ -53,8 +53,8 @@ def open_plain(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o666, *,
 
 
 def read_plain(path: str | Path, limit: int) -> bytes:
-    """Return the whole content of a file of at most `limit` bytes. Raises OSError like `open_plain`, and for a larger
-    file, before memory is allocated."""
+    """Return the whole content of a file of at most `limit` bytes. Raises OSError as `open_plain` does. A larger file
+    is an OSError too, before memory is allocated."""
     with open(path, "rb", buffering=0, opener=open_plain) as file:
         size, pieces, read = os.fstat(file.fileno()).st_size, [], 0
         # Ask for one byte more than the size, because the file may have grown.
@@ -70,8 +70,8 @@ def read_plain(path: str | Path, limit: int) -> bytes:
 def is_ours(found: os.stat_result, group: int | None = None) -> bool:
     """Return whether only this user can have written the file or folder with this status.
 
-    Root counts as the user. A group may write if it is the user's own, as is usual where each user has one, or if it is
-    `group`, whose members may also own the file.
+    Root counts as this user. The file may be writable by a group if that is the user's own group (many systems give
+    each user one), or if it is `group`, whose members may also own the file.
     """
     mode, shared = stat.S_IMODE(found.st_mode), found.st_gid == group
     by_group = mode & stat.S_IWGRP and found.st_gid not in (0, os.getgid()) and not shared

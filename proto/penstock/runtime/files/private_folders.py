@@ -1,10 +1,9 @@
 """Private temporary folders of this user, removed when the process that made them ends.
 
 The system's temporary folder is shared with other users, so nothing in it is trusted: a private folder has a name that
-cannot be guessed and mode 0700, and everything below it is reached through its descriptor, never through a link. A
-process that is killed leaves its folder behind. The next process that makes a folder removes it, but only if it is
-certainly such a folder: it belongs to this user, has mode 0700 and Penstock's mark in it, and no process holds its
-lock.
+cannot be guessed and mode 0700, and everything in it is reached through its descriptor, never through a link. A process
+that is killed leaves its folder behind. The next process that makes a private folder removes the old one, but only if
+it is certainly one: it belongs to this user, has mode 0700, contains Penstock's mark, and no process holds its lock.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ __all__ = ["PrivateFolder"]
 
 MARK = ".penstock-temporary"
 LONGEST_BASE = 36
-"""Longest path of the parent folder, bytes: a Unix socket's path has at most 107 bytes, and multiprocessing needs 40 of
-them."""
+"""Longest path of the parent folder in bytes. The path of a Unix socket has at most 107 bytes, and multiprocessing
+needs 40 of them."""
 
 
 class PrivateFolder:
@@ -32,8 +31,8 @@ class PrivateFolder:
 
     The temporary folder is TMPDIR, or /tmp if names of sockets below TMPDIR would be too long.
 
-    A child can share it, by its path and its descriptor: the folder is locked until both have closed it, and the
-    first to close removes it.
+    A child process can share the folder if it gets the path and the descriptor. The folder stays locked until both
+    processes have closed it, and the first to close removes it.
     """
 
     def __init__(self) -> None:
@@ -52,7 +51,7 @@ class PrivateFolder:
 
     @classmethod
     def shared(cls, fd: int) -> Self:
-        """Return the parent process's folder, whose descriptor this process inherited."""
+        """Return the folder of the parent process, whose descriptor this process has inherited."""
         folder = cls.__new__(cls)
         folder._pid, folder._fd = os.getpid(), fd
         folder.path = Path(os.readlink(f"/proc/self/fd/{fd}"))
@@ -63,7 +62,7 @@ class PrivateFolder:
         return self._fd
 
     def close(self) -> None:
-        """Remove the folder. Idempotent; does nothing in a forked child."""
+        """Remove the folder. May be called again. Does nothing in a forked child."""
         if self._fd < 0 or os.getpid() != self._pid:
             return
         with contextlib.suppress(OSError):
@@ -80,7 +79,7 @@ def _base() -> Path:
 
 
 def _sweep(base: Path, prefix: str) -> None:
-    """Remove folders that dead processes of this user left."""
+    """Remove private folders of this user that were left by processes that no longer exist."""
     for name in os.listdir(base):
         if name.startswith(prefix):
             with contextlib.suppress(OSError):
@@ -102,7 +101,8 @@ def _remove_if_left(base: Path, name: str) -> None:
 
 
 def _remove(base: Path, name: str, fd: int) -> None:
-    """Remove what is below the descriptor, the mark last, then the folder if its name still leads to it."""
+    """Remove the contents of the folder with descriptor `fd`, the mark last. Then remove the folder, if its name still
+    leads to it."""
     for entry in sorted(os.listdir(fd), key=lambda entry: entry == MARK):
         try:
             os.unlink(entry, dir_fd=fd)

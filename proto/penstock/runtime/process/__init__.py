@@ -1,1 +1,1 @@
-"""Child processes, forks, the sandbox, memory, liveness files."""
+"""Child processes, forks, the sandbox, free memory, liveness files."""

@@ -1,4 +1,4 @@
-"""Ending of child processes and all that they started, and descriptions of how a process ended."""
+"""Ending of child processes together with the processes that they started, and texts about how a process ended."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ __all__ = [
 
 
 def kill_child(pid: int) -> None:
-    """Kill a child of this process that is not reaped yet, so that its process id cannot have been reused."""
+    """Kill a child of this process. The child must not be reaped yet, so that its process id cannot have been
+    reused."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 
 
 def kill_group(pid: int) -> None:
-    """Kill the process group of a leader that is not reaped yet: the leader, and the processes that it left."""
+    """Kill a process group: its leader and the processes that the leader has left. The leader must not be reaped
+    yet."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
@@ -38,9 +40,10 @@ def has_ended(pid: int) -> bool:
 
 
 def reap(pid: int, *, group: bool = True) -> int:
-    """Wait for the end of a child that leads a group, and return its exit status, negative for a signal.
+    """Wait for the end of a child that leads a process group, and return its exit status. A negative status is minus
+    the number of the signal that killed it.
 
-    group: also kill the processes left in its group.
+    group: also kill the processes left in the child's group.
     """
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     if group:
@@ -49,16 +52,15 @@ def reap(pid: int, *, group: bool = True) -> int:
 
 
 def reap_orphan(pid: int) -> bool:
-    """Reap an orphan that this process inherited, if it has ended. Return whether it has."""
+    """Reap an orphan that has become a child of this process, if it has ended. Return whether it has ended."""
     with contextlib.suppress(ChildProcessError):
         return os.waitpid(pid, os.WNOHANG)[0] != 0
     return False
 
 
 def zombie_status(pid: int) -> tuple[bool, int | None]:
-    """Return whether a process has ended and is not reaped, and its exit status if the kernel shows it. It is for
-    children of another process.
-    """
+    """Return whether a process has ended and is not reaped yet, and its exit status, or None if the kernel does not
+    show it. Use it for children of another process."""
     fields = stat_of(pid)
     try:
         return (True, os.waitstatus_to_exitcode(int(fields[-1]))) if fields[0] == "Z" else (False, None)
@@ -67,15 +69,15 @@ def zombie_status(pid: int) -> tuple[bool, int | None]:
 
 
 def exit_words(status: int) -> str:
-    """Return how a process ended: "was killed by SIGTERM", "exited with status 3".
+    """Return a text about how a process ended: "was killed by SIGTERM", "exited with status 3".
 
-    status: the process's exit code, or minus the number of the signal that killed it.
+    status: exit status, or minus the number of the signal that killed the process.
     """
     return f"was killed by {_signal_name(-status)}" if status < 0 else f"exited with status {status}"
 
 
 def describe_exit(status: int | None) -> str:
-    """Return how a process that runs user code ended, with the likely cause. status: None if unknown."""
+    """Return a text about how a process that runs user code ended, with the likely cause. status: None if unknown."""
     if status is None:
         return "died of an unknown cause (the process that started it does not answer)"
     how = exit_words(status)

@@ -5,15 +5,14 @@ it receives frames that the parent waits for, writes batches into the parent's r
 Children that never return to Penstock's code do no harm (worker processes of multiprocessing and torch, `subprocess`),
 so forking is not forbidden. Instead an at-fork hook disconnects each child when it starts:
 
-    keep(thing)         registers a thing of this process: in a child `thing.forked()` is called, before user code
-    silence(fd)         for `forked()`: the descriptor keeps its number, but is connected to nothing
-    unshare(map, fd)    for `forked()`: memory keeps its content and its address, and the child's writes stay in the
-    child
+    keep(thing)         registers an object of this process: in a child its method `forked()` is called, before user
+    code silence(fd)         for `forked()`: the descriptor keeps its number, but is connected to nothing unshare(map,
+    fd)    for `forked()`: memory keeps its content and its address, and the child's writes stay in the child
 
-A process of Penstock that calls user code (a runner, a helper) calls `host_user_code()`. If a child of it returns to
-Penstock's code, `strayed` is set, and the code calls `leave`: the child ends, with its traceback in the log. In a
-training process, where user code calls Penstock, objects check their `OwnerProcess` instead and raise
-ForkedProcessError.
+A process of Penstock that calls user code (a runner, a helper) calls `host_user_code()`. `strayed` is True in the
+children that user code forks. If such a child returns to Penstock's code, that code calls `leave`: the child ends, and
+its traceback is logged. In a training process, where user code calls Penstock, objects check their `OwnerProcess`
+instead and raise ForkedProcessError.
 
 Only forks through Python are detected (`os.fork`, `multiprocessing`), not forks by a C library whose child returns into
 Python.
@@ -47,26 +46,29 @@ _hosts_user_code = False
 
 class _Kept(Protocol):
     def forked(self) -> None:
-        """Disconnect this thing; called in a forked child."""
+        """Disconnect this object from the parent process. Called in a forked child."""
 
 
 _kept: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def keep(thing: _Kept) -> None:
-    """Disconnect a thing in children that are forked from now on. Children of these children do not do it again."""
+    """Register an object to be disconnected in children that are forked from now on. A child's own children do not
+    disconnect it again."""
     _kept.add(thing)
 
 
 def host_user_code() -> None:
-    """Mark that this process runs user code: a child that it forks must not return to Penstock's code."""
+    """Mark this process as one that runs user code. A child that user code forks must then not return to Penstock's
+    code."""
     global _hosts_user_code
     _hosts_user_code = True
 
 
 @contextlib.contextmanager
 def hosting(*things: _Kept) -> Iterator[None]:
-    """Disconnect these things in children that user code forks within the block; later children may use them."""
+    """Register objects to be disconnected in children that are forked inside the block. Children that are forked later
+    may use the objects."""
     global _hosts_user_code
     before, _hosts_user_code = _hosts_user_code, True
     for thing in things:
@@ -96,7 +98,8 @@ os.register_at_fork(after_in_child=_disarm)
 
 
 def silence(fd: int) -> None:
-    """Disconnect a descriptor. It stays open, so that its number does not become another file's."""
+    """Disconnect a descriptor from its file. The descriptor stays open, so that its number is not given to another
+    file."""
     if fd < 0:
         return
     with contextlib.suppress(OSError):
@@ -110,9 +113,9 @@ def silence(fd: int) -> None:
 
 
 def unshare(memory: mmap.mmap, fd: int) -> None:
-    """Make a shared mapping of `fd` private to this process, at its address and with its content.
+    """Make a shared mapping of `fd` private to this process. Its address and content stay the same.
 
-    Raises OSError if it cannot be done; the mapping is then still shared.
+    Raises OSError if that is impossible; the mapping is then still shared.
     """
     buffer = ctypes.c_char.from_buffer(memory)
     address = ctypes.addressof(buffer)
@@ -126,7 +129,7 @@ def unshare(memory: mmap.mmap, fd: int) -> None:
 
 
 class OwnerProcess:
-    """Process that owns an object, which forked children of the process cannot use."""
+    """Process that owns an object. Forked children of the process must not use the object."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -136,7 +139,8 @@ class OwnerProcess:
         return os.getpid() == self.pid
 
     def check(self, what: str) -> None:
-        """Raise ForkedProcessError in any other process. `what`: the object and the operation."""
+        """Raise ForkedProcessError if this is not the owner process. what: the object and the operation, for the
+        message."""
         if not self.is_here:
             raise self.error(what)
 
@@ -149,9 +153,9 @@ class OwnerProcess:
 
 
 def leave() -> NoReturn:
-    """End this process, which user code forked and which has returned to Penstock's code.
+    """End this process, because user code forked it and it has returned to Penstock's code.
 
-    The present exception is logged. The exit status is that of sys.exit(), else 1, as in Python.
+    The current exception is logged. The exit status is that of sys.exit() if that was called, else 1, as in Python.
     """
     code = 1
     try:

@@ -1,5 +1,5 @@
-"""Identity of a process for a record on disk, by which another command finds the process later, even if its id is
-reused."""
+"""Identity of a process to record on disk. Another command can find the process by it later, and is not misled if the
+process id was reused."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ __all__ = ["Identity"]
 
 @dataclass(frozen=True)
 class Identity:
-    """Identity of a process for a record on disk: its id and start time. A later process with the same id never
-    matches."""
+    """Identity of a process: its id and its start time. A later process with the same id has another identity."""
 
     pid: int
     started: int
-    """Start of the process, clock ticks since boot."""
+    """Start time of the process, in clock ticks since boot."""
     boot: str
 
     @classmethod
@@ -30,7 +29,7 @@ class Identity:
         return cls(pid, int(fields[19]), Path("/proc/sys/kernel/random/boot_id").read_text().strip())
 
     def open(self) -> Process | None:
-        """Return the process, for the caller to close; None if it has ended."""
+        """Return the process, which the caller must close; None if it has ended."""
         try:
             process = Process(self.pid)
         except ProcessLookupError:

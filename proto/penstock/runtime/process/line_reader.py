@@ -14,20 +14,21 @@ READ_BYTES = 1 << 16
 
 
 class LineReader:
-    """Splitter of a descriptor's bytes into lines. If the descriptor blocks, call `read` only when it is readable."""
+    """Reader that splits the bytes of a descriptor into lines. If the descriptor is blocking, call `read` only when it
+    is readable."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self.rest = b""
-        """Bytes after the last whole line."""
+        """Bytes after the last complete line."""
         self.ended = False
-        """True once the other side has ended."""
+        """True once the other side has closed its end."""
 
     def fileno(self) -> int:
         return self._fd
 
     def read(self) -> list[bytes]:
-        """Return the lines that one read completes."""
+        """Read once, and return the lines that are complete now."""
         try:
             data = os.read(self._fd, READ_BYTES)
         except BlockingIOError:
@@ -39,7 +40,7 @@ class LineReader:
         return lines
 
     def line(self, timeout_s: float) -> bytes | None:
-        """Wait for the next line and return it; None if the other side ended without one. Raises TimeoutError."""
+        """Wait for the next line and return it; None if the other side has closed its end. Raises TimeoutError."""
         until = time.monotonic() + timeout_s
         while not self.ended:
             if not readable(self._fd, until - time.monotonic()):
@@ -51,13 +52,13 @@ class LineReader:
 
 
 class LinePipe(LineReader):
-    """Pipe for a child to write to; both ends are closed on exec, the reading one does not block."""
+    """Pipe for a child process to write to. Both ends are closed on exec, and the reading end does not block."""
 
     def __init__(self) -> None:
         super().__init__(-1)
         self._fd, write = os.pipe2(os.O_CLOEXEC)
         self.theirs: BinaryIO = os.fdopen(write, "wb", 0)
-        """End to write to. `spawn` closes it here once the child has it."""
+        """Writing end, for the child. `spawn` closes it in this process once the child has it."""
         os.set_blocking(self._fd, False)
 
     def __del__(self) -> None:

@@ -1,4 +1,5 @@
-"""Import of this module raises ImportError on another system than Linux, before anything else of Penstock fails."""
+"""Check of the operating system. Importing this module raises ImportError on a system other than Linux, before other
+code of Penstock fails there."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Liveness file of a worker daemon: a small file with the times of its last progress, for probes.
+"""Liveness file of a worker daemon: a small file with the times of its last heartbeat rounds, for liveness probes.
 
-A probe cannot call a worker, which listens for lanes only, and a process that exists may hang. So the daemon writes,
-after each heartbeat round, the time of that round, and the time of the coordinator's last answer. The two need
-different actions. A daemon whose rounds do not end hangs, and must be restarted. A daemon without an answer of the
-coordinator still serves its lanes; killing it would turn an outage of the coordinator into one of the training.
+A probe cannot call a worker, which listens for lanes only, and a process that exists may hang. So after each heartbeat
+round the daemon writes the time of that round and the time of the coordinator's last answer. The two times need
+different actions. If rounds no longer end, the daemon hangs and must be restarted. If the coordinator does not answer,
+the daemon still serves its lanes, and killing it would turn an outage of the coordinator into an outage of the
+training.
 
 Times are those of the monotonic clock, which all processes of a machine share and which cannot be set.
 """
@@ -22,22 +23,22 @@ from penstock.runtime.files.plain_files import read_plain
 __all__ = ["Liveness", "LivenessWriter", "read_liveness"]
 
 LONGEST = 200
-"""Largest liveness file, bytes."""
+"""Largest size of a liveness file in bytes."""
 _log = logging.getLogger("penstock.worker")
 
 
 @dataclass(frozen=True)
 class Liveness:
-    """Seconds since each event, at the time of reading."""
+    """Ages of the last events in a liveness file, at the time of reading."""
 
     turned_s_ago: float
-    """Seconds since a heartbeat round ended, with an answer or without."""
+    """Seconds since a heartbeat round ended, with or without an answer."""
     heard_s_ago: float
-    """Seconds since the coordinator answered; infinite before the first time."""
+    """Seconds since the coordinator answered; infinite if it has never answered."""
 
 
 class LivenessWriter:
-    """Writer of the liveness file, in the daemon. Without a path it does nothing."""
+    """Writer of the liveness file, used by the daemon. Does nothing if it has no path."""
 
     def __init__(self, path: str) -> None:
         self._path = Path(path) if path else None
@@ -45,7 +46,7 @@ class LivenessWriter:
         self._failed = False
 
     def turned(self) -> None:
-        """Record a round that ended without an answer."""
+        """Record that a heartbeat round has ended without an answer of the coordinator."""
         if self._path is None:
             return
         try:
@@ -57,13 +58,14 @@ class LivenessWriter:
             self._failed = True
 
     def note_answer(self) -> None:
-        """Record a round that ended with an answer of the coordinator."""
+        """Record that a heartbeat round has ended with an answer of the coordinator."""
         self._answered = time.monotonic()
         self.turned()
 
 
 def read_liveness(path: str) -> Liveness:
-    """Return the daemon's last record. Raises InvalidArgumentError if it is missing or invalid."""
+    """Return the ages that a daemon's liveness file shows. Raises InvalidArgumentError if the file is missing or
+    invalid."""
     try:
         turned, answered = map(float, read_plain(path, LONGEST).split())
     except OSError as error:

@@ -10,8 +10,9 @@ _PR_SET_DUMPABLE = 4
 
 
 def keep_memory_private() -> None:
-    """Let no other process of this user read this one's memory, environment or descriptors, or trace it; root can.
+    """Forbid other processes of this user to trace this process or to read its memory, environment or descriptors. Root
+    still can.
 
-    A process that this one starts by exec is not protected. Core dumps are disabled too.
+    Programs that this process starts by exec are not protected. Core dumps are disabled too.
     """
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)

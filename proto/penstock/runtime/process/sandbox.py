@@ -1,7 +1,7 @@
-"""Sandbox of user code, which keeps it from processes of the same user that it did not start.
+"""Sandbox for user code. It protects processes of the same user that the user code did not start.
 
 A runner runs as its worker's user, and could otherwise trace other jobs' runners, read their memory, or end the daemon.
-Two restrictions, which any process may put on itself and which its children inherit, prevent that:
+Two restrictions prevent that. Any process may put them on itself, and its children inherit them:
 
 - no new privileges: programs started here gain none by a setuid bit, so sudo and fusermount do not work;
 - a Landlock domain that restricts only signals: its processes may signal and debug only each other.
@@ -19,11 +19,11 @@ __all__ = ["enter", "why_not_whole"]
 
 _PR_SET_NO_NEW_PRIVS = 38
 _CREATE_RULESET, _RESTRICT_SELF = 444, 446
-"""System call numbers, the same on all architectures."""
+"""Numbers of Landlock's system calls, the same on all architectures."""
 _VERSION = 1
 _SCOPE_SIGNAL = 1 << 1
 SCOPES_SINCE = 6
-"""Version of Landlock that has scopes: Linux 6.12."""
+"""First version of Landlock that can restrict signals (scopes): that of Linux 6.12."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -37,7 +37,7 @@ class _Ruleset(ctypes.Structure):
 
 
 def why_not_whole() -> str:
-    """Return the part of the sandbox that this kernel lacks; "" if it lacks none."""
+    """Return a text about the part of the sandbox that this kernel does not support; "" if it supports all parts."""
     version = _libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(_VERSION))
     if version >= SCOPES_SINCE:
         return ""
@@ -46,9 +46,8 @@ def why_not_whole() -> str:
 
 
 def enter() -> None:
-    """Put this process and its later children into a sandbox of its own, as far as the kernel supports it.
-    Irreversible. Call it in a process with a single thread, because other threads would stay outside.
-    """
+    """Put this process and its later children into a new sandbox, as far as the kernel supports it. This cannot be
+    undone. The process must have a single thread, because other threads would stay outside."""
     _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     if why_not_whole():
         return

@@ -1,9 +1,9 @@
-"""Starting of child processes: fresh interpreters, and forks of this one.
+"""Start of child processes: fresh interpreters, and forks of this process.
 
-Children have no shell, no standard input, only the named descriptors, and a process group of their own (the terminal
-sends Ctrl-C to the command that the user started, which ends the others). Interpreters run with -P, so that a user's
-file in the working directory does not replace a module of Penstock or of Python. A spawned child ends with this process
-by watching it (`--parent-pid`, watch.py), a forked child by a parent-death signal.
+Children are started without a shell or standard input, with only the named descriptors, in a process group of their
+own. So Ctrl-C in a terminal reaches only the command that the user started, which then ends its children. Interpreters
+run with -P, so that a user's file in the working directory does not replace a module of Penstock or of Python. A
+spawned child ends with this process by watching it (`--parent-pid`, watch.py), a forked child by a parent-death signal.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ TORCHRUN = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "TORCHELASTIC_*"),
 )
-"""Variables of torchrun that a training process must not pass to its child processes: see `environment`."""
+"""Environment variables of torchrun that a training process must not pass on to its child processes: see
+`environment`."""
 _REAP_S = 1.0
-"""Seconds to wait for another thread that is reaping an ended child."""
+"""Seconds to wait for another thread that is reaping an ended child at the moment."""
 
 # Code that runs a program like -m, but without importing its package: see `by_path`.
 _RUN = (
@@ -39,7 +40,7 @@ _RUN = (
 
 
 class _End(Protocol):
-    """Socket, or end of a pipe."""
+    """Interface of a socket or an end of a pipe that can be passed to a child."""
 
     def fileno(self) -> int: ...
 
@@ -47,7 +48,7 @@ class _End(Protocol):
 
 
 class Spawned(Process):
-    """Child that `spawn` started. If the kernel has no pidfds, its end is detected by polling."""
+    """Child process that `spawn` started. If the kernel has no pidfds, its end is detected by polling."""
 
     def __init__(self, popen: subprocess.Popen[bytes]) -> None:
         try:
@@ -58,11 +59,11 @@ class Spawned(Process):
 
     @property
     def status(self) -> int | None:
-        """Return the exit status, negative for the signal that killed it; None while it runs."""
+        """Return the exit status of the child, or minus the number of the signal that killed it; None while it runs."""
         return self._popen.poll()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the child has ended, and reap it. Return whether it has ended."""
+        """Wait until the child has ended, and reap it. Return False if it has not ended after `timeout_s`."""
         if self._popen.returncode is None and self.fileno() >= 0:
             if not super().wait(timeout_s):
                 return False
@@ -85,7 +86,7 @@ class Spawned(Process):
         return self._popen.returncode is None
 
     def let_go(self) -> None:
-        """Stop watching the child, which may outlive this process."""
+        """Stop watching the child, so that it may outlive this process."""
         self._popen.returncode = 0
         self.close()
 
@@ -102,15 +103,15 @@ def spawn(
     """Start a child process.
 
     Args:
-        command: program and arguments, by `module` or `by_path` for example.
-        stdout: descriptor, NULL, or an end of a pipe; None: this process's.
-        stderr: the same.
+        command: program and arguments, made by `module` or `by_path` for example.
+        stdout: standard output of the child: a descriptor, NULL, or an end of a pipe; None: the one of this process.
+        stderr: standard error of the child, in the same forms.
         fds: descriptors that the child has under the same numbers.
-        env: see `environment`; None: this process's.
-        session: make it lead a session of its own; False: a process group in this session.
+        env: environment of the child, see `environment`; None: the one of this process.
+        session: True: the child leads a session of its own. False: it leads a process group in this session.
 
-    Sockets and ends of pipes are passed to the child and closed here, also if it cannot be started. Descriptors given
-    as numbers stay open.
+    Sockets and ends of pipes are passed to the child and closed in this process, also if the child cannot be started.
+    Descriptors given as numbers stay open.
 
     Raises OSError if it cannot be started.
     """
@@ -139,11 +140,11 @@ def module(name: str, *arguments: str) -> list[str]:
 
 
 def by_path(program: Path, *needed: ModuleType) -> list[str]:
-    """Return the command that runs a program of ours that must not import torch, to be followed by its arguments.
+    """Return the command that runs a program of Penstock by its file's path. Append its arguments.
 
-    The program runs by path, because -m would also import penstock.client. Penstock and `needed` are imported from the
-    folders from which this process imported them; these folders come last on the path, so that their modules do not
-    hide modules of Python.
+    Use it for programs that must not import torch: `python -m` would import penstock.client, and with it torch. The
+    program imports Penstock and `needed` from the folders from which this process imported them. These folders come
+    last on the path, so that their modules do not hide modules of Python.
 
     needed: other packages that the program imports.
     """
@@ -153,15 +154,18 @@ def by_path(program: Path, *needed: ModuleType) -> list[str]:
 
 
 def environment(*without: str) -> dict[str, str]:
-    """Return this process's environment without some variables; a name that ends in * matches by prefix."""
+    """Return a copy of this process's environment without the named variables. A name that ends in * matches by
+    prefix."""
     prefixes = tuple(name[:-1] for name in without if name.endswith("*"))
     return {name: value for name, value in os.environ.items() if name not in without and not name.startswith(prefixes)}
 
 
 def fork(run: Callable[[], int | None]) -> int:
-    """Fork a child that calls `run` and ends. Return its process id; the caller reaps it by end.py. The child leads a
-    process group and dies with this process, which must have no threads. Its exit status is the result of `run` (None
-    for 0), or 1 for an error, whose traceback it prints. Exit handlers of this process do not run in the child.
+    """Fork a child that calls `run` and ends. Return its process id, with which the caller must reap it (end.py).
+
+    The child leads a process group and dies with this process, which must have no threads. Its exit status is the
+    result of `run` (None is 0), or 1 for an error, whose traceback it prints. Exit handlers of this process do not run
+    in the child.
     """
     parent = os.getpid()
     pid = os.fork()

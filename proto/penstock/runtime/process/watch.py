@@ -1,9 +1,9 @@
-"""Watching and signalling of a process by a pidfd, the only certain sign that a process has ended.
+"""Watching and signalling of a process by a pidfd, the only reliable sign that a process has ended.
 
-The end of its sockets and pipes is not certain, because processes that it forked may hold them open. Its process id may
-be reused, while a signal by pidfd never reaches another process. A child that must end with its parent also watches the
-parent by a pidfd. The parent-death signal (`die_with_parent`) is only for forked children, whose parents have no
-threads: it is sent when the *thread* that started the process ends.
+The end of the process's sockets and pipes is not reliable, because processes that it forked may hold them open. A
+process id may be reused, while a signal by pidfd never reaches another process. A child that must end with its parent
+also watches the parent by a pidfd. The parent-death signal (`die_with_parent`) is only for forked children, whose
+parents have no threads: it is sent when the *thread* that started the process ends.
 """
 
 from __future__ import annotations
@@ -29,15 +29,14 @@ __all__ = [
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 PARENT_LOOK_S = 1.0
-"""Seconds between checks of the parent if the kernel has no pidfds."""
+"""Seconds between checks whether the parent is alive, if the kernel has no pidfds."""
 LONGEST_S = 1e6
-"""Longest timeout of poll(2), seconds; a longer one means no timeout."""
+"""Longest timeout of poll(2) in seconds. A longer one is treated as no timeout."""
 
 
 def wait_for_any(fds: Iterable[int], timeout_s: float | None = None) -> list[int]:
-    """Wait until some of these descriptors are readable or their other side has ended; return them. timeout_s: None
-    waits for ever. Like select(2), but also for descriptors above 1023.
-    """
+    """Wait until some of these descriptors are readable or closed at the other end, and return those. timeout_s: None
+    waits forever. Unlike select(2), this also works for descriptors above 1023."""
     poll = select.poll()
     for fd in fds:
         poll.register(fd, select.POLLIN)
@@ -46,7 +45,7 @@ def wait_for_any(fds: Iterable[int], timeout_s: float | None = None) -> list[int
 
 
 def readable(fd: int, timeout_s: float | None = None) -> bool:
-    """Wait until a descriptor is readable, and return whether it is."""
+    """Wait until a descriptor is readable. Return False if it is not after `timeout_s`."""
     return bool(wait_for_any([fd], timeout_s))
 
 
@@ -68,7 +67,7 @@ class Process:
 
     @classmethod
     def parent(cls, pid: int) -> Self:
-        """Return this process's parent. Raises ProcessLookupError if `pid` is no longer its id."""
+        """Return the parent of this process. Raises ProcessLookupError if the parent's id is no longer `pid`."""
         process = cls(pid)
         if os.getppid() != pid:  # the parent ended before it was opened, and its id was reused
             process.close()
@@ -86,11 +85,11 @@ class Process:
         self.close()
 
     def fileno(self) -> int:
-        """Return the pidfd, readable once the process has ended; -1 after `close`."""
+        """Return the pidfd, which becomes readable when the process ends; -1 after `close`."""
         return self._pidfd
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the process has ended; None: without a limit. Return whether it has ended."""
+        """Wait until the process has ended. Return False if it has not after `timeout_s`; None waits forever."""
         return readable(self._pidfd, timeout_s)
 
     @property
@@ -99,7 +98,7 @@ class Process:
         return self.wait(0)
 
     def on_end(self, then: Callable[[], object]) -> None:
-        """Let the running event loop call `then` once, when the process has ended; not after `close`."""
+        """Let the running event loop call `then` once when the process ends. It is not called after `close`."""
         import asyncio
 
         loop, pidfd = asyncio.get_running_loop(), self._pidfd
@@ -123,13 +122,13 @@ class Process:
         return True
 
     def kill(self) -> None:
-        """Kill the process; harmless once it has ended."""
+        """Kill the process. Does nothing if it has ended."""
         self.send(signal.SIGKILL)
 
     def end(self, grace_s: float, killed_s: float | None = None) -> bool:
-        """Send SIGTERM, and kill the process after `grace_s` seconds; return whether it has ended.
+        """Send SIGTERM, and kill the process if it still runs after `grace_s` seconds. Return whether it has ended.
 
-        killed_s: seconds to wait for the end after the kill; None: without limit.
+        killed_s: seconds to wait for the end after the kill; None: wait without a limit.
         """
         self.send(signal.SIGTERM)
         if self.wait(grace_s):
@@ -138,7 +137,7 @@ class Process:
         return self.wait(killed_s)
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop watching the process, and close the pidfd."""
         if self._unwatch is not None:
             self._unwatch()
             self._unwatch = None
@@ -148,8 +147,8 @@ class Process:
 
 
 def stat_of(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat after the name (state, parent, ...); an empty list if the process does not
-    exist."""
+    """Return the fields of /proc/PID/stat after the program's name (state, parent, ...); an empty list if the process
+    does not exist."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (OSError, ValueError):
@@ -160,7 +159,7 @@ def stat_of(pid: int) -> list[str]:
 
 
 def wait_for_parent_end(pid: int) -> None:
-    """Block a thread until this process's parent has ended, also where the kernel has no pidfds."""
+    """Block this thread until the parent of this process has ended. Works also if the kernel has no pidfds."""
     try:
         with Process.parent(pid) as parent:
             parent.wait()
@@ -170,15 +169,16 @@ def wait_for_parent_end(pid: int) -> None:
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Let the kernel send this signal when `parent`, this process's parent, dies. End at once if it has already
-    died."""
+    """Request a signal from the kernel when `parent`, which must be this process's parent, dies. End this process at
+    once if the parent has died already."""
     _prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def become_subreaper() -> None:
-    """Make orphaned descendants of this process its children, instead of children of process 1."""
+    """Make this process the new parent of its descendants whose parent dies. Otherwise process 1 would become their
+    parent."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 

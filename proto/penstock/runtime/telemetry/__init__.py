@@ -1,1 +1,1 @@
-"""Logs, counters, the catalogue of metrics, and a cluster's status."""
+"""Logs, counters, the catalogue of metrics, and the view of a cluster's status."""

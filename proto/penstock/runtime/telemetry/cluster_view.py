@@ -1,11 +1,12 @@
-"""View of a coordinator's status as values, and as text for people.
+"""View of a cluster: the coordinator's status as plain values, and as text for people.
 
-Every display uses it: `penstock status`, `penstock top`, `penstock doctor cluster`, the dashboard, Prometheus.
-It decides a slot's remark, whether a worker counts as lost and how a rate is written; a display decides only the
-layout. Pure functions of the message `StatusReply`.
+Every display uses this view: `penstock status`, `penstock top`, `penstock doctor cluster`, the dashboard, Prometheus.
+The view decides what is remarked about a slot, whether a worker counts as lost, and how a rate is written. A display
+decides only the layout. All functions are pure functions of the message `StatusReply`.
 
-`--json` and /api/status.json have these fields by these names: scripts rely on them (docs/cli.md). So protobuf's JSON
-is not used; it would also write every 64-bit number as text. The properties are for people.
+The output of `--json` and /api/status.json has the fields of these classes under the same names, on which scripts rely
+(docs/cli.md). So protobuf's own JSON is not used; it would also write every 64-bit number as text. Properties are texts
+for people, and are not in the output.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ __all__ = [
 ]
 
 LATELY_S = 600.0
-"""Seconds during which a fault or a lost worker is shown."""
+"""Seconds for which a fault or a lost worker is shown after it happened."""
 PHASES = ("waiting", "starting", "ready", "failed")
 
 Alarm = Literal["", "info", "warn", "bad"]
-"""Urgency of a row: "info" for states that end by themselves."""
+"""Urgency of a row in a display. "info" is for conditions that end without action."""
 _View = TypeVar("_View")
 
 
@@ -65,7 +66,7 @@ class SlotView:
     target_worker: str | None
     generation: int
     phase: str
-    """Name of the SlotPhase."""
+    """Name of the slot's SlotPhase."""
     queued: int
     batches_per_s: PerSecond
     batch_s: Annotated[float, 6] | None
@@ -83,13 +84,14 @@ class SlotView:
 
     @property
     def remark(self) -> str:
-        """Return a remark: the slot's error, else a long activity of its runner, else the reason why the slot moved."""
+        """Remark about the slot: its error; else an activity of its runner that takes long; else the reason why it
+        moved."""
         said = f"{self.error['name']}: {self.error['message']}" if self.error else self.doing or self.note or ""
         return " ".join(said.split())
 
     @property
     def saved(self) -> str:
-        """Return the age of the slot's newest durable snapshot, as text."""
+        """Age of the slot's newest durable snapshot, as text."""
         return "" if self.snapshot_age_s is None else f"{seconds(self.snapshot_age_s)} ago"
 
     @property
@@ -100,7 +102,7 @@ class SlotView:
 
     @property
     def urgency(self) -> tuple[int, float]:
-        """Return a sort key; the most urgent slot has the largest."""
+        """Sort key; the most urgent slot has the largest."""
         return {"READY": 0, "FAILED": 2}.get(self.phase, 1), self.wait_share
 
 
@@ -123,7 +125,7 @@ class BoxView:
 
     @property
     def going(self) -> bool:
-        """Return whether the box's loop takes steps."""
+        """True if the box's loop takes steps."""
         return self.live and not self.epoch_ended
 
     @property
@@ -137,7 +139,7 @@ class BoxView:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Bottleneck of a run."""
+    """Bottleneck of a run, as text for people."""
 
     kind: str
     input_bound: bool
@@ -172,7 +174,7 @@ _NO_BOX = Finding("", False, "Its training job has ended, or has not reported.",
 
 @dataclass(frozen=True, slots=True)
 class StateView:
-    """State that was fetched, for a checkpoint or by an operator."""
+    """State of a run that was fetched, for a checkpoint or by an operator."""
 
     step: int
     asker: str
@@ -185,7 +187,7 @@ class StateView:
 
 @dataclass(frozen=True, slots=True)
 class RunView:
-    """A run. Its rates are those of its live boxes."""
+    """Run of a job. Its rates are those of its live boxes."""
 
     run: str
     attempt: int
@@ -208,7 +210,7 @@ class RunView:
 
     @property
     def finding(self) -> Finding:
-        """Return the run's bottleneck; a finding without a title if it has none."""
+        """Bottleneck of the run; a finding without a title if there is none."""
         return self.bottleneck or _NO_BOX
 
     @property
@@ -217,7 +219,7 @@ class RunView:
 
     @property
     def figures(self) -> list[str]:
-        """Return the run's figures as text. `queued`: batches ready at a slot, on average."""
+        """Numbers about the run, as text. `queued` is the average number of batches that are ready at a slot."""
         step, slots = min((box.step for box in self.boxes), default=0), self.slots
         queued = sum(slot.queued for slot in slots) / max(1, len(slots))
         return [
@@ -262,7 +264,7 @@ class WorkerView:
 
 @dataclass(frozen=True, slots=True)
 class EventView:
-    """Event of the coordinator's event log."""
+    """Event in the coordinator's event log."""
 
     kind: str
     fault: bool
@@ -325,7 +327,7 @@ class ClusterView:
 
     @property
     def totals(self) -> list[tuple[str, str, str, Alarm]]:
-        """Return (what, count, total or "", alarm) of all open runs together."""
+        """Rows (what, count, total or "", alarm) for all open runs together."""
         boxes = [box for run in self.open_runs for box in run.boxes]
         slots = Counter(slot.state for box in boxes for slot in box.slots)
         live = [box for box in boxes if box.live]
@@ -344,7 +346,7 @@ class ClusterView:
 
 
 def view(reply: pb.StatusReply, address: str = "") -> ClusterView:
-    """Return the view of a status. `address`: coordinator's address, as the caller gave it."""
+    """Return the view of a coordinator's status. address: address of the coordinator, as the caller gave it."""
     return ClusterView(
         coordinator=_read(CoordinatorView, reply, address=address),
         recommended_workers=reply.recommended_workers,
@@ -355,7 +357,7 @@ def view(reply: pb.StatusReply, address: str = "") -> ClusterView:
 
 
 def worker_view(worker: pb.WorkerStatus) -> WorkerView:
-    """Return the view of a worker."""
+    """Return the view of a worker's status."""
     return _read(WorkerView, worker, allow=tuple(worker.allow))
 
 
@@ -388,8 +390,8 @@ def _slot(run: str, box: int, slot: pb.SlotView) -> SlotView:
 
 
 def _read(cls: type[_View], message: Any, **own: Any) -> _View:
-    """Return a view with the message's fields of the same names, except `own`. An empty field becomes None where the
-    view allows it."""
+    """Return a view of class `cls` whose fields have the values of the message's fields with the same names. `own`:
+    values for other fields. An empty field becomes None where the view allows it."""
     kind: Any = cls
     for name, digits, optional, presence in _plan(kind, message.DESCRIPTOR):
         if name in own:
@@ -405,7 +407,8 @@ def _read(cls: type[_View], message: Any, **own: Any) -> _View:
 
 @cache
 def _plan(kind: Any, descriptor: Any) -> Sequence[tuple[str, int | None, bool, bool]]:
-    """Return (name, digits, may be None, the message has presence) of each field that a message has."""
+    """Return, for each field of a view that the message has: its name, number of digits to round to, whether it may be
+    None, and whether the message records its presence."""
     there, plan = descriptor.fields_by_name, []
     for name, hint in get_type_hints(kind, include_extras=True).items():
         if name in there:

@@ -1,7 +1,7 @@
 """Counters and histograms of a process, as plain numbers without a library.
 
-A histogram is like one of Prometheus: counts of values up to each of a few fixed bounds. Adding a value takes a search
-among a dozen numbers.
+A histogram is like one of Prometheus: for each of a few fixed bounds it counts the values up to the bound. Adding a
+value takes one search among a dozen numbers.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from itertools import accumulate
 __all__ = ["CallCounters", "Histogram"]
 
 CALL_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-"""Bounds of call durations, seconds: from a call on an idle coordinator to most deadlines. Long polls end within a few
-seconds."""
+"""Bounds of the histograms of call durations in seconds. They reach from a call of an idle coordinator to the longest
+usual deadline. Long polls end within a few seconds."""
 
 
 class Histogram:
-    """Histogram: counts of values up to each of `bounds`."""
+    """Histogram of values, counted by the smallest of `bounds` that each does not exceed."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(bounds)
@@ -27,7 +27,7 @@ class Histogram:
         self._counts = [0] * (len(bounds) + 1)
 
     def add(self, value: float) -> None:
-        """Enter a value."""
+        """Count a value."""
         self._counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
@@ -38,13 +38,13 @@ class Histogram:
 
 
 class CallCounters:
-    """Calls that a server has answered."""
+    """Counters of the calls that a server has answered."""
 
     def __init__(self) -> None:
         self.answered: Counter[tuple[str, str]] = Counter()
-        """(method, status) -> number of calls."""
+        """Number of calls, by (method, status)."""
         self.seconds: defaultdict[str, Histogram] = defaultdict(lambda: Histogram(CALL_BOUNDS_S))
-        """Method -> durations, seconds."""
+        """Durations of calls in seconds, by method."""
 
     def add(self, method: str, status: str, seconds: float) -> None:
         """Count an answered call."""

@@ -4,8 +4,8 @@ Names, errors and addresses come from peers, and a runner's output comes from us
 screen, forge a line of the log, or fill a disk. So characters that are not printable are escaped, continuation lines
 are indented, and the length of messages is limited. In JSON each record is one line of ASCII.
 
-The subject of a record is in its attributes (`about`), not only in its text: run, attempt, box, slot, generation, step,
-worker. Both formats show them, and a user's own formatter finds them there.
+What a record is about (run, attempt, box, slot, generation, step, worker) is in attributes of the record (see `about`),
+not only in its text. Both formats show these attributes, and a user's own formatter can read them.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ __all__ = [
 ]
 
 LONGEST = 32 << 10
-"""Longest message, characters: an error with its remote traceback has up to 24 Ki."""
+"""Largest number of characters in a message. An error with its remote traceback has up to 24 Ki."""
 FIELD = 1000
-"""Longest field of a record, characters: a name has up to 200."""
+"""Largest number of characters in a field of a record. A name has up to 200."""
 FIELDS = ("run", "attempt", "box", "slot", "generation", "step", "worker")
-"""Attributes of a record that name its subject."""
+"""Attributes of a record that name what it is about."""
 _IN_TEXT = ("run", "box", "slot", "step")
 """Attributes that the text format appends unless the message contains them."""
 
 
 def about(**fields: str | int) -> dict[str, str | int]:
-    """Return `extra` for a log call: the record's subject, by the names in FIELDS."""
+    """Return the argument `extra` of a log call, which names what the record is about. fields: by the names in
+    FIELDS."""
     unknown = fields.keys() - set(FIELDS)
     if unknown:
         raise ValueError(f"fields of a record must be in {sorted(FIELDS)}, got {sorted(unknown)}")
@@ -50,13 +51,13 @@ def about(**fields: str | int) -> dict[str, str | int]:
 
 
 class SubjectLogger(logging.LoggerAdapter[logging.Logger]):
-    """Logger whose records all have the same subject."""
+    """Logger that adds the same fields (see `about`) to all its records."""
 
     def __init__(self, logger: logging.Logger, **fields: str | int) -> None:
         super().__init__(logger, about(**fields))
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """Add the subject to a call's `extra`, whose own fields have priority."""
+        """Add the logger's fields to a call's `extra`. Fields of the call itself have priority."""
         assert self.extra is not None
         kwargs["extra"] = {**self.extra, **(kwargs.get("extra") or {})}
         return msg, kwargs
@@ -72,20 +73,20 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def _says(message: str, name: str, value: str) -> bool:
-    """Return whether the message contains a field: a run's name, or for other fields a text such as "slot 3"."""
+    """Return whether the message already names a field's value: a run's name, or a text such as "slot 3"."""
     return value in message if name == "run" else re.search(rf"\b{name} {re.escape(value)}\b", message) is not None
 
 
 def printable(text: str) -> str:
-    """Return the text with all characters escaped that are not printable on one line."""
+    """Return the text with every character escaped that is not printable, line breaks included."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def plain(text: str, longest: int = LONGEST) -> str:
-    """Return a peer's text, which may have several lines, cut to `longest` characters and with unprintable characters
-    escaped."""
+    """Return a peer's text, shortened to `longest` characters and with unprintable characters escaped. Line breaks are
+    kept."""
     return "\n".join(printable(line.replace("\t", "    ")) for line in _cut(text, longest).split("\n"))
 
 
@@ -94,17 +95,17 @@ def _cut(text: str, longest: int = LONGEST) -> str:
 
 
 class RepeatedWarnings:
-    """Rate limit on warnings that an unauthenticated peer can cause at any rate. A source gets one warning in `EVERY_S`
-    seconds, all sources together `AT_ONCE` in that time. Each warning is truncated, and states how many were omitted
-    before it.
+    """Rate limit for warnings that unauthenticated peers can cause. One source may cause one warning in `EVERY_S`
+    seconds, and all sources together `AT_ONCE` in that time. Each warning is shortened, and states how many were
+    omitted before it.
 
-    clock: monotonic seconds.
+    clock: function that returns a monotonic time in seconds.
     """
 
     EVERY_S = 10.0
     AT_ONCE = 20
     LONGEST = 400
-    """Longest warning, characters."""
+    """Largest number of characters in a warning."""
 
     def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
         self._logger = logger
@@ -125,21 +126,23 @@ class RepeatedWarnings:
 
 
 class OneLine(logging.Formatter):
-    """Formatter that indents all lines of a record but the first, so that no text in it looks like another record."""
+    """Formatter that indents all lines of a record except the first, so that no text inside a record looks like another
+    record."""
 
     def format(self, record: logging.LogRecord) -> str:
         return "\n    ".join(map(printable, _cut(super().format(record)).split("\n")))
 
 
 def log_lines(form: str, level: int | str) -> None:
-    """Log to standard error in this format, with text from peers escaped."""
+    """Start to log to standard error in the format `form`, with text from peers escaped."""
     handler = logging.StreamHandler()
     handler.setFormatter(OneLine(form))
     logging.basicConfig(level=level, handlers=[handler])
 
 
 class TextLines(OneLine):
-    """Formatter for people. It appends a record's subject to the first line, unless the message contains it."""
+    """Formatter for people. It appends the fields in `_IN_TEXT` to the first line, unless the message names them
+    already."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -157,9 +160,10 @@ class TextLines(OneLine):
 
 
 class JsonLines(logging.Formatter):
-    """Formatter for machines: one object per line, with time (UTC, RFC 3339), level, logger, message, pid, and subject.
+    """Formatter for machines. A record is one JSON object on one line: time (UTC, RFC 3339), level, logger, message,
+    pid, and the fields in FIELDS.
 
-    always: fields that are added to every record of the process.
+    always: further fields that are added to every record of the process.
     """
 
     def __init__(self, always: Mapping[str, str | int] | None = None) -> None:

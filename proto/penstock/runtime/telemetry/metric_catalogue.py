@@ -1,13 +1,13 @@
 """Catalogue of all metrics that Penstock exports: name, type, unit, labels, meaning, and process.
 
-Readings of a scrape are checked against this list (penstock.runtime.web.prometheus);
-the table of docs/metrics.md, the Grafana dashboard and the alerts are tested against it.
+The values of a scrape are checked against this list (penstock.runtime.web.prometheus); the table of docs/metrics.md,
+the Grafana dashboard and the alerts are tested against it.
 
 Rules. Names are `penstock_<noun>_<unit>`, in base units; those of counters end in `_total`. Each name is exported by
 one kind of process, so that a sum over all targets counts nothing twice; metrics of the training job begin with
-`penstock_client_`. No label has a value for each step, batch or state. Series of a slot are exported by its worker and
-not by the coordinator, which may have 10,000 slots. A value that may decrease (a step, after a resume) is a gauge; a
-counter counts from the start of its subject.
+`penstock_client_`. No label has a value for each step, batch or state. Time series of a slot are exported by its worker
+and not by the coordinator, which may have 10,000 slots. A value that may decrease, such as a step after a resume, is a
+gauge. A counter counts from the start of the process or object that it belongs to.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Kind = Literal["counter", "gauge", "histogram"]
 
 @dataclass(frozen=True)
 class Metric:
-    """Metric of the catalogue. `help`: the text in a scrape and in the documentation."""
+    """Metric in the catalogue. `help`: its text in a scrape and in the documentation."""
 
     processes: tuple[Process, ...]
     name: str
     kind: Kind
     unit: str
-    """Base unit; "" for a count or a number without a unit."""
+    """Base unit; "" for a count or another number without a unit."""
     labels: tuple[str, ...]
     help: str
 

@@ -1,7 +1,7 @@
 """Display of progress as one line: redrawn in place on a terminal, otherwise a new line every LOG_S seconds.
 
-It does not use rich, because rich's live displays hide the cursor until they are stopped, which a killed job does not
-do, and because the training process would have to import rich for one line.
+The package rich is not used. Its live displays hide the cursor until they are stopped, so a killed job would leave the
+cursor hidden. Besides, the training process would have to import rich for one line.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 __all__ = ["Progress"]
 
 TERMINAL_S, LOG_S = 0.5, 10.0
-"""Seconds between two lines, on a terminal and otherwise."""
+"""Seconds between two lines: on a terminal, and elsewhere."""
 
 
 class Progress:
@@ -26,12 +26,12 @@ class Progress:
         self._drawn = False
 
     def due(self) -> float:
-        """Return the seconds since the last line, if the next one is due; otherwise 0."""
+        """Return the seconds since the last line if the next line is due, else 0."""
         passed = time.monotonic() - self._shown_at
         return passed if passed >= (TERMINAL_S if self._terminal else LOG_S) else 0.0
 
     def show(self, text: str) -> None:
-        """Show this line instead of the last one."""
+        """Show a line. On a terminal it replaces the previous one."""
         self._shown_at = time.monotonic()
         if self._terminal:  # a line that wraps could not be drawn over
             text = f"\r\x1b[K{text[: shutil.get_terminal_size().columns - 1]}"
@@ -39,7 +39,7 @@ class Progress:
         self._drawn = True
 
     def finish(self) -> None:
-        """Keep the last line on the terminal."""
+        """End the display, so that later output does not overwrite the last line on a terminal."""
         if self._terminal and self._drawn:
             self._write("\n")
         self._drawn = False

@@ -7,7 +7,7 @@ import time
 __all__ = ["INPUT_BOUND", "clock", "percent", "rate", "seconds", "size", "topology"]
 
 INPUT_BOUND = 0.05
-"""Share of its time that a box waits, above which it is bound by its input."""
+"""Share of the time (0 to 1) that a box must wait for data to be called input-bound."""
 
 
 def seconds(value: float) -> str:
@@ -35,12 +35,12 @@ def rate(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Return a share of 1 as text: 26%."""
+    """Return a share from 0 to 1 as text: 26%."""
     return f"{100 * share:.0f}%"
 
 
 def clock(at: float) -> str:
-    """Return seconds since the Unix epoch as this machine's time of day."""
+    """Return a time in seconds since the Unix epoch as a time of day, in this machine's time zone."""
     return time.strftime("%H:%M:%S", time.localtime(at))
 
 

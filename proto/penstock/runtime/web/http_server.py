@@ -1,4 +1,4 @@
-"""Small web server for a process's pages about itself, for a browser or a collector of metrics.
+"""Small web server for pages about a process: for a browser, or for a program that collects metrics.
 
 It is read-only. Routes take no arguments from the request, so nothing can be injected; they run on a thread of the
 server, and their data must be safe to read there. Python's own server is enough for a handful of readers, and costs the
@@ -40,9 +40,10 @@ __all__ = ["Page", "Route", "WebServer"]
 _log = logging.getLogger("penstock.web")
 
 REQUEST_S = 10.0
-"""Deadline for a request and its reply, seconds, after which a slow caller no longer holds a thread."""
+"""Deadline in seconds for receiving a request and sending the reply. A slow client is disconnected then, so that it
+does not keep a thread."""
 AT_ONCE = 64
-"""Largest number of requests at a time; further connections are closed."""
+"""Largest number of requests that are processed at a time. Further connections are closed."""
 _HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -54,7 +55,7 @@ _HEADERS = {
 
 @dataclass(frozen=True)
 class Page:
-    """Reply of a route."""
+    """Reply to a request."""
 
     content_type: str
     body: bytes
@@ -65,7 +66,7 @@ Route = Callable[[], Page]
 
 
 class WebServer:
-    """Web server of `routes`, from its construction until `close`.
+    """Web server for the pages in `routes`. It runs from its construction until `close`.
 
     Args:
         listen: "host:port"; port 0 takes a free one.
@@ -109,7 +110,7 @@ class WebServer:
         _listening.add(self._server)
 
     def close(self) -> None:
-        """Stop listening; requests under way end by themselves."""
+        """Stop listening. Requests in progress end by themselves."""
         # The thread sleeps until a connection arrives or the socket is shut down, so that it need not poll.
         self._server.socket.shutdown(socket.SHUT_RDWR)
         self._server.shutdown()
@@ -122,8 +123,8 @@ _listening: weakref.WeakSet[_Server] = weakref.WeakSet()
 
 
 def _leave_to_the_parent() -> None:
-    """Close the sockets in a forked child, which has no threads to answer. Otherwise callers would wait for ever, and
-    the port would stay in use."""
+    """Close the server's sockets in a forked child, which has no threads to answer. Otherwise clients would wait
+    forever, and the port would stay in use."""
     for server in list(_listening):
         server.socket.close()
     _listening.clear()
@@ -133,13 +134,14 @@ os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 
 class _AccessCheck:
-    """Access check of a request."""
+    """Check whether a request may read a page."""
 
     def __init__(self, tokens: str, *, local: bool) -> None:
         self._tokens = Tokens(tokens) if not local else None
 
     def refuses(self, headers: Message) -> HTTPStatus | None:
-        """Return the status of a refused request; None if it is allowed. Header names ignore case (RFC 9110)."""
+        """Return the HTTP status with which a request is refused; None if it is allowed. Header names ignore case (RFC
+        9110)."""
         if len(headers.get_all("Host", ())) > 1:  # a proxy may have checked another one of them
             return HTTPStatus.BAD_REQUEST
         if self._tokens is None:
@@ -154,7 +156,7 @@ class _AccessCheck:
 
 
 def _shown(authorization: str) -> str:
-    """Return the token of a header: a bearer token, or the password of the browser's dialogue."""
+    """Return the token in an Authorization header: a bearer token, or the password from the browser's dialogue."""
     scheme, _, value = authorization.partition(" ")
     if scheme.lower() == "bearer":
         return value.strip()
@@ -170,7 +172,8 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
     request_queue_size = 2 * AT_ONCE
-    """Backlog of connections. With Python's 5, more connections at a time would have to retry after a second."""
+    """Backlog of connections. With Python's default of 5, further simultaneous connections would have to retry after a
+    second."""
 
     def __init__(
         self, address: tuple[str, int], routes: Mapping[str, Route], access: _AccessCheck, files: Renewing | None
@@ -194,7 +197,7 @@ class _Server(ThreadingHTTPServer):
             self._room.release()
 
     def finish_request(self, request: Any, client_address: Any) -> None:
-        """Do the handshake on the request's thread, so that a slow one does not delay other requests."""
+        """Do the TLS handshake on the request's own thread, so that a slow one does not delay other requests."""
         request.settimeout(REQUEST_S)
         if self._files is None or self._context is None:
             super().finish_request(request, client_address)
@@ -209,7 +212,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Patient(io.RawIOBase):
-    """Reader of a socket with one deadline for all reads together."""
+    """Reader of a socket with one deadline for all its reads together."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock, self._until = sock, time.monotonic() + REQUEST_S

@@ -1,8 +1,7 @@
 """Metrics of a process in the format of Prometheus, read at each scrape.
 
-A scrape reads values that the process keeps anyway, and gives them the names of
-penstock.runtime.telemetry.metric_catalogue. So metrics cost nothing without scrapes. prometheus-client is imported only
-if metrics are requested.
+A scrape reads values that the process keeps anyway, under the names in penstock.runtime.telemetry.metric_catalogue. So
+metrics cost nothing between scrapes. prometheus-client is imported only if metrics are requested.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Collector", "MetricReadings", "cpu_seconds", "in_loop", "metrics_route", "require_prometheus"]
 
 LOOP_DEADLINE_S = 5.0
-"""Deadline for an event loop to answer a scrape, seconds. Prometheus itself waits 10 s."""
+"""Seconds within which an event loop must answer a scrape. Prometheus itself waits 10 s."""
 _TEXT = "text/plain; version=0.0.4; charset=utf-8"
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -46,7 +45,7 @@ def require_prometheus() -> None:
 
 
 class MetricReadings:
-    """Readings of a process at one scrape."""
+    """Values of a process's metrics at one scrape."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -54,7 +53,7 @@ class MetricReadings:
         self.add("penstock_build_info", 1, process=process, version=VERSION)
 
     def add(self, name: str, value: float | Histogram, **labels: object) -> None:
-        """Add a value under a name of the catalogue, with exactly its labels."""
+        """Add the value of a metric. name: its name in the catalogue. labels: exactly the labels in the catalogue."""
         metric = BY_NAME[name]
         if self._process not in metric.processes or set(labels) != set(metric.labels):
             raise ValueError(
@@ -63,7 +62,7 @@ class MetricReadings:
         self._found[name].append(([str(labels[label]) for label in metric.labels], value))
 
     def families(self) -> Iterator[Family]:
-        """Yield the readings for prometheus-client."""
+        """Yield the values in the form that prometheus-client takes."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
         for name, samples in self._found.items():
@@ -85,7 +84,7 @@ class MetricReadings:
 
 
 class Collector:
-    """Collector for prometheus-client's registries: calls `read` at each scrape, on the scrape's thread."""
+    """Collector for prometheus-client's registries. It calls `read` at each scrape, on the scrape's thread."""
 
     def __init__(self, read: Callable[[], MetricReadings]) -> None:
         self._read = read
@@ -95,14 +94,14 @@ class Collector:
         return self._read().families()
 
     def describe(self) -> Iterable[Family]:
-        """Return an empty list. Without this method a registry would scrape to get the names."""
+        """Return an empty list. Without this method a registry would make a scrape to learn the metrics' names."""
         return ()
 
 
 def metrics_route(collector: Collector) -> Route:
-    """Return a page of the process's metrics, with its memory and descriptors.
+    """Return the function for a web page with the process's metrics, including its memory and descriptors.
 
-    Raises InvalidArgumentError where prometheus-client is not installed.
+    Raises InvalidArgumentError if prometheus-client is not installed.
     """
     require_prometheus()
     from prometheus_client import CollectorRegistry, ProcessCollector
@@ -115,7 +114,8 @@ def metrics_route(collector: Collector) -> Route:
 
 
 def in_loop(loop: asyncio.AbstractEventLoop, read: Callable[[], _Result]) -> _Result:
-    """Call `read()` on the thread of an event loop, which alone may read its data, from another thread.
+    """Call `read()` on the thread of an event loop, and return its result to this thread. Only the loop's thread may
+    read the loop's data.
 
     Raises DeadlineError if the loop does not run it in time.
     """
@@ -132,7 +132,8 @@ def in_loop(loop: asyncio.AbstractEventLoop, read: Callable[[], _Result]) -> _Re
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
-    """Return the processor seconds of processes and of those that they have waited for; 0 for one that is gone."""
+    """Return the processor time in seconds of some processes and of the children that they have waited for. A process
+    that has ended counts as 0."""
     ticks = 0
     for pid in pids:
         try:

@@ -3,7 +3,7 @@
     FOLDER/.penstock/remote             address that the folder's files come from
     FOLDER/.penstock/index.json         version of the remote's index when it was fetched
     FOLDER/.penstock/eviction           lock of the process that counts bytes and evicts
-    FOLDER/.penstock/shards/KEY         lock shared by the shard's users; text: a ShardVersion, time: the last use
+    FOLDER/.penstock/shards/KEY         lock shared by the shard's users; text: a ShardVersion, mtime: the last use
     FOLDER/.penstock/prefetched/KEY     lock shared by processes that prefetched the shard and have not used it yet
     FOLDER/.penstock/fetching/KEY       lock of the process that fetches the shard; KEY!... are its temporary files
 
@@ -29,20 +29,19 @@ from penstock.runtime.files.plain_files import is_ours, read_plain
 __all__ = ["LONGEST_PAUSE_S", "STATE", "CacheState"]
 
 STATE = ".penstock"
-"""Name of the state folder in the cache's folder."""
+"""Name of the folder, inside a cache's folder, that holds the cache's locks and records."""
 
 LONGEST_PAUSE_S = 0.02
-"""Longest pause between two tries at a lock, in seconds."""
+"""Longest pause between two attempts to take a lock, in seconds."""
 
 
 class CacheState:
-    """State of one cache folder, for one process."""
+    """Locks and records in the state folder of one cache, as one process uses them."""
 
     def __init__(self, folder: Path, remote: RemoteFolder | None, timeout_s: float, group: int | None = None) -> None:
         """
         Args:
-            group: group whose members share the folder; None: the folder belongs to this user alone. Paths in the state
-                are relative to the folder.
+            group: ID of the Unix group whose members share `folder`; None: the folder belongs to this user alone.
         """
         self.root = str(folder)
         self._group = group
@@ -54,7 +53,7 @@ class CacheState:
         self.prefetched = f"{STATE}/prefetched"
         self.fetching_folder = f"{STATE}/fetching"
         self.closing = threading.Event()
-        """Event that ends all waits with an error."""
+        """Event that is set when the cache closes. Every wait for a lock then raises ShardUnavailableError."""
         self._prepared = False
 
     def prepare(self) -> None:
@@ -73,8 +72,8 @@ class CacheState:
         self._prepared = True
 
     def _make_folders(self) -> None:
-        """Make the folders. Raises DatasetError if one belongs to another user, who could put links or forged versions
-        into it."""
+        """Make the cache's folder and its state folders. Raises DatasetError if another user owns one, because that
+        user could put links or forged shard versions into it."""
         refuse_strange_links(Path(self.root))
         made = False
         with contextlib.suppress(FileExistsError):
@@ -118,7 +117,8 @@ class CacheState:
             os.close(folder)
 
     def _share(self, folder: int) -> None:
-        """Share a folder with the group, if there is one; files made in it inherit the group."""
+        """Let the cache's group write to a folder; files made in it inherit the group. `folder`: its descriptor. Does
+        nothing if the cache has no group."""
         if self._group is None:
             return
         with contextlib.suppress(PermissionError):  # the folder belongs to another member of the group
@@ -135,8 +135,8 @@ class CacheState:
         )
 
     def _check_remote(self) -> None:
-        """Record the remote, or compare it with the recorded one, because two datasets may have shards of equal names
-        and sizes."""
+        """Record in the folder which remote its files come from. Raises DatasetError if another remote is recorded,
+        because files of two datasets may have the same names and sizes."""
         if self._remote is None:
             return
         identity = self._remote.identity.encode()
@@ -166,8 +166,9 @@ class CacheState:
     def fetching(
         self, key: str, until: float, name: str, busy: Callable[[], object] | None = None
     ) -> Iterator[Callable[[str], Path]]:
-        """Hold the fetch lock of a key; yield a function that names temporary files, which are removed afterwards.
-        `busy` is called if another process holds the lock."""
+        """Hold the lock of the process that fetches the shard `key`. Yields a function that names temporary files,
+        which are removed afterwards. `until`: deadline (monotonic time); `name`: file to name in errors; `busy`: called
+        whenever another process holds the lock."""
         base = f"{self.fetching_folder}/{key}"
         lock = self.wait(base, until, name, shared=False, busy=busy)
         try:
@@ -178,7 +179,8 @@ class CacheState:
             self._clear(base, lock)
 
     def _clear(self, base: str, lock: FileLock) -> None:
-        """Remove a fetcher's temporary files, then its lock file."""
+        """Remove the temporary files of a process that fetched a shard, then its lock file at `base`, and release the
+        lock."""
         try:
             with contextlib.suppress(FileNotFoundError):  # the folder was removed
                 self.remove_temporary(base)
@@ -187,7 +189,7 @@ class CacheState:
             lock.release()
 
     def remove_temporary(self, base: str) -> None:
-        """Remove a fetcher's temporary files. `base`: path of its lock file."""
+        """Remove the temporary files of a process that fetches a shard. `base`: path of that process's lock file."""
         with parent_of(self.root, base) as (folder, name):
             listed = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
             try:
@@ -202,8 +204,9 @@ class CacheState:
     def wait(
         self, path: str, until: float, name: str, *, shared: bool, busy: Callable[[], object] | None = None
     ) -> FileLock:
-        """Wait for the lock at `path` and return it. `name`: file to name in errors; "" for the whole cache. Raises
-        ShardUnavailableError."""
+        """Take the lock at `path`, and return it. Waits until `until` (monotonic time) while another process holds it,
+        and calls `busy` after each failed attempt. `name`: file to name in errors; "" for the whole cache. Raises
+        ShardUnavailableError at the deadline, or if the cache is closing."""
         pause = 0.0005
         while True:
             self.check_open(name)
@@ -241,7 +244,7 @@ class CacheState:
 
 
 def _holder(path: str) -> str:
-    """Return the holder of a lock, from the lock's text."""
+    """Return who holds a lock, as words for an error, from the process ID in the lock file."""
     try:
         text = read_plain(path, LONGEST_TEXT)
     except OSError:

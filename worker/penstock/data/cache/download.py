@@ -32,11 +32,12 @@ from penstock.runtime.files.plain_files import open_plain, read_plain
 __all__ = ["Downloads", "put"]
 
 ATTEMPTS = 2
-"""Number of downloads of a file that arrives corrupt, before an error is raised."""
+"""Number of times that a file is downloaded if it arrives corrupt each time. An error is raised after the last."""
 
 
 def put(data: bytes, temporary: Path, folder: Path, name: str, source: str) -> None:
-    """Write a file below a folder, either completely or not at all."""
+    """Write a file below `folder`, either completely or not at all. `temporary`: path at which the bytes are written
+    first; `source`: where they come from, for errors."""
     try:
         with open(temporary, "wb", buffering=0, opener=open_plain) as file:
             view = memoryview(data)
@@ -66,7 +67,7 @@ def _name(temporary: Path, folder: Path, name: str) -> None:
 
 @dataclass(frozen=True)
 class _Numbered:
-    """Function from a kind ("raw", "packed") to a temporary path, for one file of a shard."""
+    """Callable that returns the temporary path of one file of a shard, by the file's kind ("raw" or "packed")."""
 
     temporary: Callable[[str], Path]
     number: int
@@ -76,7 +77,7 @@ class _Numbered:
 
 
 class Downloads:
-    """Downloads of shards, with the settings of a cache."""
+    """Downloads of a dataset's shards into one cache folder."""
 
     def __init__(
         self, remote: RemoteFolder | None, folder: Path, *, validate: str | Literal[False] | None, keep_packed: bool
@@ -100,31 +101,34 @@ class Downloads:
         return origin_of(shard, self._remote.local if self._remote else None)
 
     def accepts(self, version: ShardVersion, shard: Shard) -> bool:
-        """Return True if `version` is of the files that the index lists now, and was verified as configured."""
+        """Return True if `version` belongs to the files that the index lists now, and was verified by the configured
+        hash."""
         if version.origin != self.origin(shard):
             return False
         return version.hash == self._validate if self._validate else bool(version.hash) or not self._verified_by(shard)
 
     def _verified_by(self, shard: Shard) -> str:
-        """Return the hash algorithm that verifies a shard; "" for none."""
+        """Return the hash algorithm that verifies a shard's files; "" if none does."""
         stored = (shard.files[0].raw, shard.files[0].packed)
         return next((name for each in stored if each and (name := self._algorithm(each))), "")
 
     def _algorithm(self, stored: StoredFile) -> str:
-        """Return the hash algorithm that verifies a file; "" for none."""
+        """Return the hash algorithm that verifies a file; "" if none does."""
         if self._validate is None:
             return fastest_of(stored.hashes)
         return self._validate or ""
 
     def forget(self, version: ShardVersion) -> None:
-        """Remove the fetched files of an outdated version: the remote has other data under these names now."""
+        """Remove the fetched files that an outdated version names, because the remote has other data under these names
+        now."""
         if self._remote is not None:
             for name, _ in (*version.evictable, *version.packed):
                 self._unlink(name)
 
     def need(self, shard: Shard, *, from_remote: bool) -> ShardVersion:
-        """Return a version that claims space for a shard before it is fetched: the largest number of bytes that the
-        shard may take on disk. `from_remote`: True if the files already in the folder were fetched."""
+        """Return the version that claims a shard's space before the shard is fetched. Its size is the largest number of
+        bytes that the shard may take on disk. `from_remote`: True if the files that are in the folder already were
+        fetched by a cache, False if the user put them there."""
         return ShardVersion(
             evictable=tuple((file.raw.name, file.raw.size) for file in shard.files),
             packed=tuple((file.packed.name, file.packed.size) for file in shard.files if file.packed),
@@ -147,8 +151,9 @@ class Downloads:
         return file.raw.size + file.packed.size
 
     def fill(self, shard: Shard, temporary: Callable[[str], Path], until: float, *, from_remote: bool) -> ShardVersion:
-        """Fetch and verify the raw files as needed; return their version. `temporary`: function from a kind ("raw",
-        "packed") to a unique path."""
+        """Fetch and verify the shard's raw files that are missing or damaged; return the version of all. `temporary`:
+        function from a kind ("raw", "packed") to a unique path; `until`: deadline (monotonic time); `from_remote`: as
+        in `need`."""
         made_of = self.origin(shard)
         raw: list[tuple[str, int, int]] = []
         packed: list[tuple[str, int]] = []
@@ -184,8 +189,8 @@ class Downloads:
         return self._folder / stored.name
 
     def _drop_strange_links(self, file: ShardFile) -> None:
-        """Remove links that another user put in place of a file in the cache's folder. They may lead to private files
-        of this user, which would be unpacked here for others to read."""
+        """Remove links that another user put in place of a shard's file in the cache's folder. Such a link may lead to
+        a private file of this user, which would be unpacked here for others to read."""
         for stored in (file.raw, file.packed):
             if stored and self._remote is not None and is_strange_link(self._own(stored)):
                 self._unlink(stored.name)
@@ -198,7 +203,8 @@ class Downloads:
         return found is not None and found[0] == stored.size
 
     def _raw(self, shard: Shard, file: ShardFile, temporary: Callable[[str], Path], until: float) -> tuple[Path, bool]:
-        """Return the path of the raw file, and True if the cache's folder already had it or its packed form."""
+        """Fetch, verify and decompress a file as needed. Returns the path of its raw form, and True if neither the raw
+        nor the packed form had to be fetched from the remote."""
         self._drop_strange_links(file)
         for path in (self._in_place(file.raw), self._own(file.raw)):
             if path and self._usable(path, file.raw):
@@ -222,8 +228,8 @@ class Downloads:
         return own, False
 
     def _usable(self, path: Path, stored: StoredFile) -> bool:
-        """Return True if a file exists and is good. Raise an error for a bad file that is the only copy; remove other
-        bad files."""
+        """Return True if a file exists, and its size and hash are right. Raises ShardCorruptError for a damaged file
+        that is the only copy; removes any other damaged file."""
         found = file_stat(str(path))
         if found is None:
             return False
@@ -239,8 +245,8 @@ class Downloads:
         return True
 
     def _is_only_copy(self, path: Path, stored: StoredFile) -> bool:
-        """Return True for a file of a local remote folder, or of a cache folder without a remote: such files are never
-        removed. One of the two folders may lie below the other."""
+        """Return True for a file that must never be removed: one in a remote that is a local folder, or one in a cache
+        folder without a remote. One of the two folders may lie below the other."""
         return self._remote is None or path == self._in_place(stored)
 
     def _verify(self, source: Path | bytes, stored: StoredFile, name: str) -> None:
@@ -282,7 +288,8 @@ class Downloads:
         self._download(packed, got, until, inflate)
 
     def _download(self, stored: StoredFile, temporary: Path, until: float, use: Callable[[str], None]) -> None:
-        """Download a file and pass its address to `use`, which verifies it. Try again if it is corrupt."""
+        """Download a file to `temporary`, then call `use` with the file's address; `use` verifies the file and gives it
+        its name. Downloads it again if it is corrupt, up to ATTEMPTS times."""
         if self._remote is None:
             raise ShardUnavailableError(
                 f"{self._own(stored)} is missing, and there is no remote to fetch it from: give remote, or put it there"
@@ -307,7 +314,8 @@ class Downloads:
                 ) from error
 
     def _inflate(self, shard: Shard, file: ShardFile, path: Path, temporary: Path) -> None:
-        """Decompress a packed file, and verify both the packed and the raw bytes."""
+        """Decompress the packed file at `path` into the cache's folder, and verify both its packed and its raw
+        bytes."""
         assert file.packed is not None
         data = read_plain(path, file.packed.size)
         source = (

@@ -1,12 +1,12 @@
 """Eviction from a cache's folder: the bytes in use, and the shards to remove when the cache needs space.
 
-One process at a time counts and evicts, under a lock. Each count reads the shards' version files (the times of all, the
-contents of those that changed), so a killed process cannot leave a wrong count. Bytes are claimed before they are
-fetched, in the shard's version file.
+One process at a time counts and evicts, under a lock. Each count reads the version files of all shards: their times,
+and the contents of those that changed. So a killed process cannot leave a wrong count. Bytes are claimed before they
+are fetched, in the shard's version file.
 
-The least recently used shard is evicted first. Raw files whose packed form stays are evicted before anything that must
-be fetched again. A shard is never evicted while a process has it locked, or if the remote no longer has it. A prefetch
-never evicts a shard that another process has prefetched and not used yet.
+The least recently used shard is evicted first. Raw files that can be decompressed again from a packed file in the cache
+are evicted before files that would have to be fetched again. A shard is never evicted while a process holds its lock,
+or if the remote no longer has it. A prefetch never evicts a shard that another process has prefetched and not used yet.
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ class _Entry(NamedTuple):
 
 
 class Eviction:
-    """Eviction by one process. Version files are cached, and read again only after a change."""
+    """Eviction from one cache's folder, by one process. The contents of version files are kept in memory, and a file is
+    read again only after a change."""
 
     def __init__(self, state: CacheState, limit: int, fetchable: Callable[[str, int], bool]) -> None:
         """
         Args:
-            fetchable: `fetchable(name, size)` returns whether the remote has that file.
+            fetchable: `fetchable(name, size)` returns True if the remote has that file, so that it can be fetched
+                again.
         """
         self._state = state
         self._limit = limit
@@ -51,8 +53,9 @@ class Eviction:
         """Evict other shards until this one fits, then claim its bytes by writing `version`. `lock`: the shard's lock,
         held by the caller.
 
-        The caller also holds the eviction lock. Returns False if there is no space; with `exceed` the version is
-        written all the same. `demand`: True if a reader waits for the shard, so that prefetched shards may be evicted.
+        The caller also holds the eviction lock. Returns False if there is not enough space; with `exceed` it then
+        writes the version and returns True nevertheless. `demand`: True if a reader waits for the shard, so that
+        prefetched shards may be evicted.
         """
         self._read()
         self._entries.pop(key, None)
@@ -81,7 +84,9 @@ class Eviction:
                     self._entries[file.name] = entry
 
     def _shrink(self, excess: int, *, whole: bool, sparing: bool) -> int:
-        """Evict until the excess is gone or nothing is left to evict; return the remaining excess in bytes."""
+        """Evict shards, the least recently used first, until `excess` bytes are freed or nothing is left to evict;
+        return the bytes that are still missing. `whole`: also evict files that must be fetched again; `sparing`: keep
+        shards that another process has prefetched and not used yet."""
         if excess <= 0:
             return excess
         for key, entry in sorted(self._entries.items(), key=lambda item: item[1].time_ns):
@@ -95,7 +100,8 @@ class Eviction:
         return excess
 
     def _evict(self, key: str, *, whole: bool, sparing: bool) -> int:
-        """Evict a shard; return the freed bytes, or 0 if it must stay."""
+        """Evict a shard; return the freed bytes, or 0 if the shard must stay. `whole` and `sparing`: as in
+        `_shrink`."""
         if sparing:
             try:
                 mark = take(self._state.root, f"{self._state.prefetched}/{key}", shared=False, create=False)

@@ -1,4 +1,4 @@
-"""Hashes of files, by the names of mosaicml-streaming: those of hashlib and xxhash."""
+"""Hash algorithms for files: those of hashlib and xxhash, by the names that mosaicml-streaming uses."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ HASHES: dict[str, Callable[[], Any]] = {
 """Constructors of hash objects by the algorithm's name."""
 
 _FAST = ("xxh3_64", "xxh3_128", "xxh128", "xxh64", "xxh32", "sha1", "blake2b", "sha256", "md5", "sha512")
-"""Algorithms by speed, the fastest first on current processors; all others come after them."""
+"""Names of hash algorithms, from the fastest to the slowest on current processors. Algorithms that are not listed count
+as slower than all of these."""
 
 PIECE = 1 << 20
 """Bytes of a file read into memory at a time."""
 
 
 def fastest_of(algorithms: Iterable[str]) -> str:
-    """Return the fastest of several algorithms; "" if none is known."""
+    """Return the name of the fastest of several algorithms; "" if none of them is known."""
     known = [name for name in algorithms if name in HASHES]
     return min(known, key=lambda name: (_FAST.index(name) if name in _FAST else len(_FAST), name), default="")
 

@@ -26,8 +26,8 @@ LONGEST_TEXT = 1 << 20
 """Largest text that is read back, in bytes."""
 
 _opening = threading.RLock()
-"""Lock held from opening a file to registering it, during a release, and during a fork. So a forked child has a
-complete list of the files to close."""
+"""Lock of this module's list of open files. It is held while a file is opened and registered, during a release, and
+during a fork, so that a forked child has a complete list of the files to close."""
 _opened: weakref.WeakSet[Descriptor] = weakref.WeakSet()
 
 
@@ -52,36 +52,37 @@ class FileLock:
         self._pid = os.getpid()
 
     def read(self) -> bytes:
-        """Return the text of the file."""
+        """Return the content of the lock file."""
         return self._held().read(LONGEST_TEXT, 0)
 
     def write(self, text: bytes) -> None:
-        """Write one line, which readers see completely or not at all. If the old text was longer, its rest is cut off
-        afterwards."""
+        """Write one line into the lock file. Readers see it completely or not at all. The rest of a longer old text is
+        cut off afterwards."""
         descriptor = self._held()
         os.pwrite(descriptor.fileno(), text, 0)
         os.ftruncate(descriptor.fileno(), len(text))
         self.touch()
 
     def touch(self, time_ns: int | None = None) -> None:
-        """Set the file's time; None: to now. Now comes from the clock, because the kernel's own file times are so
-        coarse that two writes may get the same one."""
+        """Set the lock file's modification time, in ns; None: to the current time. The current time is read from the
+        clock, because the kernel's own file times are so coarse that two writes may get the same one."""
         now = time.time_ns() if time_ns is None else time_ns
         os.utime(self._held().fileno(), ns=(now, now))
 
     def share(self, group: int) -> None:
-        """Let the members of `group` write the file. Does nothing if the file belongs to another user."""
+        """Let the members of `group` write the lock file. Does nothing if the file belongs to another user."""
         number = self._held().fileno()
         with contextlib.suppress(PermissionError):  # the file belongs to another member of the group
             os.fchown(number, -1, group)
             os.fchmod(number, 0o664)
 
     def remove(self) -> None:
-        """Remove the file; only for an exclusive holder. The lock is held until it is released."""
+        """Remove the lock file. Only an exclusive holder may call this. The lock itself is held until it is
+        released."""
         unlink_below(self.root, self.name)
 
     def release(self) -> None:
-        """Release the lock. Does nothing when called again, from any thread, or in a forked child."""
+        """Release the lock, from any thread. Does nothing if it is released already, or in a forked child."""
         if self._pid != os.getpid():
             return
         with _opening:

@@ -1,11 +1,12 @@
 """Checks that a dataset's index is still the one with which the dataset was opened, on disk or at the remote.
 
-A dataset that is overwritten while it is read yields old rows first and new rows later. If shards are verified, the
-hashes in the index detect this. This check detects it for shards that are read in place, and for a cache's folder that
-another job fills again, because writing a dataset removes or replaces its index.
+A dataset that is overwritten while it is read yields old rows first and new rows later. The hashes in the index detect
+this for shards that are verified. The checks in this module detect it for shards that are read in place, and for a
+cache's folder that another job fills again: writing a dataset removes or replaces its index.
 
-A file fetched without a hash belongs to the cached index as long as the version (ETag or time) of the remote's index
-stays the same. Comparing contents is not enough: without hashes, two datasets of equal sizes have equal indexes.
+A file without a hash is taken to belong to the cached index as long as the version (ETag or time) of the remote's index
+stays the same. Comparing the indexes' contents is not enough: without hashes, two datasets of equal sizes have equal
+indexes.
 """
 
 from __future__ import annotations
@@ -33,28 +34,29 @@ VERSION_TIMEOUT_S = 10.0
 
 @dataclass
 class IndexWatch:
-    """Watch over one index file."""
+    """Index file of an open dataset, and what it was when the dataset was opened."""
 
     path: Path
     digest: bytes
-    """Digest of the index's content."""
+    """Digest of the index's content when the dataset was opened."""
     hashed: bool
     """True if the index has a hash of each shard: an equal index then means equal data."""
     in_place: bool
     """True if the shards lie beside the index. False for a copy in a cache, which may be removed."""
     seen: tuple[int, int, int] | None
-    """Size, time in ns and inode of the file when its content was last found to be the same."""
+    """Size, modification time in ns and inode of the index file when its content was last found to be the same; None if
+    it was missing."""
     older_ns: int | None = None
-    """Time in ns of an index without hashes before it was rewritten with equal content; None if it was not. Shards that
-    are newer were rewritten too."""
+    """Modification time in ns that an index without hashes had before it was rewritten with equal content; None if it
+    was not rewritten. Shards newer than this time count as rewritten too."""
 
     @staticmethod
     def of(path: Path, content: bytes, *, hashed: bool, in_place: bool) -> IndexWatch:
         return IndexWatch(path, _digest(content), hashed, in_place, _file_version(path))
 
     def check(self, shard: Sequence[Path]) -> None:
-        """Raise DatasetError if the dataset was written again. `shard`: paths of the files that were just opened. Takes
-        one stat of the index; its content is read only after a change of its time."""
+        """Raise DatasetError if the dataset was written again since it was opened. `shard`: paths of the shard files
+        that were just opened. The index's content is read only if its time has changed."""
         seen = _file_version(self.path)
         if seen is None:
             if self.in_place:
@@ -87,24 +89,25 @@ class IndexWatch:
 
 @dataclass(frozen=True)
 class RemoteIndex:
-    """Index at a remote, of which a cache has a copy."""
+    """Index file of a dataset at a remote; a cache has a copy of it."""
 
     remote: RemoteFolder
     folder: Path
-    """The cache's folder."""
+    """Folder of the cache."""
     record: str
-    """Name of the file in that folder that records the fetched index's version for all processes of the host."""
+    """Path, relative to `folder`, of the file that records the fetched index's version for all processes of the
+    host."""
 
     def record_version(self) -> None:
-        """Record the version. Called before the index is fetched, so that a replacement during the fetch is
-        detected."""
+        """Record the current version of the remote's index. Called before the index is fetched, so that a replacement
+        during the fetch is detected."""
         version = (self._version() or "").encode()
         with parent_of(self.folder, self.record) as (folder, name):
             write_whole(Path(f"/proc/self/fd/{folder}", name), version)
 
     def check(self) -> None:
         """Raise DatasetError if the remote's index was replaced or removed since it was fetched. Does nothing if the
-        remote has no versions or does not answer; the next shard's download checks again."""
+        remote reports no versions or does not answer; the check after the next download will find out."""
         try:
             before = read_plain(self.folder / self.record, LONGEST_TEXT).decode(errors="replace")
         except FileNotFoundError:

@@ -1,7 +1,7 @@
 """The open shards of a dataset: looked up by all threads, opened once, closed when there are too many.
 
-The second-chance algorithm chooses the shard to close: the oldest that was not used since it was last considered. So a
-look-up, which happens for each sample, only sets a flag and takes no lock.
+The second-chance algorithm chooses the shard to close: the oldest one that was not used since the algorithm last
+considered it. A look-up happens for each sample; it only sets a flag and takes no lock.
 
 To close a shard here means to drop this module's reference to it. A thread that reads the shard has its own reference,
 so the file is closed after that thread has finished.
@@ -22,7 +22,7 @@ from penstock.data.formats.shards import ShardReader
 __all__ = ["MIN_OPEN", "OpenShards"]
 
 MIN_OPEN = 64
-"""Least number of shards kept open, if the limit of file descriptors allows it."""
+"""Number of shards that stay open before any is closed, if the limit of file descriptors allows it."""
 
 
 class _Open:
@@ -33,7 +33,7 @@ class _Open:
 
 
 class OpenShards:
-    """Open shards by number. Safe for threads; empty in a forked child."""
+    """Open shards of a dataset, by shard number. Safe for threads; empty in a forked child."""
 
     def __init__(self) -> None:
         self.most = MIN_OPEN
@@ -50,8 +50,8 @@ class OpenShards:
         return len(self._open)
 
     def get(self, number: int, opened: Callable[[int], tuple[HeldShard, ShardReader]]) -> ShardReader:
-        """Return the reader of a shard. `opened`: function that opens the shard if it is not open. Other threads do not
-        wait meanwhile."""
+        """Return the reader of a shard. `opened`: function that opens the shard; called if the shard is not open. Other
+        threads can look up shards meanwhile."""
         found = self._open.get(number)
         if found is None:
             found = self._add(number, _Open(*opened(number)))

@@ -1,8 +1,8 @@
 """Prefetch of shards by threads, in the order in which they will be needed.
 
 A shard that was prefetched and not used yet is marked by a lock of its own. The mark keeps other prefetching processes
-from evicting the shard; a reader that waits for space may evict it. Errors are not raised here: a reader of the shard
-gets its own.
+from evicting the shard; a reader that waits for space may evict it. A failed prefetch raises no error: the reader that
+needs the shard fetches it again, and gets the error then.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from penstock.proto.errors import PenstockError
 __all__ = ["Prefetcher"]
 
 EVICTION_PAUSE_S = 0.25
-"""Seconds between two checks for space. Repeated checks are needed, because other processes do not report when they
-release a shard."""
+"""Seconds between two attempts to prefetch when the cache is full. The cache must be checked again and again, because
+other processes do not report when they release a shard."""
 
 
 MARK_S = 10.0
-"""Seconds to wait for a shard's mark (a lock) that another process is removing."""
+"""Seconds to wait for the mark (a lock) of a prefetched shard while another process removes that mark."""
 
 
 class Prefetcher:
-    """Prefetch threads of one process. They start with the first list."""
+    """Threads of one process that prefetch shards. They start when the first list of shards is given."""
 
     def __init__(
         self, state: CacheState, threads: int, fetch: Callable[[Shard, str, Callable[[], None]], bool]
@@ -38,29 +38,30 @@ class Prefetcher:
         """
         Args:
             fetch: `fetch(shard, key, decided)` fetches a shard, or returns False if there is no space for it. It calls
-                `decided` once it has space, or must wait for another process. Only then does the next shard begin, so
-                shards get space in order.
+                `decided` once it has claimed space, or must wait for another process. The next shard's fetch begins
+                only then, so shards get space in the list's order.
         """
         self._state = state
         self._threads = threads
         self._fetch_shard = fetch
         self._changed = threading.Condition()
         self._wanted: set[str] = set()
-        """Keys of the last list that have not been used since."""
+        """Keys of the shards of the last list that this process has not used since."""
         self._queue: deque[tuple[str, Shard]] = deque()
-        """Entries of the list that no thread has taken yet."""
+        """Shards of the list that no thread has taken yet, each with its key."""
         self._moving: set[str] = set()
-        """Keys that a thread has taken."""
+        """Keys of the shards that threads are fetching."""
         self._deciding = ""
-        """Key that was taken last, while it is unknown whether there is space for it; "" otherwise."""
+        """Key of the shard that was taken last, until it is known whether there is space for it; "" otherwise."""
         self._marks: dict[str, FileLock] = {}
         """Marks (locks) of this process on prefetched shards, by key."""
         self._full_until = 0.0
-        """Time (monotonic) until which no space is assumed."""
+        """Monotonic time until which the cache is assumed to be full."""
         self._workers: list[threading.Thread] = []
 
     def want(self, shards: Sequence[tuple[str, Shard]], but: Collection[str]) -> None:
-        """Replace the list of shards to prefetch. `but`: keys in use, which are left out."""
+        """Replace the list of shards to prefetch, each given with its key. `but`: keys of shards in use, which are left
+        out."""
         with self._changed:
             self._wanted = {key for key, _ in shards}.difference(but)
             dropped = [self._marks.pop(key) for key in tuple(self._marks) if key not in self._wanted]
@@ -75,7 +76,7 @@ class Prefetcher:
             _drop(lock)
 
     def used(self, key: str) -> None:
-        """Remove the mark of a shard that this process uses now."""
+        """Remove the prefetch mark of a shard, because this process uses the shard now."""
         with self._changed:
             self._wanted.discard(key)
             lock = self._marks.pop(key, None)
@@ -83,14 +84,14 @@ class Prefetcher:
             _drop(lock)
 
     def check_space(self) -> None:
-        """Try the next prefetch at once, because there may be space now."""
+        """Let a thread try the next prefetch at once, because the cache may have space now."""
         with self._changed:
             self._full_until = 0.0
             self._changed.notify_all()
 
     def close(self) -> None:
-        """End the threads. A thread in a transfer ends when the transfer breaks off, so the caller sets
-        `CacheState.closing` first."""
+        """End the threads. The caller sets `CacheState.closing` first, because that breaks off the transfers in which
+        threads may be."""
         with self._changed:
             there, self._marks = self._marks, {}
             workers, self._workers = self._workers, []
@@ -125,7 +126,8 @@ class Prefetcher:
             self._decided(key)
 
     def _pause_s(self) -> float | None:
-        """Return the seconds until the next shard may be taken; None: until something changes."""
+        """Return the seconds until the next shard may be taken from the list; None if that has to wait for another
+        event."""
         if not self._queue or self._deciding:
             return None
         return max(0.0, self._full_until - time.monotonic())
@@ -154,7 +156,7 @@ class Prefetcher:
 
 
 def _drop(lock: FileLock) -> None:
-    """Release the mark of a prefetched shard; its last holder removes the file."""
+    """Release the mark of a prefetched shard. The last process that holds the mark removes its file."""
     lock.release()
     with contextlib.suppress(OSError):  # removed already, or not a lock any more
         last = take(lock.root, lock.name, shared=False, create=False)

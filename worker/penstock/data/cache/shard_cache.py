@@ -36,16 +36,17 @@ from penstock.runtime.files.plain_files import read_plain
 __all__ = ["HeldShard", "ShardCache"]
 
 YIELD_S = 5.0
-"""Seconds to wait for other processes to end their prefetches, before the limit is exceeded."""
+"""Seconds that a reader waits for other processes' prefetches to end, before it exceeds the cache's limit."""
 LOOK_S = 0.1
-"""Seconds to wait for other processes that lock a shard for a moment, to check it."""
+"""Seconds that a reader waits, before it exceeds the cache's limit, for processes that lock a shard only to check it. A
+locked shard cannot be evicted."""
 CONFIRM_S = 10.0
-"""Seconds to wait for the remote's answer whether it has a file."""
+"""Seconds to wait for the remote to answer whether it has a file."""
 
 
 class HeldShard:
-    """A shard that stays in the cache until `release`. Any thread may call `release`, and more than once. In a forked
-    child the object holds no shard."""
+    """A shard that stays in the cache until `release` is called. Any thread may call `release`, more than once. In a
+    forked child the object holds no shard."""
 
     __slots__ = ("_cache", "_key", "_pid", "paths")
 
@@ -71,7 +72,7 @@ class HeldShard:
 
 
 class _InUse:
-    """A shard that this process holds."""
+    """Lock and paths of a shard that this process uses, and how often it is held."""
 
     def __init__(self, lock: FileLock, paths: tuple[Path, ...]) -> None:
         self.lock = lock
@@ -80,8 +81,8 @@ class _InUse:
 
 
 class ShardCache:
-    """A cache folder. Safe for threads. A forked child starts with no shards in use and no threads. To pass it to a
-    spawned process, pickle it."""
+    """Cache folder of a dataset. Safe for threads. A forked child starts with no shards in use and no threads. The
+    object can be pickled to send it to a spawned process."""
 
     def __init__(
         self,
@@ -98,17 +99,18 @@ class ShardCache:
     ) -> None:
         """
         Args:
-            remote: origin of the files; None: the folder is the dataset, and nothing in it is ever removed.
-            limit: bytes for all processes of the host together; None: unlimited.
-            validate: None verifies what is fetched, or found without a matching version, by a hash of the index. The
-                name of an algorithm verifies by that one, also files in place; the index must have it. False verifies
-                nothing.
-            keep_packed: compressed files stay, and their inflated form is evicted first; else only the inflated one
-                stays.
-            timeout_s: seconds for one `hold`.
-            on_pressure: called when there is no space without exceeding the limit, to release what is held without
-                need.
-            group: group whose members share the folder.
+            remote: folder that the files are fetched from; None: `folder` is the dataset itself, and nothing in it is
+                ever removed.
+            limit: largest number of bytes in the folder, for all processes of the host together; None: unlimited.
+            validate: None: verify files that were fetched, or found without a matching version, by any hash that the
+                index has. Name of an algorithm: verify all files by this hash, also those used in place; the index must
+                have it. False: verify nothing.
+            keep_packed: keep compressed files beside their decompressed form, which is evicted first. False: keep only
+                the decompressed form.
+            timeout_s: seconds until a call of `hold` gives up.
+            on_pressure: called when a shard would exceed the limit, so that the owner releases shards that it does not
+                need now.
+            group: ID of the Unix group whose members share the folder; None: this user alone.
         """
         if limit is not None and limit <= 0:
             raise InvalidArgumentError(f"the limit of a cache must be above 0 bytes, got {limit}")
@@ -135,7 +137,7 @@ class ShardCache:
         self._downloads = Downloads(remote, self.folder, validate=self._validate, keep_packed=keep_packed)
         in_place = self.folder if remote is None else remote.local
         self._in_place = str(in_place) if in_place else ""
-        """Folder whose files are used in place; "" for none."""
+        """Folder whose files are used where they lie, and not copied into the cache; "" for none."""
         self._reset()
         _caches.add(self)
 
@@ -166,17 +168,17 @@ class ShardCache:
 
     @property
     def index_path(self) -> Path:
-        """Path of the file that `index` reads."""
+        """Path of the index file that `index` reads."""
         return Path(self._in_place or self.folder, INDEX)
 
     @property
     def in_place(self) -> bool:
-        """True if files are used in place."""
+        """True if files are used where they lie, and not copied into the cache."""
         return bool(self._in_place)
 
     def index(self) -> bytes:
-        """Return the index file, fetched once for the host. Raises ShardUnavailableError, or DatasetError for a file
-        that is not an index."""
+        """Return the index file's content. One process of the host fetches the file, once. Raises
+        ShardUnavailableError, or DatasetError for a file that is not an index."""
         if self._in_place:
             try:
                 return read_plain(self.index_path, LARGEST_READ)
@@ -200,14 +202,16 @@ class ShardCache:
                     put(data, temporary("raw"), self.folder, INDEX, self.remote.url_of(INDEX))
 
     def _remedy(self) -> str:
-        """Return a remedy for a folder without an index. Looks only one folder down: there may be millions of files."""
+        """Return the remedy that the error for a folder without an index gives. Looks only one folder down: there may
+        be millions of files."""
         for pattern in ("*.parquet", "*/*.parquet"):
             if any(Path(self._in_place).glob(pattern)):
                 return f"; index_parquet({self._in_place!r}) writes one of the Parquet files in it"
         return ""
 
     def _check_index(self, data: bytes) -> None:
-        """Raise DatasetError for a login page or a proxy's answer, which must not be cached as the index."""
+        """Raise DatasetError if `data` is not an index, but a login page or a proxy's answer, for example. Such data
+        must not be cached as the index."""
         assert self.remote is not None
         try:
             is_index = isinstance(json.loads(data), dict)
@@ -221,10 +225,11 @@ class ShardCache:
     # One shard
 
     def hold(self, shard: Shard) -> HeldShard:
-        """Return the shard's raw files, complete, verified, and kept until they are released. Waits for them if needed.
+        """Return the shard's raw files, complete and verified. They stay in the cache until they are released. Waits
+        for them if needed.
 
         Raises ShardUnavailableError (timeout, missing, or disk full), ShardCorruptError, or DatasetError if the index
-        lacks the hashes to validate by.
+        has no hash of the algorithm that `validate` names.
         """
         in_place = self._found_in_place(shard)
         if in_place:
@@ -260,7 +265,8 @@ class ShardCache:
         return HeldShard(self, key, in_use.paths)
 
     def _found_in_place(self, shard: Shard) -> tuple[Path, ...] | None:
-        """Return the files that are used in place and need no lock; None if any is missing or has a wrong size."""
+        """Return the paths of a shard's files where they lie; None if any is missing or has a wrong size, if files are
+        not used in place, or if they must be verified first. Files used in place need no lock."""
         if not self._in_place or self._validate:
             return None
         paths = []
@@ -295,8 +301,8 @@ class ShardCache:
     def _fill(
         self, shard: Shard, key: str, lock: FileLock, until: float, decided: Callable[[], None] | None = None
     ) -> tuple[Path, ...] | None:
-        """Fetch the shard's files, or wait for the process that fetches them. With `decided` (a prefetch, see
-        `Prefetcher`) return None if there is no space."""
+        """Fetch the shard's files, or wait for the process that fetches them; return the paths of the raw files.
+        `decided` is given for a prefetch (see `Prefetcher`), which returns None if the cache has no space."""
         with self._state.fetching(key, until, shard.name, decided) as temporary:
             paths = self._ready(shard, lock)
             if paths:
@@ -356,7 +362,8 @@ class ShardCache:
         return True
 
     def _others_fetch_ahead(self, key: str) -> bool:
-        """Return True if other processes prefetch shards other than `key`, which this process is fetching."""
+        """Return True if other processes are prefetching shards now. `key`: shard that this process is fetching, which
+        does not count."""
         prefetched = set(os.listdir(os.path.join(self._root, self._state.prefetched))) - {key}
         return not prefetched.isdisjoint(os.listdir(os.path.join(self._root, self._state.fetching_folder)))
 
@@ -381,10 +388,10 @@ class ShardCache:
     # Prefetch
 
     def fetch_ahead(self, shards: Sequence[Shard]) -> None:
-        """Prefetch these shards in this order, in threads. Replaces the list of the call before.
+        """Prefetch these shards in this order, in threads. The list replaces the one of the call before.
 
-        A prefetched shard stays until this process uses it or drops it from the list, or a waiting reader needs its
-        space. Errors are raised by `hold` only.
+        A prefetched shard stays until this process uses it or drops it from the list, or until a waiting reader needs
+        its space. Errors are raised only by `hold`.
         """
         self._state.check_open("")
         with self._lock:
@@ -395,7 +402,7 @@ class ShardCache:
         )
 
     def _prefetch_one(self, shard: Shard, key: str, decided: Callable[[], None]) -> bool:
-        """Fetch a shard that no reader waits for. Returns False if there is no space."""
+        """Fetch a shard before a reader needs it. Returns False if the cache has no space."""
         until = time.monotonic() + self._timeout_s
         lock = self._state.wait(f"{self._state.shards}/{key}", until, shard.name, shared=True)
         try:

@@ -1,7 +1,8 @@
 """The version of a shard on disk, in a file that is also the lock of the shard's users.
 
-A version records that files with these sizes and times were complete, and which hash verified them. A process that
-finds them unchanged need not verify again. The version is written last, and names all files that may be evicted.
+A version records that files with certain sizes and times were complete, and which hash verified them. A process that
+finds the files unchanged need not verify them again. The version is written after the files, and names all files that
+may be evicted.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from penstock.data.formats.shards import Shard
 __all__ = ["ShardVersion", "file_stat", "key_of", "origin_of"]
 
 _LONGEST_NAME = 200
-"""Longest file name, in characters; filesystems take 255, and temporary files' names are longer."""
+"""Longest file name that a key may be, in characters. Filesystems allow 255; temporary files append to the key."""
 
 
 def key_of(name: str) -> str:
-    """Return a file name for a shard's name; it contains no "!"."""
+    """Return a shard's key: a file name made from the shard's name, without "!"."""
     key = quote(name, safe="")
     return key if len(key) <= _LONGEST_NAME else hashlib.sha256(name.encode()).hexdigest()
 
 
 def file_stat(path: str) -> tuple[int, int] | None:
-    """Return a file's size and time in ns; None if there is none."""
+    """Return a file's size in bytes and its modification time in ns; None if the file does not exist."""
     try:
         found = os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -37,9 +38,8 @@ def file_stat(path: str) -> tuple[int, int] | None:
 
 
 def origin_of(shard: Shard, remote: Path | None) -> str:
-    """Return a digest of a shard's files as the index lists them, and of their times if the remote is a local folder. A
-    changed digest shows that another dataset was written to the same address, as far as sizes, hashes and times show
-    it."""
+    """Return a digest of a shard's files as the index lists them. If the remote is a local folder, the digest includes
+    the files' sizes and times there. A changed digest shows that other data were written to the same address."""
     digest = hashlib.sha256()
     for file in shard.files:
         for stored in (file.raw, file.packed):
@@ -51,21 +51,22 @@ def origin_of(shard: Shard, remote: Path | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ShardVersion:
-    """Version of one shard. Paths are relative to the cache's folder, or absolute for files used in place."""
+    """Record of one shard's complete files. Paths are relative to the cache's folder, or absolute for files used in
+    place."""
 
     raw: tuple[tuple[str, int, int], ...] = ()
-    """(path, size, time in ns) of each raw file; empty while it is being fetched."""
+    """(path, size in bytes, modification time in ns) of each raw file; empty while the shard is being fetched."""
     packed: tuple[tuple[str, int], ...] = ()
-    """(path, size) of compressed files, as downloaded, that the cache keeps beside the raw files."""
+    """(path, size) of each compressed file that the cache keeps beside its raw form."""
     evictable: tuple[tuple[str, int], ...] = ()
-    """(path, size) of raw files that may be evicted."""
+    """(path, size) of each raw file that may be evicted."""
     size: int = 0
     """Bytes that count against the limit: the most that the shard may take on disk now."""
     hash: str = ""
     """Hash algorithm that verified the files; "" for none."""
     found: tuple[tuple[str, int], ...] = ()
-    """(name, size) of files that were found in the folder and not fetched. They are evicted only if the remote has them
-    too."""
+    """(name, size) of each file that was in the folder before the cache fetched anything. It is evicted only if the
+    remote has it too."""
     origin: str = ""
     """Digest that `origin_of` returned; empty while the shard is being fetched."""
 
@@ -74,7 +75,8 @@ class ShardVersion:
 
     @staticmethod
     def decoded(text: bytes) -> ShardVersion | None:
-        """Return the version in a file's text; None for any other text, including a half-written one."""
+        """Return the version that a version file's text contains; None for any other text, including a half-written
+        one."""
         try:
             values = json.loads(text.partition(b"\n")[0])  # more lines are the rest of an older, longer text
             version = ShardVersion(
@@ -94,7 +96,7 @@ class ShardVersion:
         return None if any(path.is_absolute() or ".." in path.parts for path in removable) else version
 
     def holds(self, shard: Shard, folder: str) -> tuple[Path, ...] | None:
-        """Return the paths of the shard's raw files; None if they have changed."""
+        """Return the paths of the shard's raw files; None if a file's size or time is not the recorded one."""
         if len(self.raw) != len(shard.files):
             return None
         paths = []

@@ -1,1 +1,1 @@
-"""Formats of a sharded dataset's files: indexes, encodings, compressions, hashes; read and written."""
+"""Formats of a sharded dataset's files: index, encodings of values, compressions. Modules here read and write them."""

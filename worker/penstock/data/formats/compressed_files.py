@@ -1,6 +1,6 @@
 """Compressed files, by mosaicml-streaming's names of compressions: "zstd", "gz:6", "br" and so on.
 
-A caller that unpacks passes the largest size of the result, because a few packed bytes can expand to gigabytes. This
+The caller of `unpack` passes the largest size of the result, because a few packed bytes can expand to gigabytes. This
 module never allocates much more than that size. The libraries are imported on demand, because most datasets need at
 most one.
 """
@@ -26,12 +26,12 @@ class FileCompression(NamedTuple):
     family: str
     """Name of the family, which is also the extension of packed files."""
     level: int
-    """Level; 0 for snappy, which has none."""
+    """Level of the compression; 0 for snappy, which has no levels."""
 
 
 class _Family(NamedTuple):
     package: str
-    """Module to import; "" if it is in Python's standard library."""
+    """Name of the Python module that compresses, if it is not in the standard library; otherwise ""."""
     default: int
     levels: range
 
@@ -45,12 +45,13 @@ COMPRESSIONS = {
 }
 
 FIRST_PIECE, LARGEST_PIECE = 1 << 8, 1 << 24
-"""Bytes passed to a member's decompressor at a time: at first, and at most; the number doubles each time. The rest of a
-piece after the member's end is copied, so with large pieces a file of many 20-byte members would take quadratic
-time."""
+"""Bytes passed to a decompressor at a time: at first, and at most; the number doubles each time. A file may consist of
+many members (streams in a row). Bytes after a member's end are copied, so large pieces of a file with many 20-byte
+members would take quadratic time."""
 _ZEROS = re.compile(rb"\0*")
 ZSTD_PIECE = 1 << 10
-"""Bytes of a zstd frame of unknown length that are passed at a time; in the worst case one byte becomes 32 KiB."""
+"""Bytes passed to the decompressor at a time for a zstd frame that does not tell its length. One byte may expand to 32
+KiB."""
 
 
 def parse_compression(name: str) -> FileCompression:
@@ -116,7 +117,7 @@ def _broken(family: str, why: object) -> ShardCorruptError:
 
 
 class _Member(Protocol):
-    """Interface that zlib and bz2 share."""
+    """Interface of the decompressor objects of zlib and bz2, each for one member (stream) of a file."""
 
     @property
     def eof(self) -> bool: ...
@@ -126,7 +127,8 @@ class _Member(Protocol):
 
 
 def _members(family: str, make: Callable[[], _Member], data: bytes, limit: int) -> bytes:
-    """Unpack gzip and bzip2 files, which may consist of several members, with zeros after each."""
+    """Unpack a gzip or bzip2 file. It may consist of several members (streams in a row), with zeros after each. `make`:
+    returns a new decompressor; `limit`: largest size of the result in bytes."""
     parts: list[bytes] = []
     view, left, at = memoryview(data), limit, 0
     while True:

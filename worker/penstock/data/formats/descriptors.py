@@ -2,7 +2,7 @@
 
 A descriptor is a small number. Once the file is closed, the kernel gives the number to the next file that is opened,
 and code that kept the bare number then reads another file without any error: one thread closes a shard while another is
-about to read it, and a third opens a file in between. So the bare number is never kept. A reader keeps the object, and
+about to read it, and a third opens a file in between. So no code keeps the bare number. A reader keeps the object, and
 the file is closed when the last reference to the object is dropped.
 """
 

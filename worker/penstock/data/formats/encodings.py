@@ -1,8 +1,8 @@
 """Encodings of MDS columns, by mosaicml-streaming's names: from values to bytes, and back to the same values.
 
-A decoder gets the sample's bytes and the value's position in them, to avoid copies. It uses all of the value's bytes or
-raises an error, and allocates no more memory than these need. Arrays are writable copies. mosaicml-streaming's are
-copies too, but read-only, and torch.from_numpy warns about read-only arrays.
+A decoder gets the sample's bytes and the value's position in them, to avoid copies. It raises an error unless it uses
+all of the value's bytes, and allocates no more memory than their value needs. Decoded arrays are writable copies.
+(mosaicml-streaming returns read-only copies, about which torch.from_numpy warns.)
 
 As in mosaicml-streaming, "int" and "str_float" become Python's numbers, "uint8" to "float64" numpy's scalars, and
 images PIL's, which are decoded only when they are used.
@@ -31,18 +31,21 @@ __all__ = ["ENCODINGS", "Encoding", "check_encoding", "encoding_of"]
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """Encoding of a column's values."""
+    """Encoding of a column's values: a decoder and an encoder."""
 
     size: int | None
-    """Bytes of every value, or None if they vary."""
+    """Number of bytes of each encoded value; None if it varies."""
     decode: Callable[[bytes, int, int], Any]
-    """(sample, begin, end) -> value. Raises any exception for bytes that are not a value."""
+    """Function from (sample, begin, end) to the value in these bytes of the sample. Raises any exception for bytes that
+    are not a value."""
     encode: Callable[[Any], bytes]
-    """value -> bytes. Raises TypeError, ValueError or OverflowError for a value that cannot be stored unchanged."""
+    """Function from a value to bytes. Raises TypeError, ValueError or OverflowError for a value that cannot be stored
+    unchanged."""
 
 
 def encoding_of(name: str, *, allow_unsafe_types: bool = False) -> Encoding:
-    """Return the encoding of this name. Raises DatasetError if it is unknown, or runs code from the data (pickle)."""
+    """Return the encoding of this name. Raises DatasetError if it is unknown, or if its decoder would run code from the
+    data (pickle) and `allow_unsafe_types` is False."""
     check_encoding(name)
     if name in UNSAFE and not allow_unsafe_types:
         raise DatasetError(
@@ -139,12 +142,14 @@ _DTYPES: dict[int, np.dtype[Any]] = {
 _NUMBERS = {dtype: number for number, dtype in _DTYPES.items()}
 _BY_NAME = {dtype.name: dtype for dtype in _NUMBERS}
 _SHAPES = tuple(struct.Struct(f"={letter}") for letter in "BHIQ")
-"""Formats of a dimension, by the two lowest bits of the byte that holds the number of dimensions."""
+"""Structs that store one dimension of an array's shape. The two lowest bits of the byte that holds the number of
+dimensions say which one is used."""
 MAX_DIMENSIONS = 63
 
 
 def _ndarray(config: str) -> Encoding:
-    """Return the encoding "ndarray:dtype:shape". If dtype or shape is left out, it is stored before each value."""
+    """Return the encoding "ndarray:dtype:shape". `config`: the part after "ndarray". A dtype or shape that is left out
+    of it is stored before each value."""
     name, colon, dims = config.partition(":")
     if not config:
         return ENCODINGS["ndarray"]
@@ -199,7 +204,7 @@ def _encode_array(dtype: np.dtype[Any] | None, shape: tuple[int, ...] | None, va
 
 
 def _text(kind: type) -> Encoding:
-    """Return an encoding of numbers as their digits, of any precision."""
+    """Return the encoding of numbers of type `kind` as decimal text, with any number of digits."""
 
     def decode(sample: bytes, begin: int, end: int) -> Any:
         return kind(sample[begin:end].decode())

@@ -1,4 +1,5 @@
-"""Images in MDS columns: raw ones, image files, and lists of either. PIL is imported for the first image.
+"""Encodings of images in MDS columns: raw pixels, image files, and lists of either. PIL is imported for the first
+image.
 
 A decoder gets the sample's bytes and the value's position in them. Sizes in the data are compared with the number of
 bytes present before anything is allocated, because twelve bytes of a raw image can claim gigabytes.
@@ -37,7 +38,7 @@ _PIXEL = {"1": 0, "L": 1, "P": 1, "LA": 2, "La": 2, "PA": 2, "RGB": 3, "YCbCr": 
 _PIXEL |= {"RGBA": 4, "RGBa": 4, "RGBX": 4, "CMYK": 4, "I": 4, "F": 4, "I;16": 2, "I;16B": 2, "I;16L": 2, "I;16N": 2}
 """Bytes of a pixel by PIL's mode; "1" has 8 pixels in a byte."""
 LONGEST_EMPTY_SIDE = 1 << 16
-"""Largest side of an image whose other side is 0, in pixels."""
+"""Largest width or height, in pixels, of an image whose other side is 0."""
 _BYTES = (bytes, bytearray, memoryview)
 
 
@@ -50,7 +51,7 @@ def _pil() -> Any:
 
 
 def decode_raw(sample: bytes, begin: int, end: int) -> Any:
-    """Decode [width: 4] [height: 4] [length of mode: 4] [mode] [pixels]."""
+    """Decode a raw image: [width: 4] [height: 4] [length of mode: 4] [mode] [pixels]."""
     image = _pil()
     if end - begin < _HEAD.size:
         raise ValueError(f"a raw image must have a header of {_HEAD.size} bytes, got {end - begin} bytes in all")
@@ -86,7 +87,7 @@ def decode_png(sample: bytes, begin: int, end: int) -> Any:
 
 
 def _opened(form: str, file: bytes) -> Any:
-    """Open an image file, in the column's format only. Without this limit PIL would try dozens of formats, and starts a
+    """Open an image file of the format `form`, and of no other. PIL would otherwise try dozens of formats, and start a
     program for one of them."""
     return _pil().open(BytesIO(file), formats=(form,))
 
@@ -102,8 +103,8 @@ def encode_jpeg(value: Any) -> bytes:
 
 
 def _source_file(value: Any) -> bytes | None:
-    """Return the file that an image was read from, if the image is unchanged. (An image edited in place keeps the name
-    and format of its file.)"""
+    """Return the content of the file that an image was read from; None if the image may have been edited since. (An
+    image edited in place keeps the name and format of its file.)"""
     try:
         with open(value.filename, "rb") as file:
             data = file.read()
@@ -123,7 +124,7 @@ def encode_png(value: Any) -> bytes:
 
 
 def decode_files(sample: bytes, begin: int, end: int) -> list[Any]:
-    """Decode a "jpeg_array": [count: 4] [length: 4] * count [file] * count."""
+    """Decode a value of the encoding "jpeg_array": [count: 4] [length: 4] * count [file] * count."""
     images = _decode_list(decode_jpeg, sample, begin, end)
     if not images:
         raise ValueError("an array of images must not be empty")
@@ -137,7 +138,8 @@ def encode_files(value: Any) -> bytes:
 
 
 def list_decoder(decode: Decode) -> Decode:
-    """Return the decoder of "list[...]": four reserved bytes, then the layout of `decode_files`."""
+    """Return the decoder of the encoding "list[...]": four unused bytes, then the layout of `decode_files`. `decode`:
+    decoder of one element."""
 
     def decoder(sample: bytes, begin: int, end: int) -> list[Any]:
         return _decode_list(decode, sample, begin + 4, end)

@@ -1,4 +1,5 @@
-"""index.json, version 2 of mosaicml-streaming: read with every field checked, and written.
+"""Reading and writing of index.json, in version 2 of mosaicml-streaming's format. Every field is checked when it is
+read.
 
 The index describes all of a dataset, and may come from anywhere, so every field is checked: a wrong number is an error
 that names its shard and field, and not a later failure elsewhere. Datasets have up to hundreds of thousands of shards.
@@ -32,22 +33,23 @@ FORMATS: Mapping[str, tuple[str, ...]] = {
     # Penstock's own index of plain Parquet files, see parquet.py; mosaicml-streaming has no such format.
     "parquet": ("data",),
 }
-"""Files of each format, in the order of `Shard.files`."""
+"""Kinds of files that a shard of each format consists of, in the order of `Shard.files`."""
 
 MAX_BYTES = (1 << 32) - 1
 """Largest size in bytes of a file with offsets, which have 32 bits."""
 
 MAX_NUMBER = 1 << 44
-"""Largest size of a file in bytes, and largest number of its samples: sums over all shards stay below 64 bits."""
+"""Largest size of a file in bytes, and largest number of samples in it. With this limit, sums over all shards stay
+below 64 bits."""
 
 _OWN = {"version", "format", "samples", "compression", "hashes"}
 _OWN |= {f"{form}_{part}" for form in ("raw", "zip") for part in ("data", "meta")}
-"""Fields of an entry that are not settings."""
+"""Fields of a shard's entry in the index that do not go into `Shard.settings`."""
 
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     form: {} if form == "parquet" else {"size_limit": None} for form in FORMATS
 }
-"""Settings that only mosaicml-streaming's own reader needs, by format."""
+"""Settings, by format, that only mosaicml-streaming's own reader needs. They are written with their default values."""
 
 _STEP = r"(?!\.{1,2}(?:/|\Z))[^/\\\0]+"
 _PLAIN_PATH = re.compile(f"{_STEP}(?:/{_STEP})*")
@@ -59,7 +61,7 @@ _NONE: Mapping[str, str] = {}
 
 
 class _Bad(Exception):
-    """A wrong field, and the reason. `read_index` adds the shard."""
+    """Error about one field of a shard's entry in the index. `read_index` adds the shard's name to the message."""
 
     def __init__(self, field: str, why: str) -> None:
         super().__init__(f"{field} {why}")
@@ -89,8 +91,8 @@ def write_index(shards: Iterable[Shard]) -> bytes:
 
 
 def join_indexes(parts: Iterable[tuple[str, Iterable[Shard]]]) -> list[Shard]:
-    """Return all shards of several folders. `parts`: (the folder's path below the common folder, its shards) for
-    each."""
+    """Return the shards of several folders as those of one dataset in their common folder. `parts`: (path of the folder
+    below the common one, its shards) for each."""
     return [
         replace(shard, files=tuple(_below(folder, file) for file in shard.files))
         for folder, shards in parts

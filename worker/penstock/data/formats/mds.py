@@ -26,8 +26,8 @@ Decode = Callable[[bytes, int, int], Any]
 
 
 def columns_of(shard: Shard, *, allow_unsafe_types: bool = False) -> list[tuple[str, Decode, int]]:
-    """Return (column, decoder, fixed size or 0) for each column, in the order of an MDS sample. Raises DatasetError for
-    pickles unless `allow_unsafe_types`."""
+    """Return (name, decoder, size in bytes if it is fixed, else 0) for each column, in the order in which an MDS sample
+    stores them. Raises DatasetError for pickles unless `allow_unsafe_types`."""
     settings = shard.settings
     columns = []
     triples = zip(settings["column_names"], settings["column_encodings"], settings["column_sizes"], strict=True)

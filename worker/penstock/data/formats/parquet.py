@@ -1,10 +1,10 @@
 """Samples of Parquet files: a row is a sample, a file is a shard.
 
-mosaicml-streaming 0.13.0 has no such shards; an index that lists them is Penstock's own. It is made from the files'
-footers, which contain the number of rows.
+mosaicml-streaming 0.13.0 has no Parquet shards, so an index that lists them is an extension of Penstock. It is made
+from the files' footers, which contain the number of rows.
 
-Parquet is read by row groups, and rows are requested in any order. Row groups that were read are kept in memory up to
-KEPT_BYTES, and the least recently used one is dropped first. A file whose row groups fit is read once.
+Parquet is read by row groups, and rows are requested in any order. Row groups that were read stay in memory, up to
+KEPT_BYTES in all; the least recently used one is dropped first. So a file whose row groups fit is read once.
 
 A column of a row group consists of as many arrays as pyarrow makes of it: an array of text has at most 2 GiB, and a row
 group may have more.
@@ -34,11 +34,12 @@ from penstock.runtime.process.free_memory import free_memory
 __all__ = ["KEPT_BYTES", "ParquetReader", "index_parquet", "parquet_shards"]
 
 KEPT_BYTES = 256 << 20
-"""Largest size of the row groups that a reader keeps in memory, in bytes; one is kept whatever its size."""
+"""Largest size of all row groups that a reader keeps in memory, in bytes. One row group is kept even if it is
+larger."""
 
 
 EXPANDED_BYTES = 64 << 20
-"""Bytes of a text column in a row group up to which repeated texts are expanded to one text per row."""
+"""Largest size in bytes of a text column in one row group that is expanded to one text per row."""
 
 
 def _pyarrow() -> Any:
@@ -49,8 +50,8 @@ def _pyarrow() -> Any:
 
 
 def index_parquet(folder: str | os.PathLike[str]) -> list[Shard]:
-    """Write an index of all Parquet files in a local folder and below it, in the order of their paths, so that
-    StreamingDataset can read them; return its shards. Raises DatasetError."""
+    """Write an index of all Parquet files in a local folder and its subfolders, in the order of their paths.
+    StreamingDataset can then read them. Returns the shards. Raises DatasetError."""
     root = Path(folder)
     files = sorted(root.rglob("*.parquet"))
     if not files:
@@ -95,19 +96,19 @@ def parquet_shards(files: Iterable[tuple[str, Path | IO[bytes]]]) -> list[Shard]
 
 
 Columns = list[tuple[str, Value, Any]]
-"""Columns, each (name, function from scalar to value, pyarrow's array)."""
+"""Columns of a row group: (name, function from a pyarrow scalar to the sample's value, pyarrow array) for each."""
 
 
 def _text_columns(footer: Any) -> list[str]:
-    """Return the paths of the columns of text and bytes. Columns that are stored as dictionaries are read as
-    dictionaries: a text that a million rows share is in memory once, as in the file."""
+    """Return the paths of all columns of text and bytes. They are read as pyarrow dictionaries where the file stores
+    dictionaries, so a text that a million rows share is in memory once."""
     leaves = (footer.schema.column(number) for number in range(footer.num_columns))
     return [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
 
 
 def _expand_texts(column: Any) -> Any:
-    """Convert a dictionary column to one text per row, which can be read in half the time. Leave it if the result would
-    be too large."""
+    """Convert a dictionary column to one text per row, which takes half the time to read. Returns the column unchanged
+    if the result would be larger than EXPANDED_BYTES."""
     arrow = importlib.import_module("pyarrow")
     if not arrow.types.is_dictionary(column.type) or column.type.value_type not in (arrow.string(), arrow.binary()):
         return column
@@ -126,8 +127,8 @@ class ParquetReader:
         stored = shard.files[0].raw
         self.name = stored.name
         self._reading = threading.Lock()
-        """Lock of pyarrow's file, which is not thread-safe. One thread reads a row group; the others then find it in
-        memory."""
+        """Lock of pyarrow's file object, which is not thread-safe. One thread reads a row group; the others wait, and
+        then find it in memory."""
         self._kept: OrderedDict[int, tuple[int, Columns]] = OrderedDict()
         self._kept_bytes = 0
         library = _pyarrow()
@@ -173,7 +174,7 @@ class ParquetReader:
             ) from error
 
     def close(self) -> None:
-        """Close the file, after a read in another thread has ended."""
+        """Close the file. Waits until a read in another thread has ended."""
         with self._reading:
             self._kept = OrderedDict()
             self._file = None  # pyarrow closes the file when its last reference is dropped
@@ -223,8 +224,8 @@ class ParquetReader:
         return columns
 
     def _table(self, group: int, rows: int) -> Any:
-        """Return a row group. pyarrow makes at most 2 GiB of text into one array of a list column, so a larger row
-        group is read in parts."""
+        """Return a row group with `rows` rows. pyarrow puts at most 2 GiB of text into one array of a list column, so a
+        larger row group is read in parts."""
         try:
             return self._file.read_row_group(group)
         except NotImplementedError:

@@ -1,11 +1,11 @@
 """Sizes of row groups, from the footer of a Parquet file.
 
 pyarrow reads the footer too, but ends the process (std::terminate, in 26.0) when it is asked for a column of a row
-group whose statistics of sizes do not fit its schema: its binding does not expect the C++ exception. So a damaged byte
-would kill a process that only asks for the size of a row group.
+group whose statistics of sizes do not fit its schema: its binding does not expect the C++ exception. So one damaged
+byte in a file would kill the process. This module reads the sizes without pyarrow.
 
 The footer is one struct in the compact protocol of Thrift. Fields that are not needed are skipped by their type. All
-loops end with the data, because each turn consumes at least one byte.
+loops end, because each turn consumes at least one byte of the footer.
 https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md
 https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift
 """
@@ -21,19 +21,20 @@ from penstock.data.formats.descriptors import Descriptor
 __all__ = ["RowGroup", "footer_bytes", "row_groups"]
 
 _BYTES = (1, 4, 8, 12, 4, 8, 4, 1)
-"""Bytes of a value in memory, by the number of its physical type: BOOLEAN, INT32, INT64, INT96, FLOAT, DOUBLE,
-BYTE_ARRAY, FIXED_LEN_BYTE_ARRAY. For text, only its offset or its number in a dictionary counts."""
+"""Bytes that a value takes in memory, by the number of its physical type: BOOLEAN, INT32, INT64, INT96, FLOAT, DOUBLE,
+BYTE_ARRAY, FIXED_LEN_BYTE_ARRAY. A text counts as its offset, or as its number in a dictionary."""
 _MAGIC = b"PAR1"
 _DEEPEST = 32
 """Largest nesting of structs and lists in a footer; the format needs 8."""
 
 Wanted = dict[int, Any]
-"""Fields to read, by number. Value: None for a number, a mapping for a struct, or a list with the mapping of its
-elements for a list of structs."""
+"""Fields of a struct to read, by field number. The value is None for a number, a mapping for a struct, and a list with
+one mapping for a list of structs."""
 _COLUMN: Wanted = {3: {1: None, 5: None, 6: None}}
-"""ColumnChunk.meta_data: type, num_values, total_uncompressed_size."""
+"""Fields that are read of a column of a row group, from ColumnChunk.meta_data: type, num_values,
+total_uncompressed_size."""
 _FILE: Wanted = {4: [{1: [_COLUMN], 3: None}]}
-"""FileMetaData.row_groups: columns, num_rows."""
+"""Fields that are read of a footer, from FileMetaData.row_groups: columns, num_rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +43,8 @@ class RowGroup:
 
     rows: int
     nbytes: int
-    """Smallest number of bytes that the row group takes in memory. It may be far above its size in the file, where a
-    billion equal numbers take some hundred bytes."""
+    """Smallest number of bytes that the row group takes in memory. A row group may be far larger in memory than in the
+    file, where a billion equal numbers take some hundred bytes."""
 
 
 def footer_bytes(file: Descriptor) -> bytes:
@@ -78,7 +79,8 @@ def _row_group(group: dict[int, Any]) -> RowGroup:
 
 
 def _struct(data: bytes, at: int, wanted: Wanted, depth: int) -> tuple[dict[int, Any], int]:
-    """Return the wanted fields of a struct, and the offset of its end. Raises IndexError at the end of the data."""
+    """Return the wanted fields of the struct at offset `at`, and the offset of its end. `depth`: number of structs and
+    lists around it. Raises IndexError at the end of the data."""
     if depth > _DEEPEST:
         raise ValueError("its footer is nested too deeply")
     found: dict[int, Any] = {}
@@ -130,7 +132,8 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def _list(data: bytes, at: int) -> tuple[int, int, int]:
-    """Return the length of a list, the type of its elements, and the offset where these begin."""
+    """Read the header of the list at offset `at`. Returns the list's length, the type of its elements, and the offset
+    of the first one."""
     head = data[at]
     count, at = (head >> 4, at + 1) if head < 0xF0 else _varint(data, at + 1)
     if count > len(data) - at:
@@ -139,8 +142,8 @@ def _list(data: bytes, at: int) -> tuple[int, int, int]:
 
 
 def _skip(data: bytes, at: int, kind: int, depth: int) -> int:
-    """Return the offset after a value of this kind. The value is an element of a list, or a field other than a bool (a
-    bool field has no bytes of its own)."""
+    """Return the offset after the value of type `kind` at offset `at`. The value is a list element or a struct field,
+    but not a bool field, which has no bytes of its own."""
     if kind == 8:
         length, at = _varint(data, at)
         return at + length

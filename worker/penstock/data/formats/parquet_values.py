@@ -1,8 +1,8 @@
-"""Values of Parquet columns: Python's types, or numpy's where Python's are too coarse.
+"""Conversion of Parquet values to Python objects, or to numpy's where Python's are too coarse.
 
-Python's datetime, timedelta and time have microseconds. Parquet also has nanoseconds, for example in all times that
-Spark wrote. They become numpy's datetime64[ns] and timedelta64[ns], even if their last three digits are 0, and whether
-or not pandas is installed: the type of a column's values must depend neither on a value nor on other packages.
+Python's datetime, timedelta and time resolve microseconds. Parquet also has times in nanoseconds; Spark writes all
+times so. They become numpy's datetime64[ns] and timedelta64[ns], even if their last three digits are 0, and whether or
+not pandas is installed: the type of a column's values must depend neither on a value nor on other packages.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _as_py(scalar: Any) -> Any:
 
 
 def _fine(kind: Any) -> Value | None:
-    """Return the conversion that keeps nanoseconds; None if the type has none."""
+    """Return the conversion for a type with nanoseconds; None for any other type."""
     types = importlib.import_module("pyarrow.types")
     if types.is_timestamp(kind) or types.is_duration(kind) or types.is_time64(kind):
         if kind.unit != "ns":

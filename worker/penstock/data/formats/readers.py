@@ -1,4 +1,4 @@
-"""Choice of the reader of a shard."""
+"""Choice of the reader class for a shard, by its format."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__ = ["open_shard"]
 def open_shard(
     shard: Shard, paths: Sequence[Path], *, allow_unsafe_types: bool = False, source: str = ""
 ) -> ShardReader:
-    """Return a reader of a shard. `paths`: its raw files, in the order of `shard.files`. `source`: their origin, for
-    messages.
+    """Return a reader of a shard. `paths`: its raw files, in the order of `shard.files`. `source`: address that the
+    files came from, for errors.
 
     Raises ShardCorruptError if the files differ from the index, and DatasetError for a column with pickles unless
     `allow_unsafe_types`.

@@ -1,7 +1,7 @@
-"""Description of a dataset, from its index: plain data that readers, writers and the cache share.
+"""Description of a dataset's shards, as its index gives it: plain data that readers, writers and the cache share.
 
-A dataset is a folder with an index and shards. A shard is one file or two (a table in text form has a second one with
-the offsets of its samples), each stored raw, compressed, or both.
+A dataset is a folder with an index and shards. A shard consists of one file, or of two for text formats: the second one
+has the offsets of the samples. Each file is stored raw, compressed, or in both forms.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class ShardFile:
-    """File of a shard in its two forms."""
+    """File of a shard, in its raw form and perhaps also in a compressed one."""
 
     raw: StoredFile
     packed: StoredFile | None = None
-    """Compressed form, or None. If there is one, the dataset's folder may lack the raw form."""
+    """Compressed form of the file, or None. If there is one, the dataset's folder may lack the raw form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +45,17 @@ class Shard:
     compression: str = ""
     """Compression of the packed files: "zstd", "gz", "br", "snappy" or "bz2", optionally with ":level"; "" for none."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Other fields of the index, for the reader of its format: column names, encodings, separator."""
+    """Other fields of the shard's entry in the index, which its format's reader needs: column names, encodings,
+    separator."""
 
     @property
     def name(self) -> str:
-        """Name of the shard's first file, for messages."""
+        """Name of the shard's first file, which names the shard in errors."""
         return self.files[0].raw.name
 
     @property
     def size(self) -> int:
-        """Bytes of the shard's raw files."""
+        """Size of the shard's raw files together, in bytes."""
         return sum(file.raw.size for file in self.files)
 
 
@@ -62,13 +63,14 @@ class ShardReader(Protocol):
     """An open shard. Safe for threads, and for forked children."""
 
     name: str
-    """Name for messages."""
+    """Name of the shard, for errors."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return a sample: column -> value. Raises ShardCorruptError if the stored bytes are not valid."""
+        """Return a sample as a dict from column name to value. Raises ShardCorruptError if the stored bytes are not
+        valid."""
 
     def close(self) -> None:
         """Close the shard. Values that were read stay valid, and a read in progress ends normally. A later read raises

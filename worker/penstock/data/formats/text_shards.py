@@ -1,5 +1,5 @@
-"""Samples of shards in text form: a line of JSON, or a line of separated values, and a second file with the lines'
-offsets.
+"""Readers of shards in text form. A sample is a line of JSON, or a line of separated values; a second file has the
+offsets of the lines.
 
 Lines are found by these offsets and not by line ends, so a value may contain a newline. Quotes have no meaning:
 mosaicml-streaming writes none, and refuses values that would need them.
@@ -17,9 +17,9 @@ from penstock.data.formats.shards import Shard
 __all__ = ["SEPARATORS", "TEXT_ENCODINGS", "JSONReader", "XSVReader"]
 
 TEXT_ENCODINGS: dict[str, type[str | int | float]] = {"str": str, "int": int, "float": float}
-"""Types of values by the encoding's name; a type is called with the text."""
+"""Python type of a column's values, by the encoding's name. The type is called with the text of a value."""
 SEPARATORS = {"csv": ",", "tsv": "\t"}
-"""Separators of formats with a fixed one."""
+"""Separator between values, for formats that have a fixed one."""
 
 
 class _TextReader(SampleFile):

@@ -1,4 +1,4 @@
-"""Calls of a user's collate function, with StopIteration turned into an error; and batches without rows."""
+"""Helpers around a user's collate function: they turn StopIteration into an error, and make batches without rows."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ def _collated(collate_fn: Callable[[list[Any]], Any], samples: list[Any]) -> Any
 
 
 def empty_batch(collate_fn: Callable[[list[Any]], Any], sample: Any) -> Any:
-    """Return the batch of no samples, for a box without a row in an epoch's last batch.
+    """Return a batch without rows, for a box that gets no row of an epoch's last batch. `sample`: any sample.
 
-    Few collate functions accept an empty list. So collate [sample] and [sample, sample], and shorten by one whatever is
-    one longer in the second batch than in the first. That holds for stacked tensors, lists, running offsets ([0, 7] for
-    one, [0, 7, 14] for two, [0] for none) and counts. Raises DatasetError for other objects.
+    Few collate functions accept an empty list. So this function collates [sample] and [sample, sample], compares the
+    two batches, and shortens each part of the first one by what the second one has more. That works for stacked
+    tensors, lists, running offsets ([0, 7] for one sample, [0, 7, 14] for two, [0] for none) and counts. Raises
+    DatasetError for other objects.
     """
     warnings.warn(
         "the epoch's last batch has fewer samples than there are boxes: the boxes without one get a batch of no rows, "
@@ -49,7 +50,8 @@ def empty_batch(collate_fn: Callable[[list[Any]], Any], sample: Any) -> Any:
 
 
 def without_rows(batch: Any) -> Any:
-    """Return a batch of the same form with no rows, where the rows are the first dim of each tensor, array and list."""
+    """Return a copy of a batch's structure with no rows. The first dim of each tensor, array and list must be the
+    rows."""
     if isinstance(batch, Mapping):
         return {name: without_rows(value) for name, value in batch.items()}
     if isinstance(batch, list | tuple) and any(isinstance(each, _ARRAYS | Mapping | list | tuple) for each in batch):

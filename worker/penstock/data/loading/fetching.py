@@ -4,8 +4,8 @@ Threads and processes get the plans of an epoch's batches (ordering/epoch_plan.p
 loader counts only batches that the caller took: after a resume, batches that were made ahead are made again.
 
 Threads suit data that wait for disk or network, and code that releases the GIL. They only read: batches are collated in
-the main thread, which has the ring. Processes are those of torch's own DataLoader, which watches them, moves tensors
-through shared memory and returns errors. Each item of that DataLoader is the plan of a whole batch.
+the main thread, which has the ring. The processes are started by torch's own DataLoader, which watches them, moves
+tensors through shared memory and returns errors. The sampler of that DataLoader yields plans of whole batches.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ PREFETCHED_BATCHES = 2
 
 
 class ReadAhead:
-    """A Fetcher (position_loader.py). `begin` turns plans into an iterator of batches; dropping it stops them."""
+    """Implementation of Fetcher (position_loader.py) that makes batches ahead of need. `begin` turns plans into an
+    iterator of batches; dropping the iterator stops its threads or processes."""
 
     def __init__(self, own_batches: WorkerBatches, begin: Callable[[Iterator[BatchPlan]], Iterator[Any]]) -> None:
         self._worker_batches, self._begin = own_batches, begin
@@ -148,18 +149,19 @@ def in_processes(plans: Iterator[BatchPlan], reader: MapReader, processes: int, 
 
 
 def _watch(batches: Iterator[Any], workers: list[Any]) -> None:
-    """Set the processes that torch's handler of SIGCHLD checks. The handler raises in the main thread, wherever that
-    thread is. This is wanted only while this module waits for a batch, because it also ends a wait for the rest of a
-    broken message. At any other time the error would appear in the user's own code."""
+    """Set the processes that torch's SIGCHLD handler checks. When one has ended, the handler raises an error in the
+    main thread, also in the middle of the user's own code. So the processes are set only while this module waits for a
+    batch. There the handler is needed, because it also ends a wait for the rest of a message that broke off."""
     _C._remove_worker_pids(id(batches))
     _C._set_worker_pids(id(batches), tuple(worker.pid for worker in workers))
 
 
 def _explained(error: Exception, workers: list[Any], name: str) -> Exception:
-    """Return the error to raise: how a process ended, if one did, or else `error` without its traceback and context.
+    """Return the error to raise after `error`. If one of the processes `workers` has ended, the new error says how;
+    otherwise it is `error` without its traceback and context.
 
-    The end of a process is detected in several ways, and not all report the cause: torch's handler of SIGCHLD, its
-    check every five seconds, the check in `in_processes`, and a queued batch that can no longer be received.
+    The end of a process shows in several ways, and not all report the cause: torch's SIGCHLD handler, torch's check
+    every five seconds, the check in `in_processes`, or a queued batch that can no longer be received.
     """
     if isinstance(error, RuntimeError):
         status = _status(workers, EXIT_WAIT_S if isinstance(error, _WorkerEnded) else 0.0)
@@ -170,7 +172,8 @@ def _explained(error: Exception, workers: list[Any], name: str) -> Exception:
 
 
 def _status(workers: list[Any], wait_s: float) -> int | None:
-    """Return the exit status of a process that has ended (-9: by signal 9), or None if all are alive."""
+    """Return the exit status of a process that has ended (-9: by signal 9), or None if all are alive. Waits up to
+    `wait_s` seconds for one to end."""
     until, ends = time.monotonic() + wait_s, select.poll()
     for worker in workers:
         ends.register(worker.sentinel, select.POLLIN)
@@ -183,10 +186,10 @@ def _status(workers: list[Any], wait_s: float) -> int | None:
 
 
 class _Batches(torch.utils.data.Dataset[Any]):
-    """Dataset whose items are whole batches, one for each plan.
+    """Dataset for torch's DataLoader whose items are whole batches, each made from a plan.
 
-    Batches are pickled here and not by torch's queue. The queue's feeder thread drops what cannot be sent (a function,
-    a tensor with a graph, a tensor that finds no shared memory), and the reader would wait for ever.
+    Batches are pickled by this class and not by torch's queue. The queue's feeder thread drops objects that cannot be
+    sent (a function, a tensor with a graph, a tensor that finds no shared memory), and the reader would wait forever.
     """
 
     def __init__(self, reader: MapReader) -> None:
@@ -209,7 +212,7 @@ class _Batches(torch.utils.data.Dataset[Any]):
 
 
 class _WorkerEnded(RuntimeError):
-    """The process closed the pipe of its batches. It is ending, but may still be alive."""
+    """Error: a process that makes batches has closed its pipe. It is ending, but may still be alive."""
 
 
 def _received(batch: bytes) -> Any:

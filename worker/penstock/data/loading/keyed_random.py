@@ -1,9 +1,9 @@
-"""The process's random generators, set for one sample: from a key and the sample's position in the order.
+"""Seeding of the process's random generators for one sample, from a key and the sample's position in the order.
 
-User code draws from the generators of python, numpy and torch. Unless these are set, a sample depends on what the same
-process read before, and so on workers, boxes and restarts. Each is seeded in its cheapest way: by 64 bits for Python's,
-by 32 for numpy's and torch's (torch uses no more of a seed). torch.manual_seed would take twenty times as long, because
-it asks every kind of device.
+User code draws from the generators of python, numpy and torch. If these are not seeded, a sample depends on which
+samples the process read before it, and so on the numbers of workers and boxes and on restarts. Each generator is seeded
+in its cheapest way: Python's by 64 bits, numpy's and torch's by 32 (torch uses no more bits of a seed).
+torch.manual_seed would take twenty times as long, because it asks every kind of device.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _PYTHON, _OTHERS = 0, 1
 """Constants mixed into the keys, so that Python's generator and the others get different ones."""
 
 Seeds = tuple[int, int]
-"""Seed of Python's generator, and seed of the others."""
+"""Pair of seeds: one for Python's generator, one for numpy's and torch's."""
 
 
 def seeds_of(key: int, *position: npt.ArrayLike) -> list[Seeds]:
-    """Return the seeds of several samples. `position`: integers that identify each sample, such as epochs and
-    positions. At least one is an array; the others broadcast."""
+    """Return the seeds for several samples. `position`: integers that identify each sample, such as its epoch and its
+    position. At least one of them is an array; the others are broadcast to its shape."""
     words = mix(key, *position)
     return list(zip(mix(_PYTHON, words).tolist(), mix(_OTHERS, words).tolist(), strict=True))
 
 
 def seed_generators(seeds: Seeds) -> None:
-    """Set the generators of python, numpy and torch."""
+    """Seed the global generators of python, numpy and torch."""
     for_python, for_others = seeds
     random.seed(for_python)
     np.random.seed(for_others & 0xFFFFFFFF)

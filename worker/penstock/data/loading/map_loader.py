@@ -1,4 +1,5 @@
-"""Batches of any map-style dataset in one order, with a position that can be saved and moved to any topology."""
+"""Loader of batches from any map-style dataset, in one order, with a position that can be saved and moved to any
+topology."""
 
 from __future__ import annotations
 
@@ -36,11 +37,11 @@ class MapLoader(PositionLoader):
         def input_fn():
             return MapLoader(dataset, batch_size=32, shuffle=True)
 
-    Inside an input_fn it makes this worker's share, and implements RestartableDataLoader: it resumes on any number of
-    boxes and workers. In a plain torch DataLoader (`DataLoader(loader, batch_size=None, num_workers=4)`) the worker
-    processes share the batches, and the order is the same; use `set_epoch` and `state_after` there, because the
-    counting happens in the worker processes' copies. By itself it yields all batches of this rank (RANK and WORLD_SIZE,
-    if they are set).
+    Inside an input_fn it makes this worker's share of the batches, and implements RestartableDataLoader: its state can
+    be resumed on any number of boxes and workers. In a plain torch DataLoader (`DataLoader(loader, batch_size=None,
+    num_workers=4)`) the worker processes share the batches, and the order is the same; use `set_epoch` and
+    `state_after` there, because the worker processes count batches in their own copies of the loader. Anywhere else it
+    yields all batches of this rank (RANK and WORLD_SIZE, if they are set).
 
     One iteration is one epoch, or the rest of it after a loaded state.
     """
@@ -67,38 +68,39 @@ class MapLoader(PositionLoader):
     ) -> None:
         """
         Args:
-            dataset: samples by number. Its length and, where it has one, its `fingerprint` (a text) are part of a
-                state. `__getitems__`, which reads many at once, is used where there is one and `reseed` is off.
+            dataset: map-style dataset. Its length, and its attribute `fingerprint` (a text) if it has one, are part of
+                a state. Its method `__getitems__`, if it has one, reads many samples at once; it is not used with
+                `reseed`.
             batch_size: rows of a box's batch; the global batch grows with the number of boxes.
             global_batch_size: rows of all boxes' batches together; give one of the two. Boxes share the rows as evenly
                 as possible, and each gets at least one.
-            seed: of the shuffle and of `reseed`; None takes the run's (0 outside a worker).
-            shuffle_block: neighbouring samples that are shuffled with each other, for data that are faster to read that
-                way; None shuffles all with all.
-            num_samples: samples of an epoch, fewer or more than the dataset has; None: as many. An epoch continues
-                where the one before stopped: no sample repeats before all have come.
+            seed: seed of the shuffle and of `reseed`; None: the run's seed (0 outside a worker).
+            shuffle_block: number of neighbouring samples that are shuffled with each other, for data where neighbours
+                are faster to read; None: all samples are shuffled with each other.
+            num_samples: number of samples in an epoch; None: as many as the dataset has. With another number, an epoch
+                continues where the one before stopped: no sample repeats before all have come.
             tail: treatment of an incomplete last batch: "emit" it, "pad" it with samples of the epoch's beginning,
                 "drop" it, or "carry" its samples into the next epoch's first batch. Only "pad" repeats a sample. With
                 "emit" a box may get a batch of no rows, if the rest of an epoch has fewer samples than boxes.
             skip: ranges of sample numbers to leave out, counted over all epochs (epoch * samples of an epoch +
-                position). The others come in the same order as without it. On a resume, ranges that lie ahead may be
-                added.
+                position). The other samples come in the same order as without `skip`. A resumed run may add ranges
+                after its position.
             order_file: file that `penstock import-state` wrote: the order of one epoch, which another library began. It
                 must be at this path on each worker. All other epochs have the loader's own order; once a state lies
                 in a later epoch, the file may be left out.
             fetch_threads: threads that read ahead; the dataset must be thread-safe.
             fetch_processes: processes that make batches ahead.
-            reseed: set the global generators of python, numpy and torch before each sample is read, from seed, epoch
-                and position, so that random augmentation depends on nothing else; and for the collate function, from
-                the batch's first row. Around a batch they keep their state. It takes 10 us a sample and 0.25 ms a
-                batch (docs/datasets.md).
-                None: yes, unless threads share them.
+            reseed: seed the global generators of python, numpy and torch from seed, epoch and position before each
+                sample is read, so that random augmentation depends on nothing else. They are also seeded before the
+                collate function is called, from the position of the batch's first row. After a batch they get back the
+                state that they had before. Takes 10 us a sample and 0.25 ms a batch (docs/datasets.md).
+                None: True, unless `fetch_threads` are used, which would share the generators.
             keys: name of a field that each batch gets, with a restore key for each row: see `restore_sample`. A batch
                 that is not a dict becomes {"batch": it, keys: ...}.
-            rank: (this rank, number of data-parallel ranks) that share each global batch; None: the worker's box among
-                all boxes, or outside of a worker RANK and WORLD_SIZE. Replicas, as in tensor parallelism, pass the
-                same.
-            collate_fn: list of samples -> batch.
+            rank: (this rank, number of data-parallel ranks); the ranks share each global batch. None: the worker's box
+                and the number of boxes, or outside a worker RANK and WORLD_SIZE. Ranks that need the same rows, as in
+                tensor parallelism, pass the same value.
+            collate_fn: function from a list of samples to a batch.
 
         Raises InvalidArgumentError or DatasetError for invalid arguments.
         """
@@ -136,7 +138,7 @@ class MapLoader(PositionLoader):
         super().__init__(name, order, described, identity=identity, batch=batch, tail=tail, skip=skip, keys=keys)
 
     def __iter__(self) -> Iterator[Any]:
-        """Return an iterator of the next epoch, or of the rest of a loaded state's epoch."""
+        """Return an iterator over the next epoch, or over the rest of the epoch in which a loaded state lies."""
         length = _length_of(self.dataset)
         if length != self._length:
             raise DatasetError(

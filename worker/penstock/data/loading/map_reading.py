@@ -1,7 +1,8 @@
-"""Reading of samples by number, for MapLoader and StreamingLoader: random generators, and notes added to users' errors.
+"""Reading of samples by number, for MapLoader and StreamingLoader. Seeds random generators, and adds notes to errors of
+user code.
 
-Random augmentation draws from the process's generators. They are set before each sample, from the seed and the sample's
-position in the order (keyed_random.py), and restored after the batch.
+Random augmentation draws from the process's generators. These are seeded before each sample from the loader's seed and
+the sample's position in the order (keyed_random.py), and set back to their earlier state after the batch.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ __all__ = ["MapReader"]
 
 
 class MapReader:
-    """Reader of samples and maker of batches. Contains only the dataset and settings, so that it can be sent to a
+    """Reader of samples and maker of batches. It contains only the dataset and settings, so it can be sent to another
     process."""
 
     def __init__(
@@ -39,9 +40,9 @@ class MapReader:
     ) -> None:
         """
         Args:
-            reseed: set the generators before each sample is read.
-            reseed_collate: set them also before a batch is collated; None: as `reseed`.
-            many: reads all samples of a batch at once and names the failing sample in its errors.
+            reseed: seed the random generators before each sample is read.
+            reseed_collate: seed the random generators before a batch is collated; None: as `reseed`.
+            many: function that reads all samples of a batch in one call, and names the failing sample in its errors.
         """
         self.dataset, self.collate = dataset, collate
         self.name, self._length = name, epoch_size
@@ -65,8 +66,8 @@ class MapReader:
             restore_rng(before)
 
     def batch(self, plan: BatchPlan) -> Any:
-        """Return the collated batch. If generators are set, collation draws from generators keyed by the position of
-        the batch's first row."""
+        """Return the collated batch of a plan. With `reseed_collate`, the random generators are seeded for the collate
+        function from the position of the batch's first row."""
         if not self.reseeds:
             return self.collated(plan, self._all(plan))
         before = capture_rng()

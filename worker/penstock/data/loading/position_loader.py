@@ -1,8 +1,8 @@
-"""A loader of samples whose order is a function from position to sample, whatever the storage.
+"""Base class of loaders whose order is a function from position to sample, whatever the storage.
 
 The order (ordering/sharded_order.py, unsharded_order.py) maps positions to samples, ordering/epoch_plan.py defines the
-batches of an epoch, and WorkerBatches selects those that this process makes. So the position is a few integers, and a
-state of them fits any topology. Subclasses define how the samples of a batch are read.
+batches of an epoch, and WorkerBatches selects the batches that this process makes. So a position is a few integers, and
+a state with these integers can be resumed on any topology. Subclasses define how the samples of a batch are read.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ __all__ = ["Fetcher", "PositionLoader", "check_settings"]
 
 
 class Fetcher(Protocol):
-    """Maker of a worker's batches, ahead of need."""
+    """Source of a worker's batches that makes them before they are needed."""
 
     def take(self, done: int) -> Any:
-        """Return the batch after the first `done` batches; the caller makes sure that there is one. `done` grows by one
-        at each call; after an error it may stay the same."""
+        """Return batch number `done`, counted from 0, of the worker's batches in this epoch. The caller makes sure that
+        it exists. `done` grows by one at each call; after an error it may stay the same."""
 
     def close(self) -> None:
         """Stop making batches ahead; the next `take` starts again."""
 
 
 class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
-    """Loader of batches in an order that does not depend on boxes and workers. One iteration is one epoch, or the rest
-    of it."""
+    """Loader of batches in an order that does not depend on the numbers of boxes and workers. One iteration is one
+    epoch, or the rest of an epoch after a loaded state."""
 
     loads_own_state = True
     exact_states = True
@@ -70,7 +70,7 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         """
         Args:
             name: name of the data, for messages.
-            described: all settings that decide the order; a state can be loaded only if they are equal.
+            described: all settings that decide the order. A state with other settings is refused.
             batch: rows of all boxes' batches together.
         """
         super().__init__()
@@ -79,14 +79,14 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         self._keys, self._key_field = PositionKeys.of(described, len(order)), checked_name(keys)
         self._epoch = self._start = self._done = self._first = 0
         self._partitioned_for = self._topology()
-        """Topology for which the batches were divided when this worker began to count `_done`."""
+        """Topology among whose processes the batches are divided since this worker began to count `_done`."""
         self._at_position = True
         """True if the next iteration begins at the present position; False if it begins the next epoch."""
         self._counted = 0, 0
-        """(epoch, start) from which `state_after` counts."""
+        """Position (epoch, start) from which `state_after` counts batches."""
         self._epochs_begun = 0
-        """Number of iterations begun, plus jumps by loading or `set_epoch`. An iterator that sees another number than
-        at its start ends."""
+        """Number of iterations begun, plus jumps by `load_state_dict` or `set_epoch`. An iterator ends if this number
+        has changed since the iterator was made."""
         if EpochPlan(len(order), tail).remainder(0, 0, batch, identity.boxes).batches == 0:
             raise DatasetError(
                 f"{name}: {len(order)} samples make no batch of {batch} with tail={tail!r}; use a smaller batch or "
@@ -105,31 +105,33 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
 
     @abstractmethod
     def _read_samples(self, plan: BatchPlan) -> list[Any]:
-        """Return the samples of a plan."""
+        """Return the samples that a batch's plan names."""
 
     @abstractmethod
     def _make_batch(self, plan: BatchPlan) -> Any:
-        """Return the batch of a plan."""
+        """Return the collated batch that a plan describes."""
 
     def _prefetch(self, own_batches: WorkerBatches, plans: list[BatchPlan]) -> None:
-        """Prefetch the data of the next batches."""
+        """Prefetch the data of the next batches. `own_batches`: this worker's batches of the epoch; `plans`: those
+        needed first."""
 
     def _fetcher(self, own_batches: WorkerBatches) -> Fetcher | None:
-        """Return a fetcher for a new epoch; None if batches are not made ahead of need."""
+        """Return a fetcher for a new epoch; None if each batch is made only when it is needed. `own_batches`: this
+        worker's batches of the epoch."""
         return None
 
     # ---- epochs
 
     def __len__(self) -> int:
-        """Return the number of batches that this process makes in a whole epoch. With tail="carry" epochs differ by one
-        batch: the number is the present epoch's."""
+        """Return the number of batches that this process makes in a whole epoch. With tail="carry" epochs differ by up
+        to one batch, so the number holds for the present epoch."""
         begin = self._epochs.begin(self._epoch, self._batch, (self._epoch, self._start))
         return self._identity.turn().done(
             self._epochs.remainder(self._epoch, begin, self._batch, self._identity.boxes).batches
         )
 
     def __iter__(self) -> Iterator[Any]:
-        """Return an iterator of the next epoch, or of the rest of a loaded state's epoch."""
+        """Return an iterator over the next epoch, or over the rest of the epoch in which a loaded state lies."""
         self._repartition()
         own_batches = self._worker_batches()
         # Skip an epoch that has no batch left; do not skip one that never had a batch.
@@ -146,8 +148,8 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         return _Epoch(self, self._worker_batches())
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration. It starts at the epoch's beginning, or at the position of a loaded state
-        in it."""
+        """Set the epoch of the next iteration. The iteration starts at the epoch's beginning; or, if a state in this
+        epoch was loaded, at that state's position."""
         epoch = whole("epoch", epoch)
         if epoch < 0:
             raise InvalidArgumentError(f"epoch must be at least 0, got {epoch}")
@@ -175,8 +177,9 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
             cls.advance_state = None  # type: ignore[assignment]
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
-        """Go to the position of a state. The state must come from the same numbers of boxes and workers, or fit any
-        numbers: one from aggregate_state_dict or state_after, or of a box's only worker.
+        """Go to the position of a state. A state from aggregate_state_dict or state_after fits any topology, and so
+        does the state of a box's only worker. Any other state fits only the numbers of boxes and workers with which it
+        was saved.
 
         Raises:
             StateMismatchError: the state is of another order, or of one of several workers of another topology, or
@@ -208,11 +211,12 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         self._count_from_here()
 
     def aggregate_state_dict(self, worker_states: list[Any]) -> dict[str, Any]:
-        """Return one state from those of all workers, in order of global_worker_id; it fits any topology."""
+        """Merge the states of all workers, in order of global_worker_id, into one state that fits any topology."""
         return aggregated(worker_states, self._described, self._epochs)
 
     def deaggregate_state_dict(self, aggregated: Any, strict: bool = True) -> dict[str, Any]:
-        """Return this worker's part of what `aggregate_state_dict` or `state_after` returned."""
+        """Return this worker's part of an aggregated state: one that `aggregate_state_dict` or `state_after`
+        returned."""
         progress = progress_of(aggregated)
         if "others" not in aggregated and progress.done and progress.topology.workers > 1:
             raise StateMismatchError(
@@ -222,9 +226,9 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         return state_of(self._part(aggregated, strict=strict), self._described, self._epochs.skip)
 
     def state_after(self, batches: int) -> dict[str, Any]:
-        """Return the state after `batches` batches of this rank in this epoch, or in the one that just ended; it fits
-        any topology. Use it with torch's DataLoader, whose worker processes make and count the batches in copies of
-        this loader."""
+        """Return the state after `batches` batches of this rank in the present epoch, or in the epoch that just ended.
+        The state fits any topology. Use this method with torch's DataLoader, whose worker processes make and count the
+        batches in copies of this loader."""
         batches = whole("batches", batches)
         if batches < 0:
             raise InvalidArgumentError(f"batches must be at least 0, got {batches}")
@@ -232,7 +236,7 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         return state_of(OrderProgress(epoch, start, 0, self._topology()), self._described, self._epochs.skip)
 
     def config(self) -> dict[str, Any]:
-        """Return the settings that decide the order of samples, as JSON values: a state with different ones is
+        """Return the settings that decide the order of samples, as JSON values. A state with different settings is
         refused."""
         return {"kind": type(self).__name__, **copy.deepcopy(self._described)}
 
@@ -241,9 +245,9 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         return True
 
     def restore_sample(self, key: str) -> Any:
-        """Return the sample that a restore key (see `keys`) names, read again.
+        """Read the sample that a restore key (see `keys`) names.
 
-        Raises InvalidArgumentError for an invalid key, StateMismatchError for one of other data or settings.
+        Raises InvalidArgumentError for an invalid key, StateMismatchError for a key of other data or settings.
         """
         epoch, position = self._keys.position_of(key)
         positions = np.array([position])
@@ -266,8 +270,9 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         self._counted = self._remainder(self._epoch, self._start).position_after(done)
 
     def _repartition(self) -> None:
-        """Adapt a copy of the loader to this process's share. A worker process of a torch DataLoader has a copy of the
-        loader, which was made and maybe loaded in the parent process, where fewer processes share the batches."""
+        """Adapt this loader's position to the processes that share the batches now. A worker process of a torch
+        DataLoader gets a copy of a loader that was made, and perhaps loaded, in the parent process, where fewer
+        processes share the batches."""
         topology = self._topology()
         if not self._done or self._partitioned_for == topology:
             # fixed from now on: with persistent_workers=True each copy counts its epochs itself
@@ -287,7 +292,7 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         return Topology(self._identity.boxes, self._identity.turn().of, self._batch)
 
     def _worker_batches(self) -> WorkerBatches:
-        """Return this process's batches of the present epoch."""
+        """Return the batches that this process makes in the present epoch."""
         remainder = self._remainder(self._epoch, self._start)
         return WorkerBatches(remainder, self._order, self._identity.turn(self._first), self._identity.box)
 
@@ -296,7 +301,7 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
 
 
 class _Epoch:
-    """Iterator of one epoch; advances its loader's position."""
+    """Iterator over one epoch. It advances the position of its loader."""
 
     def __init__(self, loader: PositionLoader, own_batches: WorkerBatches) -> None:
         self._loader, self._worker_batches, self._number = loader, own_batches, loader._epochs_begun
@@ -323,7 +328,7 @@ class _Epoch:
         return batch
 
     def skip_batch(self) -> None:
-        """Skip the next batch without making it."""
+        """Advance the position by one batch, without making that batch."""
         self._plan()
         if self._fetcher is not None:
             self._fetcher.close()

@@ -14,7 +14,7 @@ from penstock.proto.errors import InvalidArgumentError, StateMismatchError
 __all__ = ["PositionKeys", "checked_name", "with_keys"]
 
 KIND = "p"
-"""Prefix of a key that names a position."""
+"""Prefix of the restore keys that name an epoch and a position."""
 
 
 def checked_name(keys: str | None) -> str | None:
@@ -24,7 +24,8 @@ def checked_name(keys: str | None) -> str | None:
 
 
 def with_keys(batch: Any, name: str, keys: Sequence[str]) -> dict[str, Any]:
-    """Return the batch with its rows' keys as one more field; a batch that is not a dict becomes the field `batch`."""
+    """Return the batch with its rows' restore keys in the field `name`. A batch that is not a dict becomes a dict with
+    the batch in the field `batch`."""
     if not isinstance(batch, dict):
         return {"batch": batch, name: list(keys)}
     if name in batch:
@@ -34,10 +35,10 @@ def with_keys(batch: Any, name: str, keys: Sequence[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class PositionKeys:
-    """Keys of an order that is a function from epoch and position to sample."""
+    """Restore keys of a loader whose order is a function from epoch and position to sample."""
 
     length: int
-    """Samples of an epoch."""
+    """Number of samples in an epoch."""
     order: str
     """Digest of the data and of all settings that decide the order."""
 
@@ -51,8 +52,8 @@ class PositionKeys:
         return f"{KIND}:{epoch}:{position}:{self.order}"
 
     def position_of(self, key: str) -> tuple[int, int]:
-        """Return (epoch, position). Raises InvalidArgumentError for an invalid key, StateMismatchError for one of other
-        data or settings."""
+        """Return the (epoch, position) that a restore key names. Raises InvalidArgumentError for an invalid key, and
+        StateMismatchError for a key of other data or settings."""
         kind, _, rest = key.partition(":") if isinstance(key, str) else ("", "", "")
         numbers, _, order = rest.rpartition(":")
         epoch, _, position = numbers.partition(":")

@@ -1,4 +1,5 @@
-"""Batches of a streaming dataset in one order, with a position that can be saved and moved to any topology."""
+"""Loader of batches from a StreamingDataset, in one order, with a position that can be saved and moved to any
+topology."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ __all__ = ["StreamingLoader"]
 BLOCK = 1 << 18
 """Default number of samples that are shuffled with each other."""
 EXAMINED_POSITIONS = 1 << 14
-"""Largest number of upcoming positions that are examined to find the shards needed next."""
+"""Largest number of upcoming positions that are looked at to find the shards to prefetch."""
 
 
 class StreamingLoader(PositionLoader):
@@ -40,11 +41,11 @@ class StreamingLoader(PositionLoader):
         def input_fn():
             return StreamingLoader(StreamingDataset("s3://bucket/train"), batch_size=32, shuffle=True)
 
-    Inside an input_fn it makes this worker's share, and implements RestartableDataLoader: it resumes on any number of
-    boxes and workers. In a plain torch DataLoader (`DataLoader(loader, batch_size=None, num_workers=4)`) the worker
-    processes share the batches, and the order is the same; use `set_epoch` and `state_after` there, because the
-    counting happens in the worker processes' copies. By itself it yields all batches of this rank (RANK and WORLD_SIZE,
-    if they are set).
+    Inside an input_fn it makes this worker's share of the batches, and implements RestartableDataLoader: its state can
+    be resumed on any number of boxes and workers. In a plain torch DataLoader (`DataLoader(loader, batch_size=None,
+    num_workers=4)`) the worker processes share the batches, and the order is the same; use `set_epoch` and
+    `state_after` there, because the worker processes count batches in their own copies of the loader. Anywhere else it
+    yields all batches of this rank (RANK and WORLD_SIZE, if they are set).
 
     One iteration is one epoch, or the rest of it after a loaded state.
     """
@@ -75,35 +76,40 @@ class StreamingLoader(PositionLoader):
             batch_size: rows of a box's batch; the global batch grows with the number of boxes.
             global_batch_size: rows of all boxes' batches together; give one of the two. Boxes share the rows as evenly
                 as possible, and each gets at least one.
-            seed: of the shuffle and of `reseed`; None takes the run's (0 outside a worker).
-            shuffle_block: approximate number of samples that are shuffled with each other: whole shards whose sizes add
-                up to it. The shards of a block are needed at the same time. None shuffles all with all.
-            partitions: parts of the data that batches are drawn from in turn, row by row. A box reads only its own
-                parts' shards if the number of boxes divides it; so choose the largest number of boxes.
-            interleave: mixing of streams: "shards" shuffles the shards of all together, "samples" keeps the share of
-                each stream at every prefix, "batches" makes each global batch from one stream.
-            epoch_size: samples of an epoch, or a text such as "100k", of which each stream has its proportion; None: as
-                many as there are.
+            seed: seed of the shuffle and of `reseed`; None: the run's seed (0 outside a worker).
+            shuffle_block: approximate number of samples that are shuffled with each other. A block consists of whole
+                shards whose sizes add up to about this number, and all shards of a block are needed at the same time.
+                None: all samples are shuffled with each other.
+            partitions: number of parts that the data are divided into. Rows are drawn from the parts in turn. If the
+                number of boxes divides this number, each box reads only the shards of its own parts; so give the
+                largest number of boxes that you will use.
+            interleave: how streams are mixed. "shards": the shards of all streams are shuffled together. "samples":
+                every prefix of the order has each stream's share of samples. "batches": each global batch comes from
+                one stream.
+            epoch_size: number of samples in an epoch, or a text such as "100k"; each stream gets its proportion of
+                them. None: as many samples as the streams have.
             tail: treatment of an incomplete last batch: "emit" it, "pad" it with samples of the epoch's beginning,
                 "drop" it, or "carry" its samples into the next epoch's first batch. Only "pad" repeats a sample. With
                 "emit" a box may get a batch of no rows, if the rest of an epoch has fewer samples than boxes.
             skip: ranges of sample numbers to leave out, counted over all epochs (epoch * samples of an epoch +
-                position). The others come in the same order as without it. On a resume, ranges that lie ahead may be
-                added.
+                position). The other samples come in the same order as without `skip`. A resumed run may add ranges
+                after its position.
             order_file: file that `penstock import-state` wrote: the order of one epoch, which another library began. It
                 must be at this path on each worker. All other epochs have the loader's own order; once a state lies
                 in a later epoch, the file may be left out.
-            predownload: samples ahead whose shards are fetched; None: two shuffle blocks.
-            reseed: set the global generators of python, numpy and torch before each sample is read, from seed, epoch
-                and position, so that random augmentation depends on nothing else; and for the collate function, from
-                the batch's first row. Around a batch they keep their state. None: for samples only if the dataset's
-                class is yours and has a `__getitem__`, for batches only if collate_fn is yours; nothing else draws.
+            predownload: number of upcoming samples whose shards are fetched ahead of need; None: as many as in two
+                shuffle blocks.
+            reseed: seed the global generators of python, numpy and torch from seed, epoch and position before each
+                sample is read, so that random augmentation depends on nothing else. They are also seeded before the
+                collate function is called, from the position of the batch's first row. After a batch they get back the
+                state that they had before. None: seed them only for user code: for samples if the dataset's class
+                overrides `__getitem__`, for batches if `collate_fn` is given. No other code draws random numbers.
             keys: name of a field that each batch gets, with a restore key for each row: see `restore_sample`. A batch
                 that is not a dict becomes {"batch": it, keys: ...}.
-            rank: (this rank, number of data-parallel ranks) that share each global batch; None: the worker's box among
-                all boxes, or outside of a worker RANK and WORLD_SIZE. Replicas, as in tensor parallelism, pass the
-                same.
-            collate_fn: list of samples -> batch.
+            rank: (this rank, number of data-parallel ranks); the ranks share each global batch. None: the worker's box
+                and the number of boxes, or outside a worker RANK and WORLD_SIZE. Ranks that need the same rows, as in
+                tensor parallelism, pass the same value.
+            collate_fn: function from a list of samples to a batch.
 
         Raises InvalidArgumentError or DatasetError for invalid arguments.
         """
@@ -163,7 +169,8 @@ class StreamingLoader(PositionLoader):
         self.dataset, self._shards, self._filed, self._reader = dataset, order, filed, reader
         self._ahead = predownload or 2 * min(shuffle_block or len(order), len(order))
         self._prefetched_from: tuple[EpochRemainder | None, int] = None, 0
-        """Position of the last prefetch list."""
+        """Position from which the shards to prefetch were listed last: the epoch's remainder, and the position in
+        it."""
         super().__init__(
             dataset.name, filed or order, described, identity=identity, batch=batch, tail=tail, skip=skip, keys=keys
         )
@@ -200,8 +207,8 @@ class StreamingLoader(PositionLoader):
         return self._shards.shards_of(self._filed.ids(epoch, positions))
 
     def _near(self, remainder: EpochRemainder, position: int, count: int) -> Ints:
-        """Return this box's next positions. If there are many, return only some evenly spread runs, each of which
-        touches all partitions."""
+        """Return this box's positions among the next `count`, from `position` on. If there are too many to look at,
+        return only some evenly spread runs of them; each run touches all partitions."""
         run = max(self._shards.partitions, self._identity.boxes)
         return remainder.near(self._identity.box, position, count, run=run, runs=max(1, EXAMINED_POSITIONS // run))
 
@@ -215,8 +222,8 @@ def _reader(
     *,
     own_collate: bool,
 ) -> MapReader:
-    """Return a reader of an epoch of `length` samples. Generators are set only for user code, because nothing else
-    draws random numbers."""
+    """Return a reader of the dataset's samples, for epochs of `length` samples. Random generators are seeded only for
+    user code, because no other code draws random numbers."""
     return MapReader(
         dataset,
         type(dataset).__qualname__,
@@ -230,7 +237,8 @@ def _reader(
 
 
 def _check_batches(batch: int, partitions: int, tail: Tail, length: int, skip: list[range]) -> None:
-    """Raise InvalidArgumentError unless each global batch can come from one stream."""
+    """Raise InvalidArgumentError if some global batch would have samples of several streams with
+    interleave="batches"."""
     if batch % partitions:
         raise InvalidArgumentError(
             f"with interleave='batches' the global batch must be a multiple of partitions={partitions} rows, got "

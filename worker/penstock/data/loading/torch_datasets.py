@@ -1,4 +1,5 @@
-"""Ready-made input_fns with torch's arguments, for `penstock.client.DataLoader(dataset, batch_size=32, ...)`.
+"""Ready-made input_fns that take the arguments of torch's DataLoader, for `penstock.client.DataLoader(dataset,
+batch_size=32, ...)`.
 
 A map-style dataset becomes a MapLoader, whose order and position do not depend on the number of workers. An iterable
 dataset is read by torch's DataLoader in each worker. It must shard itself by get_worker_info(), as torch demands, and
@@ -22,7 +23,8 @@ __all__ = ["read_batches", "stream_batches"]
 
 
 class _OnlySample:
-    """Collate function for `batch_size=None`: returns the only sample, converted to tensors as torch converts it."""
+    """Collate function for `batch_size=None`. It returns the only sample of its list, with values converted to tensors
+    as torch does it."""
 
     def __init__(self, convert: Callable[[Any], Any]) -> None:
         self._convert = convert
@@ -42,7 +44,7 @@ def read_batches(
     collate_fn: Callable[[Any], Any] | None,
     worker_init_fn: Callable[[int], Any] | None,
 ) -> MapLoader:
-    """Return this worker's batches of a map-style dataset. `batch_size` None: each sample is a batch."""
+    """Return a loader of this worker's batches of a map-style dataset. `batch_size` None: each sample is a batch."""
     _begin(worker_init_fn)
     if batch_size is None:
         collate_fn = _OnlySample(collate_fn or default_convert)
@@ -65,7 +67,7 @@ def stream_batches(
     collate_fn: Callable[[Any], Any] | None,
     worker_init_fn: Callable[[int], Any] | None,
 ) -> torch.utils.data.DataLoader[Any]:
-    """Return this worker's batches of an iterable dataset."""
+    """Return a loader of this worker's batches of an iterable dataset."""
     _begin(worker_init_fn)
     return torch.utils.data.DataLoader(dataset, batch_size=batch_size, drop_last=drop_last, collate_fn=collate_fn)
 

@@ -22,25 +22,25 @@ __all__ = ["WorkerIdentity", "global_batch"]
 
 @dataclass(frozen=True)
 class WorkerIdentity:
-    """Identity of this process, or of the loader that it holds."""
+    """Identity of a process in its job: its box, and its number among the workers."""
 
     box: int
     boxes: int
     slot: int
     workers: int
-    """Workers of each box."""
+    """Number of workers of each box."""
     number: int
     """Number of the worker among the workers of all boxes (global_worker_id)."""
     all_workers: int
     seed: int
     """Seed of the run; 0 outside a worker."""
     standalone: bool
-    """True outside of a worker."""
+    """True in a process that is not a worker of Penstock."""
 
     @staticmethod
     def now(rank: tuple[int, int] | None = None) -> WorkerIdentity:
-        """Return the identity of the calling process. `rank`: (this rank, number of data-parallel ranks), instead of
-        the worker's box or torchrun's variables.
+        """Return the identity of the calling process. `rank`: (this rank, number of data-parallel ranks), used instead
+        of the worker's box or torchrun's variables.
 
         Raises InvalidArgumentError for an invalid rank.
         """
@@ -61,7 +61,7 @@ class WorkerIdentity:
         )
 
     def turn(self, first: int = 0) -> WorkerTurn:
-        """Return the batches that this process makes: its slot's, or a part of them in a worker process of a torch
+        """Return which batches this process makes: those of its slot, or a part of them in a worker process of a torch
         DataLoader. `first`: slot that makes the first batch."""
         info = torch.utils.data.get_worker_info()
         number = (self.slot - first) % self.workers
@@ -72,13 +72,13 @@ class WorkerIdentity:
         return WorkerTurn(number + self.workers * info.id, self.workers * info.num_workers)
 
     def alone(self, turn: WorkerTurn) -> bool:
-        """Return True if no other process counts epochs or makes some of the batches."""
+        """Return True if this process makes all batches of its box, so that no other process counts epochs with it."""
         return self.standalone and turn.of == 1
 
 
 def global_batch(batch_size: int | None, global_batch_size: int | None, boxes: int) -> int:
-    """Return the rows of all boxes' batches together. Raises InvalidArgumentError unless exactly one of the two is
-    given, and each box gets a row."""
+    """Return the number of rows in the batches of all boxes together. Raises InvalidArgumentError unless exactly one of
+    `batch_size` and `global_batch_size` is given, and each box gets a row."""
     batch_size, global_batch_size = whole("batch_size", batch_size), whole("global_batch_size", global_batch_size)
     if (batch_size is None) == (global_batch_size is None):
         raise InvalidArgumentError("give either batch_size (rows of a box's batch) or global_batch_size (rows of all)")
@@ -91,7 +91,7 @@ def global_batch(batch_size: int | None, global_batch_size: int | None, boxes: i
 
 
 def _torchrun_rank() -> tuple[int, int]:
-    """Return (rank, ranks) of a distributed job from torchrun's variables; (0, 1) elsewhere."""
+    """Return (rank, number of ranks) of a distributed job, from torchrun's variables; (0, 1) without them."""
     rank, ranks = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     if not (rank.isdecimal() and ranks.isdecimal()):
         raise InvalidArgumentError(f"RANK and WORLD_SIZE must be whole numbers, got RANK={rank} and WORLD_SIZE={ranks}")

@@ -1,1 +1,1 @@
-"""Order of an epoch's samples, partition of its batches among workers, and each worker's position."""
+"""Order of an epoch's samples, partition of its batches among workers, and the position of each worker."""

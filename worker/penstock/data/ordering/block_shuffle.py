@@ -2,8 +2,8 @@
 
     index in a partition -> index in the sequence -> permuted within its block -> part -> shard and sample
 
-A block is a few neighbouring parts, cut at the partition's borders. To read a position, only the shards of its block
-are needed. Memory contains one number for each part: its beginning.
+A block is a few neighbouring parts, cut at the partition's borders. To find the sample at a position, only the shards
+of its block are needed. The memory used is one number for each part: the part's beginning.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from penstock.data.ordering.shard_selection import ShardParts
 __all__ = ["Blocks", "PartSequence"]
 
 Blocks = list[tuple[int, Ints]]
-"""Pairs of (index, in the request, of the first position that lies in the block; numbers of the block's shards)."""
+"""List of blocks: for each, the index of the first requested position that lies in the block, and the numbers of the
+block's shards."""
 
 
 class PartSequence:
-    """Order of the samples of some parts. `key`: of the epoch; `block`: approximate number of samples permuted
-    together."""
+    """Shuffled sequence of the samples of some parts (shards or pieces of shards) in one epoch. `key`: key of the
+    epoch; `block`: approximate number of samples that are permuted together."""
 
     def __init__(
         self,
@@ -45,14 +46,14 @@ class PartSequence:
         partition = np.arange(partitions + 1)
         self._partition_starts = partition * (self._length // partitions)
         self._partition_starts += np.minimum(partition, self._length % partitions)
-        """Index at which each partition begins. If the sequence cannot be divided evenly, the first partitions have one
-        sample more."""
+        """Index in the sequence at which each partition begins. If the sequence cannot be divided evenly, the first
+        partitions have one sample more."""
         self._first = self._rank(self._partition_starts[:-1])
-        """Rank of the part in which each partition begins."""
+        """Rank, in the permuted sequence of parts, of the part in which each partition begins."""
 
     def ids(self, positions: Ints) -> Ints:
-        """Return the samples at these positions, in [0, length). Position p is sample p div C of partition p mod C, for
-        C partitions."""
+        """Return the numbers of the samples at these positions, which lie in [0, length). With C partitions, position p
+        is sample p div C of partition p mod C."""
         at = self._at(positions)
         if self._shuffle:
             low, high, keys = self._blocks(at, positions % self._partitions)
@@ -71,7 +72,7 @@ class PartSequence:
         return ids
 
     def blocks(self, positions: Ints) -> Blocks:
-        """Return the blocks in which these positions lie."""
+        """Return the blocks in which these positions lie, each once, with the shards that it needs."""
         low, high, _ = self._blocks(self._at(positions), positions % self._partitions)
         _, firsts = np.unique(low, return_index=True)
         found = []
@@ -81,12 +82,13 @@ class PartSequence:
         return found
 
     def _at(self, positions: Ints) -> Ints:
-        """Return the index of each position in the sequence, before its block is permuted."""
+        """Return the index in the sequence of each position. The blocks are not permuted yet."""
         at: Ints = self._partition_starts[positions % self._partitions] + positions // self._partitions
         return at
 
     def _blocks(self, at: Ints, partition: Ints) -> tuple[Ints, Ints, Words]:
-        """Return the beginning and end of the block of each index, and the block's key."""
+        """Return, for each index in the sequence, the beginning, the end and the key of the block that contains it.
+        `partition`: partition of each index."""
         first = self._first[partition]
         number = (self._rank(at) - first) // self._block
         low = np.maximum(self._bounds[first + number * self._block], self._partition_starts[partition])
@@ -95,9 +97,9 @@ class PartSequence:
         return low, high, mix(self._key, partition, number)
 
     def _rank(self, at: Ints) -> Ints:
-        """Return, for each index, the rank in the sequence of the part that contains it."""
+        """Return, for each index in the sequence, the rank of the part that contains it."""
         return np.searchsorted(self._bounds, at, side="right") - 1
 
     def _part_at(self, ranks: Ints) -> Ints:
-        """Return the parts at these ranks of the sequence."""
+        """Return the number of the part at each rank of the permuted sequence of parts."""
         return permuted(ranks, len(self._parts), np.uint64(self._key)) if self._shuffle else ranks

@@ -1,8 +1,9 @@
 """Plan of an epoch: its batches, the samples of each batch, and where the next epoch begins.
 
-A position is (epoch, start) in the order without skips. `start` is negative where samples of earlier epochs are still
-to come, as with tail="carry". So a position means the same whatever is skipped (skips.py), for any batch size and
-number of boxes. Batches are cut from the samples that are not skipped.
+A position is (epoch, start), where `start` counts all samples of the epoch's order, also those that are skipped
+(skips.py). So a position means the same whatever is skipped, for any batch size and number of boxes. `start` is
+negative if samples of earlier epochs are still to come, as with tail="carry". Batches are cut from the samples that are
+not skipped.
 """
 
 from __future__ import annotations
@@ -21,47 +22,48 @@ from penstock.data.ordering.skips import KeptPositions, Ranges
 __all__ = ["BatchPlan", "EpochPlan", "EpochRemainder", "SampleOrder", "WorkerBatches"]
 
 ORDERED_AT_ONCE = 2048
-"""Rows whose samples are looked up in one call. This many take 0.1 us a row; calls of 64 rows take 2 us a row."""
+"""Largest number of rows whose samples are looked up in one call. In calls of this size a row takes 0.1 us; in calls of
+64 rows it takes 2 us."""
 
 
 class SampleOrder(Protocol):
-    """A function from epoch and position to sample."""
+    """Order of a dataset's samples: a function from epoch and position to sample."""
 
     def __len__(self) -> int:
-        """Return the samples of an epoch."""
+        """Return the number of samples in an epoch."""
 
     def ids(self, epoch: int, positions: npt.ArrayLike) -> Ints:
-        """Return the numbers of the samples at these positions, which lie in [0, len(self))."""
+        """Return the numbers of the samples at these positions of an epoch, which lie in [0, len(self))."""
 
 
 class BatchPlan(NamedTuple):
-    """Plan of one box's batch."""
+    """Plan of one batch of a box: which samples it has, and at which positions they are."""
 
     epoch: int
     """Number of the epoch."""
     positions: Ints
-    """Positions of its rows in that epoch; negative ones lie in earlier epochs."""
+    """Positions of the batch's rows in the epoch; negative ones lie in earlier epochs."""
     ids: Ints
-    """Numbers of the rows' samples."""
+    """Numbers of the samples in the batch's rows."""
     empty: bool = False
-    """True if the box has no row. The plan then names another box's row, which serves as a model for a batch without
-    rows."""
+    """True if the box has no row in this batch. The plan then names one row of another box, from which a batch without
+    rows is derived."""
 
     def position_of(self, row: int, length: int) -> tuple[int, int]:
-        """Return (epoch, position) of a row, where epochs have `length` samples."""
+        """Return the (epoch, position) of a row of the batch. `length`: number of samples in an epoch."""
         epochs, position = divmod(int(self.positions[row]), length)
         return self.epoch + epochs, position
 
 
 class EpochRemainder:
-    """Rest of an epoch from position `start` on, for all boxes; see Partition."""
+    """Rest of an epoch from position `start` on, divided into batches for all boxes; see Partition."""
 
     def __init__(self, epochs: EpochPlan, epoch: int, start: int, batch: int, boxes: int) -> None:
         self.epochs, self.epoch, self.start, self.boxes = epochs, epoch, start, boxes
         self.kept = KeptPositions(epochs.skip, epoch * epochs.length)
         self._partition = Partition(self.kept.rank(epochs.length), self.kept.rank(start), batch, boxes, epochs.tail)
         self.batches = self._partition.batches
-        """Batches that each box gets."""
+        """Number of batches that each box gets."""
 
     def position(self, batches: int) -> int:
         """Return the position in the epoch after the last sample of the first `batches` batches."""
@@ -74,7 +76,8 @@ class EpochRemainder:
         return int(self.kept.positions(np.array([self._partition.position(batches) - 1]))[0]) + 1
 
     def position_after(self, batches: int) -> tuple[int, int]:
-        """Return (epoch, start) after `batches` batches; at the end of this epoch, those of the next one."""
+        """Return the (epoch, start) after `batches` batches; at the end of this epoch, the beginning of the next one
+        that has a batch."""
         return self.following() if batches >= self.batches else (self.epoch, self.position(batches))
 
     def following(self) -> tuple[int, int]:
@@ -95,12 +98,12 @@ class EpochRemainder:
         return EpochRemainder(self.epochs, epoch, start, self._partition.batch, self.boxes)
 
     def positions(self, number: int, box: int) -> Ints:
-        """Return the positions of a box's rows of a batch."""
+        """Return the positions of a box's rows in batch `number`."""
         return self.kept.positions(self._partition.rows(number, box))
 
     def near(self, box: int, begin: int, count: int, *, run: int, runs: int) -> Ints:
-        """Return some of the box's positions among the `count` samples of this epoch from position `begin` on: those in
-        at most `runs` runs of `run` samples."""
+        """Return some of a box's positions among the next `count` samples of this epoch, from position `begin` on. They
+        come from at most `runs` evenly spread runs of `run` samples."""
         partition = self._partition
         first = max(self.kept.rank(begin), self.kept.rank(0))
         end = min(partition.length, first + count)
@@ -112,10 +115,10 @@ class EpochRemainder:
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """Settings common to all epochs."""
+    """Settings that all epochs of a loader have in common: length, tail and skipped ranges."""
 
     length: int
-    """Samples of an epoch."""
+    """Number of samples in an epoch."""
     tail: Tail
     skip: Ranges = ()
 
@@ -123,7 +126,8 @@ class EpochPlan:
         return EpochRemainder(self, epoch, start, batch, boxes)
 
     def begin(self, epoch: int, batch: int, position: tuple[int, int]) -> int:
-        """Return the `start` of an epoch that is a whole number of batches of this size before `position`."""
+        """Return the beginning (`start`) of an epoch, from any position in it. With tail="carry" it is the position
+        that lies a whole number of batches before `position`; otherwise it is 0."""
         if self.tail != "carry":
             return 0
         kept = KeptPositions(self.skip, epoch * self.length)
@@ -137,7 +141,7 @@ class EpochPlan:
 
 @dataclass(frozen=True)
 class WorkerBatches:
-    """The batches of an epoch that one worker makes."""
+    """Batches of an epoch's remainder that one worker makes."""
 
     remainder: EpochRemainder
     order: SampleOrder
@@ -145,11 +149,12 @@ class WorkerBatches:
     box: int
 
     def ended(self, done: int) -> bool:
-        """Return True if the worker has no batch after its first `done`."""
+        """Return True if the worker has no more batch after its first `done` batches."""
         return self.turn.batch(done) >= self.remainder.batches
 
     def plans(self, done: int) -> list[BatchPlan]:
-        """Return the plans of the worker's next batches after its first `done`; none at the end."""
+        """Return the plans of some of the worker's batches, after its first `done` batches; an empty list at the
+        epoch's end."""
         remainder, first = self.remainder, self.turn.batch(done)
         if self.ended(done):
             return []
@@ -166,7 +171,7 @@ class WorkerBatches:
         return [*plans[:-1], plans[-1]._replace(empty=empty)]
 
     def all_plans(self, done: int) -> Iterator[BatchPlan]:
-        """Yield the plans of all remaining batches."""
+        """Yield the plans of all of the worker's batches after its first `done`."""
         while found := self.plans(done):
             yield from found
             done += len(found)

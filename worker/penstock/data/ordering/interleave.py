@@ -1,17 +1,18 @@
-"""Interleaving of several sequences, each with its share at every prefix: a function from position to (sequence, unit).
+"""Interleaving of several sequences, so that every prefix of the result has each sequence's share: a function from
+position to (sequence, unit).
 
 The sequences are the leaves of a binary tree, a Huffman tree ("A Method for the Construction of Minimum- Redundancy
-Codes", 1952): the two smallest are joined repeatedly. If an inner node has n units and its left child l, then x l/n of
-the node's first x units, rounded half up, are the child's. So a look-up takes one exact integer division on each level,
-and each sequence has all of its units at the end.
+Codes", 1952): the two smallest trees are joined repeatedly. If an inner node has n units and its left child has l, then
+x l/n of the node's first x units, rounded half up, belong to the left child. So a look-up takes one exact integer
+division on each level, and each sequence has had all of its units at the end.
 
 The deviation of a sequence from its share: rounding costs 1/2 on each level, and the parent's deviation is scaled by
 the child's share of the parent. So at depth d it is at most 1/2 (1 + w/p1 + w/p2 + ... ), with w for the sequence's
 units and p1, p2 ... for its ancestors' below the root. In Huffman's tree p1 >= w, p2 >= p1 + w, and so on: they grow at
 least like Fibonacci's numbers, whose reciprocals 1 + 1/2 + 1/3 + 1/5 + ... sum up to 2.36. So **every prefix deviates
-by less than 1.68 units**, for any number of sequences; for two by at most 1/2. (The common method, to place unit j of n
-at (j + 1/2)/n, deviates by half of the number of sequences: of one of 50% and fifty of 1%, the first 25 units are all
-of the first.)
+by less than 1.68 units**, for any number of sequences; for two by at most 1/2. (The common method places unit j of n at
+(j + 1/2)/n, and deviates by half of the number of sequences: with one sequence of 50% and fifty of 1%, the first 25
+units all belong to the first sequence.)
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class _Inner:
     units: int
 
     def left_of(self, units: Ints) -> Ints:
-        """Return how many of the first `units` units are the left child's: floor(x l / n + 1/2)."""
+        """Return how many of the node's first `units` units belong to the left child: floor(x l / n + 1/2), for x =
+        `units`."""
         n, part = self.units, self.left.units
         found: Ints = np.floor(units * (part / n) + 0.5).astype(np.int64)
         # A float has 53 bits, so for n < 2^48 the quotient is off by less than one. The division's remainder is small:
@@ -56,7 +58,7 @@ class _Inner:
 
 
 class Interleaving:
-    """Interleaving of sequences with `units` units each; fewer than 2^48 in all."""
+    """Interleaving of sequences, made from the number of units of each; together they have fewer than 2^48."""
 
     def __init__(self, units: Sequence[int]) -> None:
         order = count()
@@ -69,11 +71,11 @@ class Interleaving:
             heapq.heappush(nodes, (less + more, next(order), _Inner(large, small, less + more)))
         self._root = nodes[0][2] if nodes else None
         self.units = self._root.units if self._root is not None else 0
-        """Units of all sequences."""
+        """Number of units of all sequences together."""
 
     def split(self, positions: Ints) -> Iterator[tuple[int, Ints, Ints]]:
-        """Yield (number of the sequence, indexes in `positions` that belong to it, number of the sequence's unit at
-        each of them)."""
+        """Yield, for each sequence that occurs at these positions: its number, the indexes in `positions` that belong
+        to it, and the number of the sequence's unit at each of them."""
         if self._root is not None and len(positions):
             yield from _split(self._root, np.arange(len(positions)), positions)
 

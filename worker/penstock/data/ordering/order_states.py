@@ -1,16 +1,17 @@
 """States of a worker in a dataset's order, a few integers each; aggregation and deaggregation of all workers' states.
 
-A state contains a fingerprint of the data and the settings that decide the order. In another order its position means
-nothing, so a mismatch is an error that names both values.
+A state contains the settings that decide the order, with a fingerprint of the data. A position means nothing in another
+order, so a mismatch of settings is an error that names both values.
 
-The workers of one topology share the batches from `start` on; `done` counts each worker's. On the same topology each
-continues exactly there. On another one, the box's batches up to the first that is missing count as done, and a new
-partition starts after them. If only the batch size differs, the next batch is still made by the worker whose turn it
-is, because the box reads from that worker next.
+The workers of one topology share the batches from `start` on; `done` counts the batches that one worker has made. If a
+run is resumed on the same topology, each worker continues after its `done` batches. On another topology, the box's
+batches before the first one that no worker has made count as done, and the samples after them are partitioned anew. If
+only the batch size differs, the worker whose turn it is still makes the next batch, because the box reads from that
+worker next.
 
-The order includes skipped samples (skips.py). A state records the skipped ranges, and so the samples of its batches and
-its position in the whole order are known. A resumed run may skip other ranges after the position. Skipping more before
-it would hide samples that were already seen, and is an error.
+Positions count skipped samples too (skips.py). A state records the skipped ranges, which show which samples its batches
+had. A resumed run may skip other ranges after the position. It is an error to skip more before the position, because
+those samples have already been delivered.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ __all__ = [
 ]
 
 FORMAT = 3
-"""Version of the state's format."""
+"""Version of the format of these states."""
 ORDER_FILE = "order_file"
 """Name of the setting that names an order file."""
 NUMBER_LIMIT = 1 << 62
@@ -50,7 +51,7 @@ NUMBER_LIMIT = 1 << 62
 
 @dataclass(frozen=True)
 class Topology:
-    """Sharing of batches: boxes, workers of each box, and samples of a global batch."""
+    """Numbers of boxes and of workers of each box, and number of samples in a global batch."""
 
     boxes: int
     workers: int
@@ -59,28 +60,29 @@ class Topology:
 
 @dataclass(frozen=True)
 class OrderProgress:
-    """Progress of a worker, or of all workers of a topology, in the order."""
+    """Progress in the order of samples, of one worker or of all workers of a topology."""
 
     epoch: int
     start: int
-    """Position in the epoch where this partition began; negative if samples of earlier epochs were left over."""
+    """Position in the epoch from which the batches are counted; negative if samples of earlier epochs were left
+    over."""
     done: int
-    """Batches that this worker has made since `start`."""
+    """Number of batches made since `start`, by this worker or by all workers of a box."""
     topology: Topology
     """Numbers of boxes and workers that share the batches, and the size of the global batch."""
     first: int = 0
-    """Worker of each box that makes the partition's first batch."""
+    """Number of the worker, in each box, that makes the first batch after `start`."""
 
     def plain(self) -> dict[str, Any]:
-        """Return the fields of a state. Written without `dataclasses.asdict`, which takes 10 us: a loop may save at
-        every step."""
+        """Return the progress as the fields of a state. `dataclasses.asdict` is not used: it takes 10 us, and a loop
+        may save at every step."""
         topology = {"boxes": self.topology.boxes, "workers": self.topology.workers, "batch": self.topology.batch}
         return {"epoch": self.epoch, "start": self.start, "done": self.done, "topology": topology, "first": self.first}
 
     @classmethod
     def parsed(cls, state: Mapping[str, Any]) -> OrderProgress:
-        """Return the progress in a state. Raises KeyError, TypeError or ValueError for impossible values. `start` is
-        checked elsewhere, because its limits depend on the order."""
+        """Return the progress that a state contains. Raises KeyError, TypeError or ValueError for invalid values.
+        `start` is not checked here, because its limits depend on the order."""
         topology = Topology(**state["topology"])
         progress = cls(state["epoch"], state["start"], state["done"], topology, state["first"])
         _in_range("epoch", progress.epoch, 0)
@@ -92,7 +94,7 @@ class OrderProgress:
         return progress
 
     def turn(self, number: int) -> WorkerTurn:
-        """Return the worker's turn. `number`: the worker's number within its box."""
+        """Return which of the box's batches a worker makes. `number`: the worker's number within its box."""
         return WorkerTurn((number - self.first) % self.topology.workers, self.topology.workers)
 
     def of_worker(self, number: int) -> OrderProgress:
@@ -114,10 +116,10 @@ def state_of(progress: OrderProgress, order: Mapping[str, Any], skip: Ranges = (
 
 
 def progress_of(state: Any) -> OrderProgress:
-    """Return the progress in a state.
+    """Return the progress that a state contains.
 
-    Raises StateMismatchError for another kind of state, StateVersionError for another version, StateCorruptError for
-    a damaged one.
+    Raises StateMismatchError for a state of another kind, StateVersionError for one of another version,
+    StateCorruptError for a damaged one.
     """
     check_format(state, "a StreamingLoader or MapLoader")
     try:
@@ -130,7 +132,7 @@ def progress_of(state: Any) -> OrderProgress:
 
 
 def skip_of(state: Mapping[str, Any]) -> Ranges:
-    """Return the ranges of `skip` that the state was saved with. Raises TypeError or ValueError for impossible
+    """Return the ranges that a run skipped when the state was saved. Raises TypeError or ValueError for invalid
     values."""
     skip = tuple((first, end) for first, end in state.get("skip", ()))
     last = -1
@@ -142,8 +144,9 @@ def skip_of(state: Mapping[str, Any]) -> Ranges:
 
 
 def check_format(state: Any, loader: str, *names: str) -> None:
-    """Raise StateMismatchError unless `state` is of this kind of loader, which has the entries `names` besides the
-    common ones. Raise StateVersionError for a state of another format, and StateCorruptError for a damaged one."""
+    """Raise StateMismatchError unless `state` comes from the kind of loader called `loader`. Raise StateVersionError
+    for a state of another format version, and StateCorruptError for a damaged one. `names`: entries that such states
+    have besides the common ones."""
     if not isinstance(state, Mapping) or not {"format", "order", *names} <= state.keys():
         raise StateMismatchError(f"the state must be that of {loader}, got one of another loader: {str(state)[:200]}")
     if type(state["format"]) is not int or state["format"] < 1 or not isinstance(state["order"], Mapping):
@@ -159,8 +162,8 @@ def check_format(state: Any, loader: str, *names: str) -> None:
 
 
 def others_of(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return, by global_worker_id, the states in an aggregated state of those workers that are not at the common
-    position."""
+    """Return the states that an aggregated state contains of those workers that are not at the common position, by
+    global_worker_id."""
     others = state.get("others")
     if not isinstance(others, Mapping):
         raise StateCorruptError(f"the loader's state is damaged: others must be a dict, got {others!r:.200}")
@@ -169,7 +172,7 @@ def others_of(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def check_order(state: Mapping[str, Any], order: Mapping[str, Any], epochs: EpochPlan, *, strict: bool) -> None:
     """Raise StateMismatchError if the state is a position in another order; without `strict` warn instead. Raise
-    StateCorruptError if the position lies outside this order."""
+    StateCorruptError if the position lies outside of this order. `order`: settings of this loader's order."""
     saved, order = _deciding(state, order, state["epoch"] + state["start"] // epochs.length)
     names = [name for name in {**saved, **order} if saved.get(name) != order.get(name)]
     if not names:
@@ -210,8 +213,8 @@ def _without_past_file(order: Mapping[str, Any], epoch: int) -> Mapping[str, Any
 
 
 def _check_same_order(states: Sequence[Mapping[str, Any]]) -> None:
-    """Raise StateMismatchError unless all workers divide the same order into the same batches. Otherwise they have left
-    out and repeated samples."""
+    """Raise StateMismatchError unless the states show that all workers divided the same order into the same batches. If
+    they did not, samples were left out or repeated."""
     first = _settings(states[0])
     for number, state in enumerate(states):
         settings = _settings(state)
@@ -225,8 +228,8 @@ def _check_same_order(states: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _check_same_epochs(workers: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    """Raise StateMismatchError unless this loader has the same number of samples and the same `tail` as the workers.
-    The seed may differ, because the run's seed is unknown outside a worker."""
+    """Raise StateMismatchError unless the loader in this process has the same number of samples and the same `tail` as
+    the workers' loaders. The seed may differ, because the run's seed is unknown outside a worker."""
     names = [name for name in ("samples", "tail") if workers.get(name) != identity.get(name)]
     if names:
         differing = ", ".join(
@@ -250,8 +253,8 @@ def _refuse(message: str, *, strict: bool) -> None:
 
 
 def replanned(state: Mapping[str, Any], epochs: EpochPlan, done: int, *, strict: bool) -> int:
-    """Return the position of a state after `done` batches of each box, for a loader that now skips the ranges in
-    `epochs`.
+    """Return the position in the epoch after `done` batches of each box since the state's `start`. `epochs`: plan of
+    the loader that resumes, which may skip other ranges than the saved run did.
 
     Raises StateMismatchError, or warns without `strict`, if the loader skips more before the position than the saved
     run did.
@@ -270,8 +273,8 @@ def replanned(state: Mapping[str, Any], epochs: EpochPlan, done: int, *, strict:
 
 
 def aggregated(states: Sequence[Mapping[str, Any]], order: Mapping[str, Any], epochs: EpochPlan) -> dict[str, Any]:
-    """Return one state from those of all workers, in order of global_worker_id. `order`: the calling loader's order.
-    Topology and skipped ranges are taken from the states, because any process may call this."""
+    """Merge the states of all workers, in order of global_worker_id, into one. `order`: settings of the calling
+    loader's order. Topology and skipped ranges are taken from the states, because any process may call this."""
     if not states:
         raise InvalidArgumentError("aggregate_state_dict() needs the states of all workers, got none")
     workers_progress, skip = [progress_of(state) for state in states], skip_of(states[0])
@@ -295,7 +298,8 @@ def aggregated(states: Sequence[Mapping[str, Any]], order: Mapping[str, Any], ep
 def deaggregated(
     state: Mapping[str, Any], number: int, workers: int, topology: Topology, epochs: EpochPlan, *, strict: bool
 ) -> OrderProgress:
-    """Return the progress of worker `number` (global_worker_id) of `workers` workers in this topology."""
+    """Return the progress at which worker `number` (global_worker_id) of `workers` workers starts in this topology,
+    from an aggregated state."""
     whole = progress_of(state)
     same = state.get("workers") == workers and whole.topology.workers == topology.workers
     if same and whole.topology == topology and skip_of(state) == epochs.skip:

@@ -1,4 +1,4 @@
-"""Partition of an epoch: the positions of each batch, each box's rows of it, and the rest on another topology.
+"""Partition of an epoch into batches, and of each batch into the boxes' rows.
 
 Global batch j of a partition is the next B positions of the epoch's order. Box b of N takes its rows b, b + N, b + 2N
 ..., so the order of all rows is the same for any number of boxes. A box's batches are made by its workers in turn. All
@@ -19,13 +19,14 @@ __all__ = ["APART", "Partition", "Tail", "WorkerTurn"]
 
 Tail = Literal["emit", "pad", "drop", "carry"]
 APART: Literal["emit apart"] = "emit apart"
-"""Tail for samples that are batches already. Works as "emit", but never adds the last rows to the batch before."""
+"""Value of `tail` for an order whose samples are whole batches. An incomplete last batch is emitted, as with "emit",
+but never added to the batch before."""
 
 
 @dataclass(frozen=True)
 class WorkerTurn:
-    """Turn of a worker among the workers of its box: of `of` workers, it makes the batches number, number + of, number
-    + 2 of, ..."""
+    """Turn of a worker among the `of` workers of its box. It makes the box's batches number, number + of, number + 2
+    of, and so on."""
 
     number: int
     of: int
@@ -35,7 +36,8 @@ class WorkerTurn:
         return max(0, -(-(batches - self.number) // self.of))
 
     def batch(self, done: int) -> int:
-        """Return the number, among the box's batches, of this worker's batch after its first `done`."""
+        """Return the number of the next batch of this worker, after its first `done`. Batches are counted among all
+        batches of the box."""
         return self.number + done * self.of
 
 
@@ -43,10 +45,11 @@ class WorkerTurn:
 class Partition:
     """Rest of an epoch, from position `start` on, in global batches of `batch` samples for `boxes` boxes.
 
-    An incomplete last batch is emitted, padded with positions from the epoch's beginning, dropped, or carried. A
-    carried batch's samples become the first of the next epoch, whose `start` is then negative. An emitted batch with
-    fewer rows than boxes is added to the batch before. If there is no batch before (the epoch has too few samples, or
-    too few are left after a resume on more boxes), the last boxes get a batch without rows: no sample comes twice.
+    `tail` says what happens to an incomplete last batch: it is emitted, padded with positions from the epoch's
+    beginning, dropped, or carried. The samples of a carried batch become the first ones of the next epoch, whose
+    `start` is then negative. If a batch to emit has fewer rows than there are boxes, its rows are added to the batch
+    before. If there is no batch before (the epoch has too few samples, or too few are left after a resume on more
+    boxes), the last boxes get a batch without rows. So no sample comes twice.
     """
 
     length: int
@@ -57,7 +60,7 @@ class Partition:
 
     @cached_property
     def batches(self) -> int:
-        """Batches of each box."""
+        """Number of batches that each box gets."""
         whole, rest = divmod(self.length - self.start, self.batch)
         if rest == 0 or self.tail in ("drop", "carry") or (self.tail == "emit" and rest < self.boxes and whole):
             return whole
@@ -70,8 +73,8 @@ class Partition:
         return self.start + min(batches, self.batches) * self.batch
 
     def rows(self, number: int, box: int) -> Ints:
-        """Return the positions of the box's rows of a batch. With tail="emit" the last batch may have none, except for
-        box 0."""
+        """Return the positions of a box's rows in batch `number`. With tail="emit" a box other than box 0 may have no
+        row in the last batch."""
         begin = self.start + number * self.batch
         size = self.batch
         if number == self.batches - 1 and self.tail in ("emit", APART):

@@ -6,8 +6,7 @@ permuted again until it falls below n (cycle-walking: J. Black and P. Rogaway, "
 2002), less than twice on average. Each element has its own key and its own n, so one call can draw a batch from many
 shuffled blocks.
 
-The order of a dataset is a promise, because states are positions in it. So this arithmetic never changes; a test
-compares it with recorded values.
+Saved states are positions in this order, so the arithmetic must never change; a test compares it with recorded values.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ Words = npt.NDArray[np.uint64]
 
 ROUNDS = 8
 MIN_BITS = 6
-"""Smallest width of the network, in bits: halves of one or two bits have too few permutations to choose from."""
+"""Smallest width of the Feistel network, in bits. Halves of one or two bits would give too few permutations to choose
+from."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -30,15 +30,15 @@ _30, _27, _31, _ONE = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(1)
 
 
 def _scrambled(words: Words) -> Words:
-    """Return the words hashed by the finalizer of splitmix64 (G. Steele, D. Lea and C. Flood, 2014)."""
+    """Return each word, hashed by the finalizer of splitmix64 (G. Steele, D. Lea and C. Flood, 2014)."""
     words = (words ^ (words >> _30)) * _FIRST
     words = (words ^ (words >> _27)) * _SECOND
     return words ^ (words >> _31)
 
 
 def mix(key: int, *parts: npt.ArrayLike) -> Words:
-    """Return a key of 64 bits for each element of `parts` (integers, which broadcast). Different parts give different
-    keys."""
+    """Return a key of 64 bits for each element of `parts`, which are integers or arrays of integers, broadcast to one
+    shape. Different parts give different keys."""
     with np.errstate(over="ignore"):
         words = _scrambled(np.asarray(key & (2**64 - 1), np.uint64) + _GOLDEN)
         for part in parts:
@@ -69,7 +69,7 @@ def permuted(positions: npt.ArrayLike, count: npt.ArrayLike, keys: npt.ArrayLike
 
 
 def _bits(size: Words) -> Words:
-    """Return the number of bits of the smallest power of two that is at least `size`, at least MIN_BITS."""
+    """Return the number of bits that can represent `size` values, at least MIN_BITS."""
     _, exponent = np.frexp((size - _ONE).astype(np.float64))
     exponent = exponent.astype(np.uint64)
     # A float of 53 bits may have been rounded up to the next power of two. One bit too many would still be correct, but

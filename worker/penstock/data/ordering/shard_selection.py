@@ -1,8 +1,9 @@
-"""Selection of the shards that an epoch takes of a stream, and how often, if the stream's share is not its length.
+"""Selection of the shards that an epoch takes of a stream, and how often it takes each, if the epoch's share is not the
+stream's length.
 
-An epoch that takes q L + r samples of a stream of L takes every shard q times, and r samples more. Each epoch's r
-samples begin where those of the epoch before ended. So no sample repeats before the whole stream has come, and each
-repeat has a new order. With a share of a tenth, every sample is seen once in ten epochs.
+Suppose that an epoch takes q L + r samples of a stream of L samples. Then it takes every shard q times, and r samples
+more. Each epoch's r samples begin where the r samples of the epoch before ended. So no sample repeats before the whole
+stream has come, and each repeat has a new order. With a share of a tenth, every sample is seen once in ten epochs.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ __all__ = ["ShardParts", "parts_of"]
 
 @dataclass(frozen=True)
 class ShardParts:
-    """Pieces of shards; each field is an array with one entry per piece."""
+    """Shards and pieces of shards that an epoch takes; each field is an array with one entry per piece."""
 
     shard: Ints
-    """Number of the shard."""
+    """Number of the shard that the piece belongs to."""
     count: Ints
-    """Samples in the piece."""
+    """Number of samples in the piece."""
     first: Ints
-    """Beginning of the piece in the shard's own order; 0 for a whole shard."""
+    """Index, in the shard's shuffled order, at which the piece begins; 0 for a whole shard."""
     key: Words
-    """Key of the shard's own order, used for pieces only."""
+    """Key of the shard's shuffled order, used only for a piece of a shard."""
 
     def __len__(self) -> int:
         return len(self.shard)
@@ -43,12 +44,12 @@ class ShardParts:
 
 
 def parts_of(sizes: Ints, share: int, first_shard: int, *, epoch: int, key: int, shuffle: bool) -> ShardParts:
-    """Return the parts that an epoch takes of a stream.
+    """Return the shards and pieces of shards that an epoch takes of a stream.
 
     Args:
-        sizes: samples of its shards.
-        share: samples that the epoch takes of it.
-        first_shard: number of its first shard.
+        sizes: number of samples in each of the stream's shards.
+        share: number of samples that the epoch takes of the stream.
+        first_shard: number of the stream's first shard.
         key: key of the stream.
     """
     count, total = len(sizes), int(sizes.sum())
@@ -64,7 +65,7 @@ def parts_of(sizes: Ints, share: int, first_shard: int, *, epoch: int, key: int,
 
 
 def _piece(sizes: Ints, start: int, stop: int, first_shard: int, *, key: int, shuffle: bool) -> ShardParts:
-    """Return the pieces for samples [start, stop) of one repeat of the stream."""
+    """Return the parts that contain samples [start, stop) of one repeat of the stream."""
     order = np.arange(len(sizes))
     if shuffle:
         order = permuted(order, len(sizes), np.uint64(key))

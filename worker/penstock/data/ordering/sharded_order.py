@@ -1,5 +1,5 @@
-"""The order of a dataset's samples: a function from (epoch, position) to sample, the same for any number of boxes and
-workers.
+"""Order of a sharded dataset's samples: a function from (epoch, position) to sample, the same for any number of boxes
+and workers.
 
     position -> stream, and position in its sequence -> partition -> shuffled block -> shard and sample
 
@@ -7,14 +7,15 @@ workers.
   (shard_selection.py). They come in a permuted sequence.
 - **Partitions.** The sequence is cut into C equal partitions, and position p takes the next sample of partition p mod
   C. Rows go to boxes in turn, so if the number of boxes divides C, each box reads its own partitions and so its own
-  shards. The order itself does not depend on boxes.
-- **Blocks.** Some neighbouring parts of a partition are a block, and samples are permuted within it. That gives
-  locality: only the shards of a few blocks are needed at a time (block_shuffle.py).
+  shards. The order itself does not depend on the number of boxes.
+- **Blocks.** A few neighbouring parts of a partition form a block, and samples are permuted only within their block.
+  That gives locality: only the shards of a few blocks are needed at a time (block_shuffle.py).
 - **Streams.** Either the parts of all streams are in one sequence ("shards"), or each stream has a sequence of its own
-  and they are interleaved: by units of C samples ("samples") or of a whole batch ("batches"), so that each has its
-  share at every prefix (interleave.py); the rest of less than a unit comes at the end.
+  and they are interleaved: in units of C samples ("samples") or of a whole batch ("batches"). Then every prefix of the
+  order has each stream's share (interleave.py); the samples that are left of each stream, less than a unit, come at the
+  end.
 
-Nothing here grows with the number of samples. In memory are a few numbers for each part of an epoch.
+The memory used does not grow with the number of samples. It is a few numbers for each part of an epoch.
 """
 
 from __future__ import annotations
@@ -38,13 +39,14 @@ __all__ = ["Interleave", "ShardedOrder"]
 Interleave = Literal["shards", "samples", "batches"]
 
 KEPT_EPOCHS = 2
-"""Epochs whose plans stay in memory: the present one and the next, whose shards are prefetched already."""
+"""Number of epochs whose sequences stay in memory: the present epoch and the next one, whose shards are prefetched
+already."""
 SAMPLE_LIMIT = 1 << 48
-"""Exclusive upper bound of an epoch's samples: positions in it are divided as floats of 53 bits."""
+"""Exclusive upper bound of the number of samples in an epoch. Positions are divided as floats, which have 53 bits."""
 
 
 class ShardedOrder:
-    """The order of all epochs. Samples are numbered shard by shard, those of the first stream first."""
+    """Order of the samples of all epochs. Samples are numbered shard by shard, beginning with the first stream's."""
 
     def __init__(
         self,
@@ -60,10 +62,10 @@ class ShardedOrder:
     ) -> None:
         """
         Args:
-            streams: samples of each shard, for each stream.
-            shares: samples of each stream in an epoch: fewer than it has, or more.
-            block: approximate number of samples that are shuffled with each other; None for all.
-            batch: samples of a global batch, for interleave="batches".
+            streams: for each stream, the number of samples in each of its shards.
+            shares: number of samples that an epoch takes of each stream; it may be smaller or larger than the stream.
+            block: approximate number of samples that are shuffled with each other; None: all of them.
+            batch: number of samples in a global batch; used with interleave="batches".
 
         Raises DatasetError for an epoch without samples, or with too many.
         """
@@ -88,16 +90,16 @@ class ShardedOrder:
         self._epochs: OrderedDict[int, list[PartSequence]] = OrderedDict()
 
     def __len__(self) -> int:
-        """Return the samples of an epoch."""
+        """Return the number of samples in an epoch."""
         return self._length
 
     @property
     def starts(self) -> Ints:
-        """Numbers of the first sample of each shard, then of all samples: shape (shards + 1,)."""
+        """Number of the first sample of each shard, and at the end the number of all samples; shape (shards + 1,)."""
         return self._starts
 
     def ids(self, epoch: int, positions: npt.ArrayLike) -> Ints:
-        """Return the numbers of the samples at these positions, which lie in [0, len(self))."""
+        """Return the numbers of the samples at these positions of an epoch, which lie in [0, len(self))."""
         at = np.asarray(positions, np.int64)
         ids = np.empty_like(at)
         for sequence, chosen, inner in self._split(epoch, at):
@@ -110,7 +112,8 @@ class ShardedOrder:
         return found
 
     def shards(self, epoch: int, positions: npt.ArrayLike) -> Ints:
-        """Return the numbers of all shards that the blocks of these positions need, in the order of the positions."""
+        """Return the numbers of all shards that are needed for the samples at these positions, in the order in which
+        the positions need them. These are all shards of the positions' blocks."""
         at = np.asarray(positions, np.int64)
         blocks = [
             (int(chosen[index]), shards)
@@ -123,7 +126,8 @@ class ShardedOrder:
         return needed[np.sort(first)]
 
     def _split(self, epoch: int, at: Ints) -> Iterator[tuple[PartSequence, Ints, Ints]]:
-        """Yield (sequence, indexes in `at` that belong to it, positions in the sequence)."""
+        """Yield, for each sequence of the epoch that occurs at the positions `at`: the sequence, the indexes in `at`
+        that belong to it, and the positions in the sequence."""
         sequences = self._epoch(epoch)
         if len(sequences) == 1:
             yield sequences[0], np.arange(len(at)), at

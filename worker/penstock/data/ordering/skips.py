@@ -1,8 +1,8 @@
 """Skips: samples left out of an order, so that a run avoids data on which it failed.
 
 A sample's number counts from the run's beginning over all epochs: epoch * samples of an epoch + position. Skipping
-removes numbers from the order and changes no other, so a position means the same whatever is skipped after it. Ranks
-count only the samples that are not skipped.
+removes numbers from the order and changes no other number, so a position means the same whatever is skipped. A sample's
+rank counts only the samples that are not skipped.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from penstock.proto.errors import InvalidArgumentError
 __all__ = ["KeptPositions", "Ranges", "added_before", "ranges_of"]
 
 Ranges = tuple[tuple[int, int], ...]
-"""Pairs of (first, end), ascending; no range is empty, and there is a gap between any two."""
+"""Ranges of sample numbers, as pairs of (first, end) in ascending order. No range is empty, and there is a gap between
+any two."""
 
 MAX_DISTANCE = 1 << 61
-"""Largest distance from an epoch's beginning; it makes 64 bits enough."""
+"""Largest distance of a skipped sample from an epoch's beginning. With this limit, 64 bits suffice for all sums."""
 
 
 def ranges_of(skip: Iterable[range]) -> Ranges:
-    """Return the ranges of numbers in `skip`. Raises InvalidArgumentError for anything else in it."""
+    """Return the ranges in `skip`, sorted and joined where they touch. Raises InvalidArgumentError for an element that
+    is not a range of sample numbers."""
     found = []
     for piece in skip:
         if not isinstance(piece, range) or piece.step != 1 or not 0 <= piece.start <= piece.stop <= MAX_DISTANCE:
@@ -45,7 +47,8 @@ def ranges_of(skip: Iterable[range]) -> Ranges:
 
 
 def added_before(saved: Ranges, now: Ranges, position: int) -> tuple[int, int] | None:
-    """Return the first range of numbers before `position` that `now` skips and `saved` did not."""
+    """Return the first range of numbers before `position` that is skipped in `now` but not in `saved`; None if there is
+    none."""
     ends = [end for _, end in saved]
     for first, end in now:
         index = bisect_right(ends, first)
@@ -57,12 +60,13 @@ def added_before(saved: Ranges, now: Ranges, position: int) -> tuple[int, int] |
 
 
 class KeptPositions:
-    """Positions relative to an epoch's beginning, and their ranks among the positions that are not skipped. Rank 0 is
-    the first of these in the epoch; earlier ones are negative."""
+    """Conversion between positions in an epoch and ranks, which count only the positions that are not skipped. Rank 0
+    is the first of these in the epoch; positions before the epoch have negative ranks."""
 
     def __init__(self, ranges: Sequence[tuple[int, int]], begin: int) -> None:
         """
         Args:
+            ranges: ranges of sample numbers that are skipped.
             begin: number of the epoch's first sample.
         """
         near = [(first - begin, end - begin) for first, end in ranges if -MAX_DISTANCE < first - begin < MAX_DISTANCE]
@@ -70,19 +74,19 @@ class KeptPositions:
         self._ends = [end for _, end in near]
         before = sum(max(0, min(end, 0) - first) for first, end in near)
         self._out = list(accumulate((end - first for first, end in near), initial=-before))
-        """Number of skipped samples from the epoch's beginning to each range's beginning, and to the end of the
-        last."""
+        """Number of skipped samples from the epoch's beginning to the beginning of each range; and, as the last entry,
+        to the end of the last range."""
         ranks = [first - out for first, out in zip(self._firsts, self._out, strict=False)]
         self._arrays = (np.array(ranks, np.int64), np.array(self._out, np.int64)) if near else None
 
     def rank(self, position: int) -> int:
-        """Return the rank of `position`, or of the next one that is not skipped."""
+        """Return the rank of `position`. If it is skipped, return the rank of the next position that is not."""
         index = bisect_right(self._ends, position)
         inside = max(0, position - self._firsts[index]) if index < len(self._ends) else 0
         return position - self._out[index] - inside
 
     def positions(self, ranks: Ints) -> Ints:
-        """Return the positions of these ranks."""
+        """Return the positions that have these ranks."""
         if self._arrays is None:
             return ranks
         firsts, out = self._arrays

@@ -1,12 +1,14 @@
-"""The order of a dataset that is read sample by sample: no shards, and an epoch of any number of samples.
+"""Order of a map-style dataset, which has no shards and is read sample by sample. An epoch may have any number of
+samples.
 
 All epochs laid end to end repeat the dataset, each repeat in another permutation:
 
     epoch, position -> number over all epochs -> repeat, and index in it -> permuted
 
-So no sample comes again before all have come, however many samples an epoch has, and every position costs the same.
-With blocks, neighbouring samples stay near each other: the blocks of a repeat are permuted, and then the samples within
-each. Blocks are equally long; the rest is one short block, somewhere among them.
+So no sample comes again before all have come, however many samples an epoch has, and the look-up of every position
+takes the same time. With blocks, neighbouring samples stay near each other: the blocks of a repeat are permuted, and
+the samples within each block. Blocks are equally long, except one short block with the rest of the samples, which
+stands at a random place among them.
 """
 
 from __future__ import annotations
@@ -21,20 +23,21 @@ from penstock.proto.state.generators import derive_seed
 __all__ = ["UnshardedOrder"]
 
 SAMPLE_LIMIT = 1 << 48
-"""Exclusive upper bound of a dataset's samples, and of an epoch's."""
+"""Exclusive upper bound of the number of samples in a dataset, and in an epoch."""
 _BLOCKS, _SHORT, _INSIDE = 0, 1, 2
-"""Constants that distinguish the keys: of a repeat's blocks, of the short block's place, of the samples in a block."""
+"""Constants mixed into keys, so that three permutations of a repeat get different ones: of its blocks, of the place of
+the short block, and of the samples within a block."""
 
 
 class UnshardedOrder:
-    """The order of all epochs."""
+    """Order of the samples of all epochs."""
 
     def __init__(self, count: int, epoch_size: int, *, seed: int, shuffle: bool, block: int | None = None) -> None:
         """
         Args:
-            count: samples of the dataset.
-            epoch_size: samples of an epoch: fewer than the dataset has, or more.
-            block: samples that are shuffled with each other; None for all.
+            count: number of samples in the dataset.
+            epoch_size: number of samples in an epoch; it may be smaller or larger than `count`.
+            block: number of neighbouring samples that are shuffled with each other; None: all of them.
 
         Raises DatasetError for an epoch without samples, or with too many.
         """
@@ -48,11 +51,11 @@ class UnshardedOrder:
         self._key = derive_seed(seed, "cycle")
 
     def __len__(self) -> int:
-        """Return the samples of an epoch."""
+        """Return the number of samples in an epoch."""
         return self._length
 
     def ids(self, epoch: int, positions: npt.ArrayLike) -> Ints:
-        """Return the numbers of the samples at these positions, which lie in [0, len(self))."""
+        """Return the numbers of the samples at these positions of an epoch, which lie in [0, len(self))."""
         repeat, first = divmod(epoch * self._length, self._count)  # a Python int: epoch * length may exceed 64 bits
         at = np.asarray(positions, np.int64) + first
         if not self._shuffle:
@@ -84,6 +87,6 @@ def _mixed(keys: npt.NDArray[np.uint64], part: npt.ArrayLike) -> npt.NDArray[np.
 
 
 def _chosen(keys: npt.NDArray[np.uint64], count: int) -> Ints:
-    """Return a number in [0, count) for each key."""
+    """Return a pseudorandom number in [0, count) for each key."""
     found: Ints = (_mixed(keys, _SHORT) % np.uint64(count)).astype(np.int64)
     return found

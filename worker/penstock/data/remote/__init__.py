@@ -1,1 +1,1 @@
-"""Remote folders of data: web servers, object stores, filesystems."""
+"""Access to remote folders of data on web servers, object stores and other filesystems."""

@@ -1,9 +1,9 @@
-"""Filesystems of fsspec without an event loop (SFTP, FTP, archives, chained URLs), with deadlines.
+"""Calls with deadlines to fsspec's filesystems that have no event loop (SFTP, FTP, archives, chained URLs).
 
-Their calls may block for ever. So each call runs in a thread of its own, which the caller may abandon; the thread ends
-when the call does. Few of these filesystems may be used by two threads at a time: FTP has one connection, an archive
-one position. So each call uses a filesystem that no other call uses, and a filesystem whose call failed or hangs is not
-used again.
+A call to such a filesystem may block forever. So each call runs in a thread of its own, which the caller may abandon;
+the thread ends when the call does. Few of these filesystems may be used by two threads at a time: FTP has one
+connection, an archive has one position. So each call gets a filesystem object that no other call uses. After a call
+that failed or hangs, its object is not used again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["PlainFilesystems"]
 
 
 class PlainFilesystems:
-    """Filesystems of one remote, for one process: one for each concurrent call."""
+    """Filesystem objects of one remote folder in one process, one for each concurrent call."""
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         self._url, self._options = url, options
@@ -30,7 +30,8 @@ class PlainFilesystems:
         """Calls in progress."""
 
     def begin(self, work: Callable[[Any, str], Any]) -> Future[Any]:
-        """Call `work(filesystem, path of the remote folder in it)`. Cancelling the future abandons the call."""
+        """Start a call of `work(filesystem, path of the remote folder in it)` in a thread. Cancelling the returned
+        future abandons the call."""
         future: Future[Any] = Future()
         with self._lock:
             self._calls.add(future)
@@ -39,7 +40,7 @@ class PlainFilesystems:
         return future
 
     def close(self) -> None:
-        """Abandon all calls in progress; their waiters get an error."""
+        """Abandon all calls in progress. Threads that wait for a call get an error."""
         with self._lock:
             calls = tuple(self._calls)
         for future in calls:

@@ -3,10 +3,10 @@
 A temporary failure is retried until the deadline, with growing pauses; a permanent one is raised at once. Every
 transfer has a deadline and a minimum rate: a server that sends a byte now and then counts as stalled.
 
-fsspec's shared event loop does not survive a fork, and closes its connections at any time. So a remote has an event
-loop of its own, in a thread that the first transfer starts and `close` ends. A forked child starts its own loop. It
-never touches the inherited one, whose sockets are the parent's, and never frees it: the frame of the loop's thread,
-which the child does not have, refers to it.
+fsspec's shared event loop does not survive a fork, and closes its connections at any time. So each RemoteFolder has an
+event loop of its own, in a thread that the first transfer starts and `close` ends. A forked child starts a loop of its
+own. The child never touches the inherited loop, whose sockets belong to the parent. The inherited loop is never freed
+either, because the stack frame of its thread, which does not run in the child, still refers to it.
 """
 
 from __future__ import annotations
@@ -52,13 +52,14 @@ LARGEST_READ = 1 << 30
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 10.0
 LAST_PAUSE_S = 0.2
-"""Seconds before the deadline in which no new try begins."""
+"""Last seconds before a deadline, in which no new attempt begins."""
 QUIET_TRIES = 5
-"""Failures in a row, some two seconds, before the first log line."""
+"""Number of failed attempts in a row, within some two seconds, before the first warning is logged."""
 MIN_PROGRESS_BYTES = 1 << 16
-"""Bytes that must arrive in each `stall_s`. If fewer arrive, the transfer is broken off and continued."""
+"""Number of bytes that must arrive in each period of `stall_s` seconds. If fewer arrive, the transfer is broken off,
+and continued in a new attempt."""
 _SERVERS = ("endpoint_url", "endpoint", "host", "port", "account_name")
-"""Options of fsspec's filesystems that name the server of a URL."""
+"""Names of options of fsspec's filesystems that say which server a URL is on."""
 _log = logging.getLogger(__name__)
 _EXTRAS = {"http": "http", "https": "http", "s3": "s3", "s3a": "s3"}
 
@@ -73,7 +74,7 @@ def joined(url: str, name: str) -> str:
 
 
 class _Loop:
-    """An event loop in a thread of its own, with the filesystem that uses it."""
+    """Event loop in a thread of its own, with the filesystem that uses it."""
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         self.pid = os.getpid()
@@ -84,7 +85,7 @@ class _Loop:
         self._thread = threading.Thread(target=self._run, name="penstock-remote", daemon=True)
         self._thread.start()
         self.opening = self.call(self._open(url, options))
-        """Future of (filesystem, the folder's path in it)."""
+        """Future whose result is (filesystem, path of the folder in it)."""
 
     def _run(self) -> None:
         self.loop.run_forever()
@@ -103,7 +104,7 @@ class _Loop:
 
     @property
     def ended(self) -> bool:
-        """True once no call can begin any more, for example while the interpreter exits."""
+        """True once no more calls can begin, for example while the interpreter exits."""
         return self._ending
 
     def call(self, work: Coroutine[Any, Any, Any]) -> concurrent.futures.Future[Any]:
@@ -114,7 +115,7 @@ class _Loop:
             return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def close(self) -> None:
-        """End the thread, and with it all transfers. Does nothing in a forked child."""
+        """End the loop's thread, and all transfers in it. Does nothing in a forked child."""
         if self.pid != os.getpid():
             return
         with self._lock:
@@ -136,7 +137,8 @@ class _Loop:
 
 
 class RemoteFolder:
-    """A folder on any filesystem. Safe for threads; each process opens it when it first needs it."""
+    """Folder on any filesystem, local or remote. Safe for threads; each process opens the filesystem when it first
+    needs it."""
 
     def __init__(
         self,
@@ -148,9 +150,10 @@ class RemoteFolder:
     ) -> None:
         """
         Args:
-            storage_options: options of fsspec's filesystem.
-            tries: failures in a row, without a new byte, that end a transfer; None: only the deadline ends it.
-            stall_s: seconds without progress after which a transfer is broken off.
+            storage_options: keyword arguments for fsspec's filesystem.
+            tries: number of failures in a row, without a new byte, after which a transfer is given up; None: only the
+                deadline ends it.
+            stall_s: seconds without progress after which an attempt is broken off.
         """
         if (tries is not None and tries < 1) or stall_s <= 0:
             raise InvalidArgumentError(f"tries must be at least 1 and stall_s above 0, got {tries} and {stall_s}")
@@ -160,7 +163,7 @@ class RemoteFolder:
         self._stall_s = stall_s
         self._protocol = self._url.split("://")[0].split("::")[0] if "://" in self._url else "file"
         self.local: Path | None = None
-        """Path of the folder, if it is on this machine."""
+        """Path of the folder on this machine; None for a remote folder."""
         import fsspec  # imported here: it takes 0.1 s, which runners without a remote save
 
         try:
@@ -190,9 +193,9 @@ class RemoteFolder:
         self._loop: _Loop | None = None
         self._plain = PlainFilesystems(self._url, self._options)
         self._reached = False
-        """True once anything was received from the remote."""
+        """True once any answer was received from the remote."""
         self._root: str | None = None
-        """Path of the folder in a blocking filesystem, once one was opened."""
+        """Path of the folder in a filesystem without an event loop; None until one was opened."""
         self._closed = threading.Event()
         self._moving: set[concurrent.futures.Future[Any]] = set()
 
@@ -209,7 +212,8 @@ class RemoteFolder:
 
     @property
     def identity(self) -> str:
-        """Text that differs between remotes: URL and server. Two servers may have buckets of the same name."""
+        """Text that identifies the remote: its URL and server. The server is needed because two servers may have
+        buckets of the same name."""
         options = {**self._options, **self._options.get("client_kwargs", {})}
         server = [scrubbed(str(options[name])) for name in _SERVERS if options.get(name)]
         return " ".join([self.url, *(["at", *server] if server else [])])
@@ -230,8 +234,8 @@ class RemoteFolder:
         return buffer.getvalue()
 
     def download(self, name: str, to: Path, *, expected_size: int, deadline_s: float) -> None:
-        """Write a file of any size into an open file of the caller. Raises ShardUnavailableError, also if the disk is
-        full, and ShardCorruptError if the size differs."""
+        """Download a file of any size to the path `to`. Raises ShardUnavailableError, also if the disk is full, and
+        ShardCorruptError if the size is not `expected_size`."""
         with open(to, "wb", buffering=0, opener=open_plain) as file:
             self._fetch(name, file, expected_size, deadline_s)
             file.truncate(expected_size)
@@ -262,13 +266,14 @@ class RemoteFolder:
     # ---- writing
 
     def names(self, *, deadline_s: float) -> list[str]:
-        """Return the names in the folder itself. Raises ShardUnavailableError."""
+        """Return the names of the files and folders directly in the folder. Raises ShardUnavailableError."""
         if self.local:
             return [path.name for path in self.local.iterdir()] if self.local.is_dir() else []
         return self._listed("ls", deadline_s, detail=False)
 
     def find(self, *, deadline_s: float) -> list[str]:
-        """Return all files in the folder and below it, relative to it. Raises ShardUnavailableError."""
+        """Return the paths of all files in the folder and its subfolders, relative to the folder. Raises
+        ShardUnavailableError."""
         if self.local:
             files = (path for path in self.local.rglob("*") if path.is_file())
             return sorted(path.relative_to(self.local).as_posix() for path in files)
@@ -300,7 +305,8 @@ class RemoteFolder:
         )
 
     def write(self, name: str, data: bytes, *, deadline_s: float) -> None:
-        """Write a file of these bytes, either completely or not at all. Raises ShardUnavailableError."""
+        """Write `data` to a file in the remote folder, either completely or not at all. Raises
+        ShardUnavailableError."""
         if self.local:
             try:
                 (self.local / name).parent.mkdir(parents=True, exist_ok=True)
@@ -328,7 +334,8 @@ class RemoteFolder:
         self._retry(work, name, deadline_s, "removed")
 
     def _retry(self, work: Callable[[float], Any], name: str, deadline_s: float, done: str) -> Any:
-        """Call `work` until it succeeds, fails permanently, or the deadline passes."""
+        """Call `work` until it succeeds, fails permanently, or the deadline passes. `work` gets the deadline as
+        monotonic time; `done`: word for errors that says what is done with the file."""
         until = time.monotonic() + deadline_s
         failures = 0
         while True:
@@ -422,8 +429,8 @@ class RemoteFolder:
         return joined(self._root, name)
 
     def _call(self, until: float, method: str, *args: Any, stall_s: float | None = None, **kwargs: Any) -> Any:
-        """Call a method of the filesystem; if the filesystem has an event loop, call the method's coroutine `_name`.
-        `stall_s`: seconds without progress that end the call; None: the remote's."""
+        """Call a method of the filesystem. For a filesystem with an event loop this is the coroutine whose name begins
+        with "_". `stall_s`: seconds without progress that end the call; None: `stall_s` of the remote."""
         if not self._asynchronous:
             # One call may transfer a whole file or archive, so only the deadline ends it.
             future = self._plain.begin(lambda fs, root: getattr(fs, method)(*args, **kwargs))
@@ -449,7 +456,8 @@ class RemoteFolder:
     def _wait(
         self, future: concurrent.futures.Future[Any], until: float, stall_s: float, target: DownloadTarget | None
     ) -> Any:
-        """Wait for a future as long as it makes progress. Cancel it when giving up."""
+        """Wait for a future as long as its transfer makes progress; then cancel the future and raise TransferBroken.
+        `target`: counts the bytes that have arrived."""
         try:
             with self._lock:
                 if self._closed.is_set():

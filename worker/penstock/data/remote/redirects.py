@@ -1,9 +1,9 @@
 """Limits on where a server of shards may redirect its readers.
 
-Data hubs answer with the address of another host, and such redirects are followed. But a server, or an attacker who
-controls it, could make a worker request addresses that only this network can reach: a cloud's metadata service, which
-hands out credentials, or a database's port. So a redirect to another host may not lead to an address nearer than the
-server's own.
+Data hubs answer a request with a redirect to another host, and such redirects are followed. But a server, or an
+attacker who controls it, could make a worker request addresses that only this network can reach: a cloud's metadata
+service, which hands out credentials, or a database's port. So a redirect to another host is refused if it leads to a
+nearer address than the server's own (see `is_nearer`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def is_nearer(target: Address, source: Address) -> bool:
-    """Return True if the target is nearer than the source. This machine and its link are nearer than a private network,
-    which is nearer than the Internet."""
+    """Return True if the address `target` is nearer than `source`. Addresses of this machine and its link are nearer
+    than those of a private network, which are nearer than those of the Internet."""
     return _reach(target) < _reach(source)
 
 
@@ -35,7 +35,7 @@ def _reach(address: Address) -> int:
 
 
 def watch_redirects(fs: Any) -> None:
-    """Refuse redirects to nearer addresses, in a filesystem of fsspec that has no session yet."""
+    """Make a filesystem of fsspec refuse redirects to nearer addresses. Call it before the filesystem has a session."""
     import aiohttp  # imported here, because it comes with an extra
 
     watch = aiohttp.TraceConfig()

@@ -1,9 +1,9 @@
-"""Attempt to fetch a file's bytes through fsspec, and classification of failures.
+"""Attempt to fetch a file's bytes through fsspec, and classification of the attempt's failures.
 
-HTTP is read as one stream, and each response is checked before its body. A broken stream continues at its byte if the
-server's validator (ETag or Last-Modified) shows that the file is unchanged. Everything else that fsspec reaches (object
-stores, memory, SFTP) is read in pieces by `cat_file`, and the file's `info` is compared before and after: a file that
-changed meanwhile is read again from its beginning.
+HTTP is read as one stream, and each response is checked before its body. A broken stream is continued at the first
+missing byte if the server's validator (ETag or Last-Modified) shows that the file is unchanged. Any other storage that
+fsspec reaches (object stores, memory, SFTP) is read in pieces by `cat_file`, and the file's `info` is compared before
+and after: a file that changed meanwhile is read again from its beginning.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ __all__ = [
 ]
 
 PIECE = 4 << 20
-"""Bytes requested from an object store at a time: large compared with a request's latency, small compared with what a
-slow connection transfers before it counts as stalled."""
+"""Number of bytes requested from an object store at a time. It is large compared with a request's latency, and small
+compared with what a slow connection transfers before it counts as stalled."""
 _PASSING = frozenset((408, 425, 429))
-"""HTTP statuses below 500 that are temporary."""
+"""HTTP statuses below 500 that count as temporary errors."""
 _PERMANENT = (
     FileNotFoundError,
     PermissionError,
@@ -58,17 +58,17 @@ _PERMANENT = (
     zipfile.BadZipFile,
 )
 _AGES = ("Last-Modified", "LastModified", "last_modified", "modified", "updated", "mtime", "created", "ETag", "etag")
-"""Names by which remotes report when a file was written, the best first. An ETag comes last, because it may be a digest
-of the content."""
+"""Names of the fields in which remotes report when a file was written, the best first. An ETag comes last, because it
+may be a digest of the content and not change when the same content is written again."""
 _ADDRESS = re.compile(r"(\w+://)(?:[^/\s?#]*@)?([^\s?#'\"<>]*)(?:[?#][^\s'\"<>]*)?")
 
 
 class TransferBroken(Exception):
-    """The transfer ended early; it may be continued."""
+    """Error: an attempt ended before all bytes arrived. Another attempt may continue it."""
 
 
 class FileChanged(Exception):
-    """The file was changed during the transfer."""
+    """Error: the file was changed while it was read. It has to be read again from its beginning."""
 
 
 def scrubbed(text: str) -> str:
@@ -77,9 +77,9 @@ def scrubbed(text: str) -> str:
 
 
 class DownloadTarget(io.RawIOBase):
-    """Target of one try's bytes: a file, from a position on, up to `limit`.
+    """File to which one attempt of a download writes, from position `at` up to `limit` bytes.
 
-    The event loop's thread writes, and another thread may abandon the target: after `abandon` nothing more is written.
+    The event loop's thread writes to it. Another thread may call `abandon`; nothing more is written afterwards.
     """
 
     def __init__(self, file: io.FileIO | io.BytesIO, at: int, limit: int, source: str) -> None:
@@ -115,7 +115,7 @@ class DownloadTarget(io.RawIOBase):
             return len(data)
 
     def rewind(self) -> None:
-        """Write from the first byte again."""
+        """Go back to the first byte, so that the file is written again."""
         with self._lock:
             self.at = 0
 
@@ -125,7 +125,7 @@ class DownloadTarget(io.RawIOBase):
 
 
 def unwritable(error: OSError, file: io.FileIO | io.BytesIO, needed: int, source: str) -> ShardUnavailableError:
-    """Return the error for bytes that the local disk refuses."""
+    """Return the error to raise when the local disk refuses to store bytes. `needed`: size of the whole file."""
     name = os.path.realpath(getattr(file, "name", ""))  # the file may have been opened by its descriptor
     text = f"{source} could not be written to {name}: {error.strerror}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -136,16 +136,17 @@ def unwritable(error: OSError, file: io.FileIO | io.BytesIO, needed: int, source
 
 @dataclass
 class DownloadProgress:
-    """Progress of a file's download, kept from one try to the next."""
+    """Progress of a file's download, which the next attempt continues."""
 
     expected: int | None
-    """Bytes according to the index."""
+    """Size of the file in bytes, according to the index; None if it is unknown."""
     at: int = 0
-    """Bytes written so far."""
+    """Number of bytes written so far."""
     validator: str = ""
-    """HTTP: strong ETag, or Last-Modified if there is no ETag; "" if there is neither."""
+    """Validator of a file read over HTTP: the strong ETag, or Last-Modified if there is no ETag; "" if there is
+    neither."""
     info: Any = None
-    """`info` of the file at remotes other than HTTP."""
+    """Result of fsspec's `info` for a file that is not read over HTTP."""
 
     def begin_again(self) -> None:
         self.at, self.validator, self.info = 0, "", None
@@ -159,7 +160,8 @@ class DownloadProgress:
 
 
 async def over_http(fs: Any, url: str, target: DownloadTarget, progress: DownloadProgress, source: str) -> None:
-    """Read a file as one stream. Continue at `progress.at` if the file is provably the same."""
+    """Read a file over HTTP as one stream into `target`. Continue at `progress.at` if the validator shows that the file
+    is unchanged; otherwise begin again."""
     import aiohttp  # imported here, because it comes with an extra
 
     headers = {**fs.kwargs.get("headers", {}), "Accept-Encoding": "identity"}
@@ -199,12 +201,14 @@ async def http_headers(fs: Any, url: str) -> Any:
 
 
 def age_of(info: Any) -> str | None:
-    """Return the text in a remote's info that shows when a file was written, for comparison; None if there is none."""
+    """Return the text that shows when a file was written, from a remote's `info`, for comparison; None if the remote
+    does not report it."""
     return next((f"{name}: {info[name]}" for name in _AGES if info.get(name)), None)
 
 
 def _validator(headers: Any) -> str:
-    """Return a validator that changes with any byte: a strong ETag, or Last-Modified if there is no ETag."""
+    """Return the validator in a response's headers, which changes with any byte of the file: a strong ETag, or
+    Last-Modified if there is no ETag."""
     tag = str(headers.get("ETag", ""))
     if tag:
         return "" if tag.startswith("W/") else tag
@@ -214,7 +218,8 @@ def _validator(headers: Any) -> str:
 def by_pieces(
     call: Callable[..., Any], path: str, target: DownloadTarget, progress: DownloadProgress, source: str
 ) -> None:
-    """Read a file by ranges. `call(method, ...)` calls the filesystem, with a deadline for each call."""
+    """Read a file in pieces into `target`. `call(method, ...)` calls a method of the filesystem, with a deadline for
+    each call."""
     size = progress.expected
     if size is not None and size <= PIECE and not target.at:
         # One request for one byte more than expected, to detect a longer file.
@@ -242,18 +247,18 @@ def by_pieces(
 
 @dataclass(frozen=True)
 class FailureKind:
-    """Classification of a failure."""
+    """Classification of a failed attempt: why it failed, and whether another attempt may succeed."""
 
     reason: str
     final: bool
     again_after_s: float = 0.0
-    """Seconds to wait, as the server asks."""
+    """Seconds to wait before the next attempt, as the server asks; 0 if it does not."""
     no_such_host: bool = False
-    """True if the name in the address does not exist; also reported where a network is down."""
+    """True if the host's name does not exist. This is also reported while the network is down."""
 
 
 def judge(error: Exception) -> FailureKind:
-    """Classify an error: its reason, whether it is final, and when to try again."""
+    """Classify the error of a failed attempt: its reason, whether it is final, and when to try again."""
     status = getattr(error, "status", None)
     if isinstance(status, int) and status >= 400:  # aiohttp's error, without importing aiohttp here
         reason = f"HTTP {status} {getattr(error, 'message', '')}".rstrip()
@@ -277,7 +282,8 @@ def _no_such_host(error: BaseException) -> bool:
 
 
 def _retry_after(headers: Any) -> float:
-    """Return the seconds of a Retry-After header, which is a number or a date; 0 for anything else."""
+    """Return the seconds to wait according to the header Retry-After, which has a number or a date; 0 for anything
+    else."""
     text = str(headers.get("Retry-After", "")).strip()
     if text.isdecimal():
         return float(text)

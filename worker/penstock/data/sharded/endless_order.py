@@ -1,14 +1,15 @@
-"""Order of an endless source: which sample of which shard is at which position of the stream.
+"""Order of an endless source's samples: a function from a position in the stream to a shard and an index in it.
 
 The L shards are arranged in T = L / C columns of C shards, where C is the number of partitions. The stream is cut into
 blocks of B positions. Block q takes samples from column q mod T, and continues where that column's last block ended:
 the r-th sample of column t is sample r div C of shard t * C + r mod C.
 
 The order does not depend on batches, boxes and workers. A batch is a range of positions of any size, so a batch may
-also be halved and accumulated. The block only decides which worker reads which shard. A shard is read by one worker
-alone under two conditions. First, the block is the global batch, its multiple or its divisor, and the number of workers
-divides the remaining columns: then a worker makes the batches of its own columns. Second, the number of boxes divides C
-and the batch: then a box takes its rows from its own shards of each column.
+also be halved and accumulated. Only the choice of which worker reads which shard depends on the block. A shard is read
+by a single worker if two conditions hold. First, the block is the global batch, a multiple of it, or a divisor of it,
+and each worker's batches fall on columns of its own (T is a multiple of the number of workers, if the block is the
+global batch). Second, the number of boxes divides both C and the batch, so that each box takes its rows from its own
+shards of each column.
 """
 
 from __future__ import annotations
@@ -24,31 +25,31 @@ from penstock.data.sharded.protocol import Place
 __all__ = ["EndlessOrder"]
 
 POSITIONS_PER_CALL = 1 << 20
-"""Positions that are examined in one call."""
+"""Largest number of positions that are looked up in one call."""
 
 
 @dataclass(frozen=True)
 class EndlessOrder:
-    """The order of an endless source."""
+    """Order of an endless source's samples, for a number of shards, partitions and a block size."""
 
     shards: int
     partitions: int
     block: int
-    """Number of consecutive positions that belong to one column."""
+    """Number of consecutive positions whose samples come from one column (a group of shards, one of each partition)."""
 
     @property
     def columns(self) -> int:
         return self.shards // self.partitions
 
     def at(self, positions: Ints) -> tuple[Ints, Ints]:
-        """Return the shard, and the index in it, of the sample at each position."""
+        """Return two arrays: for the sample at each position, its shard, and its index in the shard."""
         blocks, inside = np.divmod(positions, self.block)
         column_blocks, columns = np.divmod(blocks, self.columns)
         indices, partitions = np.divmod(column_blocks * self.block + inside, self.partitions)
         return columns * self.partitions + partitions, indices
 
     def counts(self, position: int) -> Ints:
-        """Return, for each shard, how many of its samples come before this position."""
+        """Return, for each shard, how many of its samples come before `position`."""
         blocks, inside = divmod(position, self.block)
         column_blocks, column = divmod(blocks, self.columns)
         rows = np.full(self.columns, column_blocks * self.block, np.int64)
@@ -58,7 +59,8 @@ class EndlessOrder:
         return found
 
     def place(self, shard: int) -> Place:
-        """Return the Place of this shard: the function from an index in it to the position in the stream."""
+        """Return a shard's Place: the function from the index of a sample in the shard to its position in the
+        stream."""
         column, partition = divmod(shard, self.partitions)
 
         def place(index: int) -> int:
@@ -68,7 +70,8 @@ class EndlessOrder:
         return place
 
     def own(self, start: int, batch: int, workers: int, box: int, boxes: int) -> Ints:
-        """Return the shards that have rows of a box in every `workers`-th batch, counted from the batch at `start`."""
+        """Return the numbers of the shards from which a box takes rows in every `workers`-th batch, counted from the
+        batch at position `start`. `batch`: samples of a global batch."""
         period = self.columns * self.block * (self.partitions // math.gcd(self.partitions, self.block))
         step = math.gcd(workers * batch, period)
         rows = np.arange(box, batch, boxes)

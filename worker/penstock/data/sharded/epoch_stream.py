@@ -1,10 +1,10 @@
 """Epoch of a finite source as one sequence of samples, each at a position. A worker reads the samples of its own
-batches, which are called its rows.
+batches; these samples are called its rows.
 
-If the lengths of the shards are known, this is arithmetic (round_robin.py): a worker skips the rows of other workers.
-If they are unknown, each worker has to pass over all rows, its own or not, to find where shards end. It reads ahead
-only as far as needed to decide whether a batch is the last one. With tail="emit" this is one row for each box beyond
-the batch, because fewer rows than boxes would be added to this batch.
+If the lengths of the shards are known, positions are found by arithmetic (round_robin.py), and a worker skips the rows
+of other workers. If they are unknown, each worker has to pass over all rows, its own or not, to find where shards end.
+It reads ahead only as far as needed to decide whether a batch is the last one. With tail="emit" it reads ahead one row
+for each box beyond the batch: if fewer rows are left, they are added to this batch.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from penstock.proto.errors import DatasetError
 __all__ = ["EpochStream", "Rows"]
 
 Rows = list[tuple[int, int, bool]]
-"""Triples of shard, index in it, and whether the sample is a repetition in this epoch."""
+"""List of rows, each (shard, index in the shard, True if the sample is a repetition in this epoch)."""
 
 
 class EpochStream:
-    """Rest of an epoch from position `start` on, partitioned into global batches; and one box's rows of them."""
+    """Rest of an epoch from position `start` on, divided into global batches, with the rows that one box has in
+    each."""
 
     def __init__(
         self,
@@ -43,15 +44,15 @@ class EpochStream:
     ) -> None:
         """
         Args:
-            ended: lengths of shards whose ends were found before.
-            every: n if the worker makes every n-th batch of its box.
+            ended: lengths of the shards whose ends are known from earlier reading, by shard.
+            every: n, where the worker makes every n-th batch of its box.
         """
         self._round_robin, self._readers = round_robin, readers
         self._start, self._batch, self._tail, self._every = start, batch, tail, every
         self._box, self._boxes = box, boxes
         self._found = dict(ended)
         self._reached = 0
-        """Position up to which all samples exist, and have been read or skipped."""
+        """Position before which all samples are known to exist, and have been read or skipped."""
 
     @property
     def length(self) -> int | None:
@@ -60,11 +61,12 @@ class EpochStream:
 
     @property
     def ended(self) -> dict[int, int]:
-        """Lengths found by reading, by shard."""
+        """Lengths of the shards whose ends were found by reading, by shard."""
         return dict(self._found)
 
     def rows(self, number: int, *, read: bool = True) -> Rows | None:
-        """Return the box's rows of a batch (possibly none in the last batch), or None after the last batch.
+        """Return the box's rows of batch `number`, or None after the last batch. The last batch may have no rows for
+        this box.
 
         `read`: True if the caller will read the rows, False if it skips the batch.
         """
@@ -84,26 +86,27 @@ class EpochStream:
         return self._rows(partition.rows(number, self._box), begin)
 
     def first(self, number: int) -> tuple[int, int]:
-        """Return the shard and index of the first row of a batch, which belongs to box 0."""
+        """Return the shard, and the index in it, of the first row of batch `number`. That row belongs to box 0."""
         (shard,), (index,) = self._round_robin.at(np.array([self._start + number * self._batch]))
         return shard, index
 
     def has_rows(self) -> bool:
-        """Return True if any batch is left."""
+        """Return True if the epoch has a batch from `start` on."""
         least = self._batch if self._tail == "drop" else 1
         self._pass_over(self._start + least)
         return self._round_robin.length is None or self._round_robin.length >= self._start + least
 
     def _rows(self, positions: Ints, begin: int | None = None) -> Rows:
-        """Return the rows at these positions. `begin`: start of the batch, if the epoch's beginning may pad it."""
+        """Return the rows at these positions. `begin`: position at which the batch starts, if samples of the epoch's
+        beginning may pad the batch."""
         again = [False] * len(positions)
         if begin is not None:
             again = (positions != begin + self._box + self._boxes * np.arange(len(positions))).tolist()
         return list(zip(*self._round_robin.at(positions), again, strict=True))
 
     def _look_ahead(self, begin: int, read: bool) -> None:
-        """Advance until it is certain that the batch from position `begin` on is not the last one, or until the epoch's
-        end is found."""
+        """Advance until it is certain that the batch at position `begin` is not the last one, or until the epoch's end
+        is found. `read`: True if the caller will read the batch."""
         end = begin + self._batch
         self._pass_over(begin)
         if self._round_robin.length is not None:
@@ -132,14 +135,15 @@ class EpochStream:
                     shards, indices = self._round_robin.at(np.arange(at, until))
 
     def _is_own(self, row: int, read: bool) -> bool:
-        """Return True if this worker may have to read a row. `row`: its number, counted from the batch's first row.
-        Such rows are those of the batch, those added to it at the epoch's end, and those of the next batch."""
+        """Return True if this worker may have to read a row. `row`: number of the row, counted from the batch's first
+        one. The rows it may have to read are those of the batch, those that may be added to it at the epoch's end, and
+        those of the next batch. `read`: True if the caller will read the batch."""
         if row < self._batch or self._every > 1:
             return read and row % self._boxes == self._box
         return (read and row % self._boxes == self._box) or (row - self._batch) % self._boxes == self._box
 
     def _pass_over(self, position: int) -> None:
-        """Skip the samples of each shard before a position, because this worker needs none of them."""
+        """Skip the samples of each shard that come before `position`, because this worker needs none of them."""
         while self._reached < position and self._round_robin.length is None:
             targets: Ints = self._round_robin.counts(position)
             over = True

@@ -1,4 +1,4 @@
-"""Contract of a source in logical shards, between shards, layers, and the loader that partitions them.
+"""Contract that every source in logical shards keeps, with the layers and the loader that read it.
 
 A source has L logical shards, whatever the number of boxes and workers. A shard of an epoch is read sequentially by a
 cursor, and each sample's position is (shard, index). Everything that has a buffer or a counter (packing, mixing,
@@ -32,7 +32,8 @@ Token = Any
 penstock.proto.state.codec)."""
 
 Place = Callable[[int], int]
-"""Function from a shard's sample index to the sample's position among those of all shards, in the order of batches."""
+"""Function from the index of a sample in a shard to the sample's position among those of all shards, in the order in
+which batches contain them."""
 
 
 class Cursor(Iterator[Any], Protocol):
@@ -42,7 +43,8 @@ class Cursor(Iterator[Any], Protocol):
         """Skip `count` samples, or all that are left. Return how many were skipped."""
 
     def token(self) -> Token:
-        """Return the position as a token, with which `ShardedSource.open` continues at the next sample."""
+        """Return the cursor's position as a token. `ShardedSource.open` with this token continues at the next
+        sample."""
 
     def close(self) -> None:
         """Close files; may be called twice."""
@@ -54,29 +56,30 @@ class ShardedSource(Protocol):
 
     @property
     def num_shards(self) -> int:
-        """Number of shards, L: at least 1, and the same for any number of boxes and workers."""
+        """Number L of logical shards: at least 1, and the same for any number of boxes and workers."""
 
     @property
     def endless(self) -> bool:
-        """True if cursors never end. The epoch is then always 0: each shard begins its next epoch by itself."""
+        """True if the shards never end. The epoch is then always 0: each shard begins to repeat its data by itself."""
 
     def described(self) -> dict[str, Any]:
-        """Return everything that decides the samples and their order, as a JSON value: kind, settings, and the
-        description of each `source`. It is saved with a state. A state with a different description is refused by an
-        error that names the differing values."""
+        """Return a description of everything that decides the samples and their order, as a JSON value: kind, settings,
+        and the description of each `source` below. It is saved with a state. A state with a different description is
+        refused, by an error that names the differing values."""
 
     def lengths(self, epoch: int) -> Sequence[int] | None:
-        """Return the samples of each shard in this epoch, or None if they are unknown before reading."""
+        """Return the number of samples in each shard in this epoch, or None if it is unknown before the shards are
+        read."""
 
     def open(self, shard: int, epoch: int, seed: int, token: Token | None = None, place: Place | None = None) -> Cursor:
         """Return a cursor at the shard's beginning, or at the token's position.
 
         Args:
-            seed: seed of all randomness. A layer derives its own by derive_seed(seed, NAME, ...), and passes the seed
-                on to its source; a layer with several sources passes each a different one.
-            place: positions of this cursor's samples among those of all shards; None: index i of shard s is the sample
-                at i * num_shards + s. A layer that yields one sample for each of its source's passes it on, unless it
-                yields them in another order.
+            seed: seed of all randomness. A layer derives its own seed by derive_seed(seed, NAME, ...), and passes
+                `seed` on to its source. A layer with several sources passes a different seed to each.
+            place: function from the index of a sample to its position among the samples of all shards; None: sample i
+                of shard s is at position i * num_shards + s. A layer that yields one sample for each sample of its
+                source passes `place` on, unless it yields them in another order.
 
         Raises DatasetError for data that cannot be read or differ from their description, StateCorruptError for an
         invalid token.

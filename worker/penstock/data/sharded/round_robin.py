@@ -1,9 +1,9 @@
-"""Round robin over shards of any lengths: which sample of which shard is at which position of the stream.
+"""Round robin over shards of any lengths: a function from a position in the stream to a shard and an index in it.
 
 A finite source's epoch is read in rounds: sample 0 of each shard, then sample 1, and so on, without the shards that
 have ended. If the lengths are known, a position is found by arithmetic, without reading a shard. An unknown length is
-taken as infinite: positions are right up to the shard's real end. So a reader that advances in order and reports each
-end that it finds always gets right positions.
+taken as infinite, so positions are right only up to the shard's real end. A reader that advances in order, and reports
+each end that it finds, always gets right positions.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from penstock.data.ordering.permutation import Ints
 __all__ = ["RoundRobin", "Tail"]
 
 Tail = Literal["emit", "pad", "drop", "emit apart"]
-"""Treatments of an epoch's incomplete last batch. They are those of ordering/partition.py that need no other epoch."""
+"""Ways to treat an epoch's incomplete last batch: those of ordering/partition.py that need no samples of another
+epoch."""
 
 UNKNOWN = 1 << 62
 
 
 class RoundRobin:
-    """Positions of one epoch."""
+    """Order of one epoch's samples, read round robin from all shards."""
 
     def __init__(self, shards: int, lengths: Sequence[int] | Mapping[int, int]) -> None:
         """
         Args:
-            lengths: samples of each shard, or a mapping with those that are known.
+            lengths: number of samples in each shard, or a mapping from shard to number with those that are known.
         """
         self._lengths: Ints = np.full(shards, UNKNOWN, np.int64)
         if isinstance(lengths, Mapping):
@@ -40,7 +41,8 @@ class RoundRobin:
         self._lay_out()
 
     def _lay_out(self) -> None:
-        """Cut the rounds into sections. Within a section the same shards are live, that is, have not ended."""
+        """Divide the rounds into sections. During a section the same shards are live, which means that they have not
+        ended."""
         known = self._lengths[self._lengths < UNKNOWN]
         ends, leaving = np.unique(known, return_counts=True)
         self._first_round: Ints = np.concatenate([[0], ends]).astype(np.int64)
@@ -54,12 +56,13 @@ class RoundRobin:
         return int(self._first_position[-1]) if self._live[-1] == 0 else None
 
     def end(self, shard: int, length: int) -> None:
-        """Set the length of a shard. Called when its end is found."""
+        """Set the length of a shard, once its end is found."""
         self._lengths[shard] = length
         self._lay_out()
 
     def at(self, positions: Ints) -> tuple[list[int], list[int]]:
-        """Return the shard, and the index in it, of the sample at each position, which must be below `length`."""
+        """Return two lists: for the sample at each position, its shard, and its index in the shard. Positions must be
+        below `length`."""
         shards, indices = np.empty(len(positions), np.int64), np.empty(len(positions), np.int64)
         sections = np.searchsorted(self._first_position, positions, side="right") - 1
         for section in np.unique(sections):
@@ -70,7 +73,7 @@ class RoundRobin:
         return shards.tolist(), indices.tolist()
 
     def counts(self, position: int) -> Ints:
-        """Return, for each shard, how many of its samples come before this position."""
+        """Return, for each shard, how many of its samples come before `position`."""
         section = int(np.searchsorted(self._first_position, position, side="right")) - 1
         if self._live[section] == 0:
             return self._lengths.copy()

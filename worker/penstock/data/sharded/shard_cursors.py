@@ -1,9 +1,9 @@
-"""Open shards of one epoch, read on demand; and the cursor state of each, for saved states.
+"""Cursors that read the shards of one epoch on demand, and the state of each cursor, which goes into saved states.
 
-A cursor state is an index and the token before the sample of that index. A cursor state is usable unless it lies beyond
-the saved position, because the samples between the two are skipped. This has two consequences. Tokens are taken only
-when a state is saved, and only of shards that were read since the last save. And when a reader reads ahead, the cursor
-state from before the read-ahead is kept.
+A cursor state is an index, and the token before the sample of that index. A cursor state may lie before the saved
+position, because a resume skips the samples between the two; it must not lie beyond it. This has two consequences.
+Tokens are taken only when a state is saved, and only of shards that were read since the last save. When a reader reads
+ahead, it keeps the cursor state from before.
 
 Samples are kept until their batch was yielded: if reading or collating fails, the same batch can be made again.
 """
@@ -22,12 +22,12 @@ __all__ = ["CursorStates", "ShardReaders"]
 
 @dataclass
 class CursorStates:
-    """Cursor states of shards, in columns. A state of a thousand is built in 20 us that way; one by one it takes
-    200."""
+    """Cursor states of shards, in two columns. A thousand states are built in 20 us that way; as separate objects they
+    take 200 us."""
 
     indices: dict[int, int] = field(default_factory=dict)
     tokens: dict[int, Token] = field(default_factory=dict)
-    """Tokens of the same shards, in the same order."""
+    """Token of each shard, for the same shards and in the same order as `indices`."""
 
     def put(self, shard: int, index: int, token: Token) -> None:
         self.indices[shard] = index
@@ -47,7 +47,7 @@ class CursorStates:
 
 
 class ShardReaders:
-    """Readers of the shards of one epoch, opened on demand."""
+    """Cursors of the shards of one epoch, opened on demand."""
 
     def __init__(
         self,
@@ -61,25 +61,28 @@ class ShardReaders:
     ) -> None:
         """
         Args:
-            place: returns the Place of a shard's samples.
-            key: (shard, index, token before the sample) -> restore key, returned beside the sample.
+            place: function from a shard to the Place of its samples; None: the shards are read round robin, one sample
+                of each in turn.
+            key: function from (shard, index, token before the sample) to the restore key that `get` returns with the
+                sample.
         """
         self._source, self._epoch, self._seed, self._place, self._key = source, epoch, seed, place, key
         self._cursors: dict[int, Cursor] = {}
         self._at: dict[int, int] = {}
-        """Index of each cursor's next sample."""
+        """Index of the next sample of each shard's cursor."""
         self._states = states.copy()
         self._touched: set[int] = set()
-        """Numbers of shards that were read since their cursor states were taken."""
+        """Numbers of shards that were read since their cursor states in `_states` were taken."""
         self._ahead: dict[int, tuple[int, Token]] = {}
-        """Cursor states of shards from which samples beyond the next batch have been read, taken before those
-        samples."""
+        """Cursor states of shards from which samples of later batches have been read. They were taken before those
+        samples were read."""
         self._held: dict[tuple[int, int], tuple[Any, str | None]] = {}
         self._second: dict[int, tuple[Cursor, int]] = {}
-        """Second cursors of shards. They read from the epoch's beginning again, to pad a batch."""
+        """Second cursor of each shard that is read again from the epoch's beginning, to pad a batch; and its next
+        index."""
 
     def get(self, shard: int, index: int, *, again: bool = False) -> tuple[Any, str | None]:
-        """Return the sample and its key. `again`: True if the sample is a repetition in this epoch.
+        """Return a sample and its restore key. `again`: True if the sample is a repetition in this epoch.
 
         Raises DatasetError if the shard ends before the sample.
         """
@@ -92,7 +95,7 @@ class ShardReaders:
         return self._held[shard, index]
 
     def find(self, shard: int, index: int) -> bool:
-        """Read the sample and keep it; return False if the shard ends before it."""
+        """Read a sample and keep it for `get`; return False if the shard ends before it."""
         if (shard, index) in self._held:
             return True
         reached = self.reach(shard, index)
@@ -104,8 +107,8 @@ class ShardReaders:
         return reached == index and self._read(shard, index, self._cursors[shard])
 
     def reach(self, shard: int, index: int) -> int:
-        """Skip the samples before this index; return the index reached, which is smaller if the shard ends before
-        it."""
+        """Skip a shard's samples before `index`; return the index reached, which is smaller if the shard ends
+        earlier."""
         cursor = self._open(shard)
         at = self._at[shard]
         if at < index:
@@ -118,7 +121,7 @@ class ShardReaders:
         return at
 
     def look_ahead(self, shard: int) -> None:
-        """Keep the present cursor state of a shard before samples of later batches are read from it."""
+        """Keep the present cursor state of a shard. Call this before samples of later batches are read from it."""
         if shard not in self._ahead:
             cursor = self._open(shard)
             self._ahead[shard] = self._at[shard], cursor.token()
@@ -129,7 +132,7 @@ class ShardReaders:
         self._ahead.clear()
 
     def done(self) -> None:
-        """Release the samples of the batch that was yielded."""
+        """Drop the samples that were kept for the batch that was yielded."""
         for cursor, _ in self._second.values():
             cursor.close()
         self._second.clear()
@@ -137,7 +140,7 @@ class ShardReaders:
         self._held = {at: found for at, found in self._held.items() if at[0] in ahead and at[1] >= ahead[at[0]][0]}
 
     def states(self, *, up_to_date: bool) -> CursorStates:
-        """Return the cursor states of all shards. With `up_to_date` they are those after the last yielded batch;
+        """Return the cursor states of all shards. With `up_to_date` they are the states after the last yielded batch;
         otherwise they may be older."""
         if up_to_date:
             for shard in self._touched:
@@ -185,8 +188,8 @@ class ShardReaders:
         return True
 
     def _drop(self, shard: int) -> None:
-        """Close the cursor of a shard after an error, because it is not reliable any more. The shard is opened again
-        from its cursor state."""
+        """Close the cursor of a shard after an error, because it may not be at the right sample. The shard is opened
+        again from its last cursor state."""
         self._cursors.pop(shard).close()
 
     def _find_again(self, shard: int, index: int) -> bool:

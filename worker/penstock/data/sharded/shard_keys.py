@@ -1,14 +1,13 @@
-"""Restore keys: text that names a sample, and where to begin reading to get it again.
+"""Restore keys: texts that name a sample, and where to begin reading in order to get it again.
 
     epoch.shard.index.order.more
 
-`order` is a digest of all that decides the order. `more` is an encoded state (penstock.proto.state.codec) in base64. It
-contains the token before the sample, unless that is large. For an endless source it also contains the block, which
-gives the sample's position.
+`order` is a digest of everything that decides the order. `more` is an encoded state (penstock.proto.state.codec) in
+base64. It contains the token before the sample, unless that is large. For an endless source it also contains the block,
+which gives the sample's position.
 
-A key is part of its batch, and a batch that is made again, for example by another worker after the first one died, must
-be identical to the bit. So a key depends only on the sample's position, not on the time at which a stream's state was
-taken.
+A key is part of its batch. A batch that is made again, for example by another worker after the first one died, must be
+identical to the bit. So a key depends only on the sample's position, and not on when a stream's state was taken.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from penstock.proto.state.codec import decode_state, encode_state
 __all__ = ["SampleKey", "digest_of"]
 
 LARGEST = 4096
-"""Largest encoded token in bytes. A larger one is left out, and the sample is found by skipping from the shard's
-start."""
+"""Largest encoded token in a key, in bytes. A key with a larger one is made without the token, and its sample is found
+by skipping from the shard's start."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +42,10 @@ class SampleKey:
     index: int
     order: str
     at: int
-    """Index of the sample at which the token continues: the key's own sample, or 0."""
+    """Index at which reading begins: the sample's own index if the key has the token before it, else 0."""
     token: Token | None
     block: int | None
-    """Block of an endless source's order; None for a finite source."""
+    """Block size of an endless source's order; None for a finite source."""
 
     @staticmethod
     def text(epoch: int, shard: int, index: int, order: str, token: Token, block: int | None) -> str:
@@ -58,7 +57,8 @@ class SampleKey:
 
     @staticmethod
     def of(text: str) -> SampleKey:
-        """Parse a key. Raises InvalidArgumentError if the text is not a key, StateCorruptError for a damaged key."""
+        """Parse a restore key. Raises InvalidArgumentError if the text is not a key, StateCorruptError for a damaged
+        key."""
         parts = text.split(".") if isinstance(text, str) else []
         if len(parts) != 5 or not all(part.isdecimal() and len(part) < 19 for part in parts[:3]):
             raise InvalidArgumentError(

@@ -1,4 +1,4 @@
-"""Batches of a source in logical shards, with a position that can be saved and moved to any topology."""
+"""Loader of batches from a source in logical shards, with a position that can be saved and moved to any topology."""
 
 from __future__ import annotations
 
@@ -44,19 +44,20 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
             shards = LogicalShards([LineFile(path) for path in sorted(glob("/data/*.jsonl"))], shards=240)
             return ShardLoader(Repeated(shards), batch_size=32, partitions=8)
 
-    Inside an input_fn it makes this worker's share, and implements RestartableDataLoader: it resumes on any number of
-    boxes and workers. In a plain torch DataLoader (`DataLoader(loader, batch_size=None, num_workers=4)`) the worker
-    processes share the batches, and the order is the same; torchdata's StatefulDataLoader saves it there. By itself it
-    yields all batches of this rank (RANK and WORLD_SIZE, if they are set).
+    Inside an input_fn it makes this worker's share of the batches, and implements RestartableDataLoader: its state can
+    be resumed on any number of boxes and workers. In a plain torch DataLoader (`DataLoader(loader, batch_size=None,
+    num_workers=4)`) the worker processes share the batches, and the order is the same; torchdata's StatefulDataLoader
+    saves the position there. Anywhere else it yields all batches of this rank (RANK and WORLD_SIZE, if they are set).
 
     A finite source is read round robin over its shards: sample 0 of each, then sample 1, and so on. One iteration is
-    one epoch, or the rest of it after a loaded state. Every worker advances along the whole stream and skips the
-    others' rows.
+    one epoch, or the rest of it after a loaded state. Every worker goes through the whole stream, and skips the rows of
+    other workers.
 
-    An endless source has one epoch without an end. A worker reads only its own shards if the number of boxes divides
-    `partitions` and the global batch, and the number of workers divides the shards of a partition. Its order depends on
-    `block` and not on the batch size, so it stays the same when batches are halved and accumulated. A second epoch
-    (after the first was abandoned, or by set_epoch) is the same source in another order, from the beginning.
+    An endless source has one epoch without an end. Each worker reads only shards of its own if the number of boxes
+    divides `partitions` and the global batch, and the number of workers divides the number of shards in a partition.
+    The order depends on `block` and not on the batch size, so it stays the same when batches are halved and gradients
+    accumulated. A second epoch (after the first was abandoned, or by set_epoch) reads the source from the beginning in
+    another order.
     """
 
     loads_own_state = True
@@ -82,24 +83,27 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
             batch_size: rows of a box's batch; the global batch grows with the number of boxes.
             global_batch_size: rows of all boxes' batches together; give one of the two. Boxes share the rows as evenly
                 as possible, and each gets at least one.
-            seed: seed of all randomness in the source; None takes the run's (0 outside a worker).
-            partitions: for an endless source: parts of its shards, from which a batch's rows are taken in turn. The
-                number of shards must be a multiple of it. Choose the largest number of boxes.
-            block: for an endless source: consecutive samples from one column of its shards. The order depends on it,
-                and not on the batch size: if an optimizer's step takes several batches, give the rows of all boxes in
-                a step. None: the loaded state's, or the global batch with which the run begins.
-            tail: treatment of a finite source's incomplete last batch: "emit" it, "pad" it with samples of the epoch's
-                beginning, or "drop" it.
-            keys: name under which each batch carries the restore keys of its rows, a list of str: a further field of a
-                batch that is a dict; another batch becomes {"batch": the batch, keys: the list}.
-            rank: (this rank, number of data-parallel ranks) that share each global batch; None: the worker's box among
-                all boxes, or outside of a worker RANK and WORLD_SIZE. Replicas, as in tensor parallelism, pass the
-                same.
-            collate_fn: list of samples -> batch. Yours may draw from the global generators of python, numpy and torch:
-                they are set before each batch, from the seed and the position of the batch's first row, and restored
-                afterwards.
+            seed: seed of all randomness in the source; None: the run's seed (0 outside a worker).
+            partitions: for an endless source: number of parts into which its shards are divided. A batch's rows are
+                taken from the parts in turn. The number of shards must be a multiple of it. Give the largest number of
+                boxes that you will use.
+            block: for an endless source: number of consecutive samples that come from one column of its shards, which
+                has one shard of each partition. The order depends on it, and not on the batch size. If an optimizer's
+                step takes several batches, give the number of rows of all boxes in a step. None: the block of the
+                loaded state, or the global batch with which the run begins.
+            tail: treatment of the incomplete last batch of a finite source: "emit" it, "pad" it with samples of the
+                epoch's beginning, or "drop" it.
+            keys: name of a field that each batch gets, with a restore key for each row: see `restore_sample`. A batch
+                that is not a dict becomes {"batch": it, keys: ...}.
+            rank: (this rank, number of data-parallel ranks); the ranks share each global batch. None: the worker's box
+                and the number of boxes, or outside a worker RANK and WORLD_SIZE. Ranks that need the same rows, as in
+                tensor parallelism, pass the same value.
+            collate_fn: function from a list of samples to a batch. It may draw from the global random generators of
+                python, numpy and torch: they are seeded before each batch, from `seed` and the position of the batch's
+                first row, and set back to their earlier state afterwards.
             unbatched: True if the source's samples are batches already: a box gets one at each step, unchanged. Give no
-                batch size. If the last ones are fewer than the boxes, "emit" gives the others one without rows.
+                batch size. If fewer batches than boxes are left at the end, tail="emit" gives the other boxes a batch
+                without rows.
 
         Raises InvalidArgumentError or DatasetError for invalid arguments.
         """
@@ -135,7 +139,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         self._warned = False
         """True once the warning about a second epoch of an endless source was logged."""
         self._share: WorkerShare | None = None
-        """Share of the epoch in progress. An iterator whose share is not this one yields nothing more."""
+        """This worker's share of the epoch in progress. An iterator that has another share yields nothing more."""
         lengths = None if source.endless else source.lengths(0)
         if not is_keyed(self._order["source"]) or (lengths is None and not source.endless):
             self.advance_state = None  # type: ignore[method-assign, assignment]
@@ -146,7 +150,8 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         return f"<{type(self).__name__} over {self.source!r}: {self._batch} samples in a global batch>"
 
     def __len__(self) -> int:
-        """Return the number of batches that this process makes in a whole epoch. Raises TypeError if it is unknown."""
+        """Return the number of batches that this process makes in a whole epoch. Raises TypeError if the source is
+        endless or its lengths are unknown."""
         lengths = None if self.source.endless else self.source.lengths(self._begun.progress.epoch)
         if lengths is None:
             why = "is endless" if self.source.endless else "does not know the lengths of its shards before reading them"
@@ -155,7 +160,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         return self._identity.turn().done(partition.batches)
 
     def __iter__(self) -> Iterator[Any]:
-        """Return an iterator of the next epoch, or of the rest of a loaded state's epoch."""
+        """Return an iterator over the next epoch, or over the rest of the epoch in which a loaded state lies."""
         if not self._at_position:
             if self.source.endless and not self._warned:
                 self._warned = True
@@ -169,8 +174,8 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         return _Epoch(self)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration. It starts at the epoch's beginning, or at the position of a loaded state
-        in it."""
+        """Set the epoch of the next iteration. The iteration starts at the epoch's beginning; or, if a state in this
+        epoch was loaded, at that state's position."""
         number = whole("epoch", epoch)
         if number is None or number < 0:
             raise InvalidArgumentError(f"epoch must be at least 0, got {epoch}")
@@ -179,7 +184,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
             self._move_to_epoch(epoch)
 
     def config(self) -> dict[str, Any]:
-        """Return the settings that decide the order of samples, as JSON values: a state with different ones is
+        """Return the settings that decide the order of samples, as JSON values. A state with different settings is
         refused."""
         endless_order = self._begun.endless_order
         return {
@@ -189,16 +194,16 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         }
 
     def can_restore_sample(self) -> bool:
-        """Return True: any sample can be read again by its key. A function that draws from the process's generators
-        draws other values then."""
+        """Return True: any sample can be read again by its restore key. But a function that draws from the process's
+        random generators gives other values when the sample is read again."""
         return True
 
     def restore_sample(self, key: str) -> Any:
-        """Return the sample that had this restore key, read again.
+        """Read the sample that a restore key (see `keys`) names.
 
         Raises:
             StateMismatchError: the key is of other data, or of another order.
-            InvalidArgumentError, StateCorruptError: it is not a key, or damaged.
+            InvalidArgumentError, StateCorruptError: `key` is not a restore key, or damaged.
             DatasetError: there is no such sample.
         """
         found = SampleKey.of(key)
@@ -237,17 +242,18 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
 
     @staticmethod
     def advance_state(state_dict: dict[str, Any], batches: int) -> dict[str, Any]:
-        """Return a worker's state after `batches` more of its batches in the same epoch. The cursor states stay
-        unchanged; after a resume the samples from there to the position are skipped. No user code runs.
+        """Return a worker's state after `batches` more of its batches in the same epoch. The cursor states in it stay
+        unchanged; a resume skips the samples between them and the new position. No user code runs.
 
-        The attribute is None unless the position is a number (the source is endless, or knows its lengths) and nothing
-        draws from the process's generators. Otherwise a state between two snapshots would need the generators' state.
+        This method is replaced by None in a loader whose source is finite with unknown lengths, because its position
+        cannot be computed; and in one whose source draws from the process's random generators, because the state would
+        have to contain theirs.
         """
         return {**state_dict, "done": OrderProgress.parsed(state_dict).done + batches}
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
-        """Go to the position of a state. The state must come from the same numbers of boxes and workers, or fit any
-        numbers: one from aggregate_state_dict, or of a single worker.
+        """Go to the position of a state. A state from aggregate_state_dict fits any topology, and so does the state of
+        a single worker. Any other state fits only the numbers of boxes and workers with which it was saved.
 
         Raises:
             StateMismatchError: the state is of another order, or of one of several workers of another topology.
@@ -272,11 +278,11 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         self._move_to(position)
 
     def aggregate_state_dict(self, worker_states: list[Any]) -> dict[str, Any]:
-        """Return one state from those of all workers, in order of global_worker_id; it fits any topology."""
+        """Merge the states of all workers, in order of global_worker_id, into one state that fits any topology."""
         return self._fixed_order.aggregated(worker_states)
 
     def deaggregate_state_dict(self, aggregated: Any, strict: bool = True) -> dict[str, Any]:
-        """Return this worker's part of what `aggregate_state_dict` returned."""
+        """Return this worker's part of an aggregated state: one that `aggregate_state_dict` returned."""
         check_order(aggregated, self._order, strict=strict)
         if "others" not in aggregated:
             raise StateMismatchError(
@@ -299,8 +305,8 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         return part
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the loader for another process: with its position, but without open shards. Its next iteration begins
-        the next epoch."""
+        """Return the attributes that are pickled to send the loader to another process: its position, but no open
+        shards. The copy's next iteration begins the next epoch."""
         if self._share is None:
             return self.__dict__.copy()
         return {**self.__dict__, "_begun": self._share.position(), "_share": None}
@@ -311,7 +317,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         return Topology(self._identity.boxes, self._identity.turn().of, self._batch)
 
     def _move_to(self, position: ShardedPosition) -> None:
-        """Set the position at which the next epoch begins."""
+        """Set the position at which the next iteration begins."""
         if self._share is not None:
             self._share.close()
             self._share = None
@@ -323,8 +329,9 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         )
 
     def _begin(self) -> WorkerShare:
-        """Open the epoch at the loader's position. Whether this is a worker process of a torch DataLoader is known only
-        now: such a process has a copy of a loader that was made, and maybe loaded, in the parent process."""
+        """Open this worker's share of the epoch at the loader's position. The position is adapted to the topology
+        first: a worker process of a torch DataLoader has a copy of a loader that was made, and perhaps loaded, in the
+        parent process."""
         progress, topology = self._begun.progress, self._topology()
         if progress.topology != topology:
             if progress.done and progress.topology.workers > 1:
@@ -349,7 +356,8 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
 
     @staticmethod
     def _keyed(make: Callable[[], Any], key: int, *position: int) -> Any:
-        """Call `make` with generators set for this position, so that the result does not depend on earlier draws."""
+        """Call `make` with the random generators seeded for a position, so that the result does not depend on earlier
+        draws. Their earlier state is restored afterwards."""
         before = capture_rng()
         try:
             seed_generators(seeds_of(key, np.array([position[0]]), *position[1:])[0])
@@ -362,7 +370,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
 
 
 class _Epoch:
-    """Iterator of one epoch."""
+    """Iterator over one epoch. It advances the position of its loader."""
 
     def __init__(self, loader: ShardLoader) -> None:
         self._loader = loader
@@ -378,7 +386,7 @@ class _Epoch:
         return batch
 
     def skip_batch(self) -> None:
-        """Skip the next batch without making it."""
+        """Advance the position by one batch, without making that batch."""
         self._next(read=False)
         self._done()
 
@@ -407,7 +415,8 @@ class _Epoch:
 
 
 def _batch(batch_size: int | None, global_batch_size: int | None, boxes: int, unbatched: bool) -> int:
-    """Return the rows of all boxes' batches together."""
+    """Return the number of rows in the batches of all boxes together. Raises InvalidArgumentError for invalid batch
+    sizes."""
     if not unbatched:
         return global_batch(whole("batch_size", batch_size), whole("global_batch_size", global_batch_size), boxes)
     if batch_size is not None or global_batch_size is not None:
@@ -421,8 +430,8 @@ def _only(samples: list[Any]) -> Any:
 
 
 def _described(source: ShardedSource) -> Any:
-    """Return the source's description. Raises InvalidArgumentError if it is not JSON, because its text might differ
-    between processes, or change when it is saved."""
+    """Return the description of a source. Raises InvalidArgumentError if it is not a JSON value, because other values
+    may differ between processes, or change when they are saved."""
     described = source.described()
     try:
         json.dumps(described, allow_nan=False)

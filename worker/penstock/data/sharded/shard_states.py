@@ -3,8 +3,8 @@
 Besides the integers of ordering/order_states.py, a state has the cursor states of the worker's shards
 (shard_cursors.py), and facts that were found by reading: for a finite source with unknown lengths which shards have
 ended, for an endless one the block of its order (endless_order.py). The integers alone determine which samples were
-delivered; cursor states only avoid reading these again. So for each shard, an aggregated state takes the furthest
-cursor state of any worker that does not lie beyond the position.
+delivered; cursor states only avoid that these are read again. So an aggregated state takes, for each shard, the
+furthest cursor state of any worker that does not lie beyond the aggregated position.
 """
 
 from __future__ import annotations
@@ -33,24 +33,25 @@ __all__ = ["FixedOrder", "ShardedPosition", "check_order", "differences"]
 NUMBER_LIMIT = 1 << 62
 """Exclusive upper bound of every number in a state."""
 KIND = ("a ShardLoader", "shards")
-"""Arguments with which `check_format` recognizes the states of a ShardLoader."""
+"""Arguments of `check_format` for states of a ShardLoader: the loader's name, and the name of an entry that only its
+states have."""
 
 
 @dataclass(frozen=True)
 class ShardedPosition:
-    """Position of one worker, or of all workers together."""
+    """Position of one worker, or of all workers together, in a sharded source's order."""
 
     progress: OrderProgress
-    """Progress whose `start` is a position in a finite source's epoch, or in an endless one's stream."""
+    """Progress in batches. Its `start` is a position in a finite source's epoch, or in an endless source's stream."""
     cursors: CursorStates = field(default_factory=CursorStates)
     ended: Mapping[int, int] = field(default_factory=dict)
-    """Lengths found by reading, by shard."""
+    """Lengths of the shards whose ends were found by reading, by shard."""
     endless_order: EndlessOrder | None = None
     """Order of an endless source; None for a finite one."""
 
     def state(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state. Cursor states are in columns: a thousand are encoded in 60 us that way; one by one it takes
-        740."""
+        """Return the position as a state. Its cursor states are in columns: a thousand are encoded in 60 us that way;
+        one by one they take 740 us."""
         indices, tokens = self.cursors.columns
         more: dict[str, Any] = {
             "shards": list(indices),
@@ -66,18 +67,18 @@ class ShardedPosition:
 
 @dataclass(frozen=True)
 class FixedOrder:
-    """Parts of the order that no position changes."""
+    """Settings of the order that stay the same in a whole run, with conversions between states and positions."""
 
     source: ShardedSource
     partitions: int
     tail: Tail
     block: int | None
-    """Block of an endless source's order, if the user gave it. None: the block of the loaded state, or the batch with
-    which the run begins."""
+    """Block size of an endless source's order, if the user gave it. None: the block size of the loaded state, or the
+    global batch with which the run begins."""
 
     def round_robin(self, epoch: int, ended: Mapping[int, int]) -> RoundRobin:
-        """Return the order of an epoch. Lengths are those that the source reports; if it reports none, those in
-        `ended`."""
+        """Return the order of an epoch of a finite source. It is made from the lengths that the source reports; if it
+        reports none, from the lengths in `ended`, by shard."""
         lengths = self.source.lengths(epoch)
         if lengths is not None and len(lengths) != self.source.num_shards:
             raise DatasetError(
@@ -89,12 +90,12 @@ class FixedOrder:
         return RoundRobin(self.source.num_shards, ended if lengths is None else [int(length) for length in lengths])
 
     def endless_order(self, block: int) -> EndlessOrder | None:
-        """Return the order of an endless source, in blocks of this size; None for a finite one."""
+        """Return the order of an endless source, with blocks of `block` positions; None for a finite source."""
         return EndlessOrder(self.source.num_shards, self.partitions, block) if self.source.endless else None
 
     def _endless_order_of(self, state: Mapping[str, Any]) -> EndlessOrder | None:
-        """Return the order of an endless source from a state; None for a finite one. Raises StateMismatchError if the
-        state has another block than the loader."""
+        """Return the order with which a state of an endless source was saved; None for a finite source. Raises
+        StateMismatchError if the loader was given another block size than the state has."""
         if not self.source.endless:
             return None
         block = state["block"]
@@ -108,8 +109,8 @@ class FixedOrder:
         return self.endless_order(block)
 
     def read(self, state: Any) -> ShardedPosition:
-        """Return a state's position. Raises StateMismatchError for another kind of state, StateVersionError for another
-        version, StateCorruptError for a damaged one."""
+        """Return the position that a state contains. Raises StateMismatchError for another kind of state,
+        StateVersionError for another version, StateCorruptError for a damaged one."""
         check_format(state, *KIND)
         try:
             progress = OrderProgress.parsed(state)
@@ -131,7 +132,7 @@ class FixedOrder:
         return ShardedPosition(progress, cursors, ended, endless_order)
 
     def aggregated(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return one state from those of all workers, in order of global_worker_id. The topology is taken from the
+        """Merge the states of all workers, in order of global_worker_id, into one state. The topology is taken from the
         states, because any process may call this."""
         if not states:
             raise InvalidArgumentError("aggregate_state_dict() needs the states of all workers, got none")
@@ -156,8 +157,9 @@ class FixedOrder:
     def part(
         self, state: Mapping[str, Any], number: int, workers: int, topology: Topology
     ) -> tuple[ShardedPosition, bool]:
-        """Return the position of worker `number` (global_worker_id) of `workers` in all, for this topology. The second
-        value is True if the workers changed: then the caller skips an epoch that has no batch left."""
+        """Return the position at which worker `number` (global_worker_id) of `workers` starts in this topology, from an
+        aggregated state. The second value is True if the number of boxes or workers has changed; the caller then skips
+        an epoch that has no batch left."""
         whole = self.read(state)
         progress = whole.progress
         same = state.get("workers") == workers and progress.topology.workers == topology.workers
@@ -170,8 +172,8 @@ class FixedOrder:
         return self.repartitioned(whole, topology, first=first), not same
 
     def repartitioned(self, whole: ShardedPosition, topology: Topology, *, first: int) -> ShardedPosition:
-        """Return the rest of the epoch, partitioned among the workers of this topology. `first`: worker of each box
-        that makes the first batch."""
+        """Return the position from which the rest of the epoch is partitioned among the workers of this topology.
+        `first`: number of the worker, in each box, that makes the first batch."""
         epoch, start = whole.progress.epoch, self._position(whole)
         endless_order = whole.endless_order
         if (epoch, start, self.block) == (0, 0, None):  # a run begins: the batch of the new topology becomes the block
@@ -179,7 +181,7 @@ class FixedOrder:
         return replace(whole, progress=OrderProgress(epoch, start, 0, topology, first), endless_order=endless_order)
 
     def _partition(self, position: ShardedPosition) -> Partition | None:
-        """Return the partition of a finite source's epoch; None for an endless source, and while lengths are
+        """Return the partition of the epoch in which a position lies; None for an endless source, and while lengths are
         unknown."""
         progress = position.progress
         if position.endless_order is not None:
@@ -190,14 +192,15 @@ class FixedOrder:
         return Partition(length, progress.start, progress.topology.batch, progress.topology.boxes, self.tail)
 
     def _position(self, position: ShardedPosition) -> int:
-        """Return where the next partition begins."""
+        """Return the position in the epoch or stream after all batches that are done, where a new partition would
+        begin."""
         progress = position.progress
         if (partition := self._partition(position)) is not None:
             return partition.position(progress.done)
         return progress.start + progress.done * progress.topology.batch
 
     def _furthest(self, whole: ShardedPosition, positions: Sequence[ShardedPosition]) -> CursorStates:
-        """Return, for each shard, the furthest cursor state of any worker that is not beyond the aggregated
+        """Return, for each shard, the furthest cursor state of any worker that does not lie beyond the aggregated
         position."""
         position = self._position(whole)
         if whole.endless_order is not None:
@@ -213,8 +216,8 @@ class FixedOrder:
 
 
 def _check_same_order(orders: Sequence[Mapping[str, Any]]) -> None:
-    """Raise StateMismatchError unless all workers have the same order. If a process had another list of files, samples
-    have been left out and repeated."""
+    """Raise StateMismatchError unless all workers have the same order. If one worker had another list of files, for
+    example, samples were left out or repeated."""
     for number, order in enumerate(orders):
         if order != orders[0] and (found := differences(orders[0], order)):
             raise StateMismatchError(
@@ -226,8 +229,8 @@ def _check_same_order(orders: Sequence[Mapping[str, Any]]) -> None:
 
 def check_order(state: Any, order: Mapping[str, Any], *, strict: bool) -> None:
     """Raise StateMismatchError if the state is a position in another order. Without `strict` only warn, if the position
-    also exists in this order because shards and rows are arranged alike. If `state` is not a state, raise the errors of
-    `FixedOrder.read`."""
+    also exists in this order because its shards and rows are arranged in the same way. If `state` is not a state, raise
+    the errors that `FixedOrder.read` raises."""
     check_format(state, *KIND)
     found = differences(state["order"], order)
     if not found:
@@ -245,7 +248,8 @@ def check_order(state: Any, order: Mapping[str, Any], *, strict: bool) -> None:
 
 
 def differences(was: Any, now: Any, path: str = "") -> dict[str, str]:
-    """Return the differences of two JSON values: dotted path -> "path was ... and is ... now"."""
+    """Return the differences between two JSON values, `was` and `now`, by dotted path. Each is a text "path was ... and
+    is ... now"."""
     if isinstance(was, Mapping) and isinstance(now, Mapping):
         found: dict[str, str] = {}
         for name in {**was, **now}:
@@ -266,5 +270,5 @@ def differences(was: Any, now: Any, path: str = "") -> dict[str, str]:
 
 
 def _is_list(value: Any) -> bool:
-    """Return True for a list or a tuple, which JSON turns into a list."""
+    """Return True for a list, or for a tuple, which JSON turns into a list."""
     return isinstance(value, list | tuple)

@@ -23,20 +23,20 @@ __all__ = ["SharePlan", "WorkerShare"]
 
 @dataclass(frozen=True)
 class SharePlan:
-    """Settings common to all epochs of a loader."""
+    """Settings of a loader's shares that all epochs have in common."""
 
     fixed_order: FixedOrder
     seed: int
     box: int
     """Number of the box among those that share a global batch."""
     order: str
-    """Digest of the order, for keys."""
+    """Digest of the order, which restore keys contain."""
     keys: bool
     """True if samples come with restore keys."""
 
     def opening(self, epoch: int) -> tuple[int, int]:
-        """Return the epoch and seed with which to open the source. Epochs of an endless source differ only in the
-        seed."""
+        """Return the epoch and the seed with which to open the source for a loader's epoch. An endless source is always
+        opened in epoch 0, with another seed for each of the loader's epochs."""
         if not self.fixed_order.source.endless:
             return epoch, self.seed
         return 0, derive_seed(self.seed, "pass", epoch) if epoch else self.seed
@@ -55,7 +55,7 @@ class SharePlan:
         return ShardReaders(self.fixed_order.source, *self.opening(epoch), position.cursors, place=place, key=key)
 
     def stream(self, position: ShardedPosition, readers: ShardReaders) -> EpochStream:
-        """Return the stream of a finite source's epoch."""
+        """Return the stream of samples of a finite source's epoch, from a position on."""
         progress = position.progress
         return EpochStream(
             self.fixed_order.round_robin(progress.epoch, position.ended),
@@ -70,7 +70,7 @@ class SharePlan:
         )
 
     def has_rows(self, position: ShardedPosition) -> bool:
-        """Return True if a batch is left in the epoch."""
+        """Return True if the epoch has a batch after this position."""
         readers = self.readers(position)
         try:
             return self.stream(position, readers).has_rows()
@@ -78,7 +78,7 @@ class SharePlan:
             readers.close()
 
     def check_length(self, epoch: int, length: int, batch: int, boxes: int) -> None:
-        """Raise DatasetError for an epoch that has no batch."""
+        """Raise DatasetError if an epoch of `length` samples has no batch."""
         if Partition(length, 0, batch, boxes, self.fixed_order.tail).batches == 0 or length == 0:
             hint = (
                 " with tail='drop'; use a smaller batch, or another tail"
@@ -92,7 +92,7 @@ class SharePlan:
 
 
 class WorkerShare:
-    """Batches of one worker in one epoch."""
+    """Batches that one worker makes in one epoch, from a position on."""
 
     def __init__(self, plan: SharePlan, begun: ShardedPosition, turn: WorkerTurn) -> None:
         self._plan, self._begun, self._turn = plan, begun, turn
@@ -100,13 +100,13 @@ class WorkerShare:
         self._readers = plan.readers(begun)
         self._stream = None if begun.endless_order is not None else plan.stream(begun, self._readers)
         self._first: tuple[int, int] | None = None
-        """Shard and index of the next batch's first row."""
+        """Shard, and index in it, of this box's first row in the next batch; None if the box has no row in it."""
         self._between = True
-        """True between two batches; False while one is made, or if making it failed."""
+        """True if the position is between two batches; False while a batch is made, or if making it failed."""
 
     def next(self, *, read: bool = True) -> list[tuple[Any, str | None]] | None:
-        """Return samples and keys of the next batch, the same ones until `done` is called; None after the last batch.
-        An epoch's last batch may be empty, see `template`.
+        """Return the samples of the next batch with their restore keys; None after the last batch. Until `done` is
+        called, the same samples are returned again. The list may be empty for an epoch's last batch, see `template`.
 
         `read`: False skips the batch; the list is then empty.
         """
@@ -132,12 +132,13 @@ class WorkerShare:
         return [self._readers.get(shard, index, again=again) for shard, index, again in rows] if read else []
 
     def template(self) -> Any:
-        """Return a sample of another box from the next batch, in which this box has no row."""
+        """Return a sample that another box has in the next batch. It is needed to make a batch without rows, if this
+        box has no row in it."""
         return self._readers.get(*self._first_of_all(), again=True)[0]
 
     def first_row(self) -> tuple[int, int, int]:
-        """Return epoch, shard and index of the next batch's first row. If this box has no row in it, return those of
-        `template`."""
+        """Return the epoch, shard and index of this box's first row in the next batch; if the box has no row in it,
+        those of `template`'s sample."""
         shard, index = self._first or self._first_of_all()
         return self._begun.progress.epoch, int(shard), int(index)
 
@@ -152,7 +153,7 @@ class WorkerShare:
         self._between = True
 
     def position(self) -> ShardedPosition:
-        """Return the position after the batches that are done."""
+        """Return the position of the worker after the batches that are done."""
         cursors = self._readers.states(up_to_date=self._between)
         ended = self._stream.ended if self._stream is not None else {}
         begun = self._begun.progress
@@ -161,8 +162,8 @@ class WorkerShare:
 
     @property
     def begun_at_end(self) -> bool:
-        """True if the worker has made no batch in this share. At the epoch's end it means that all batches were made
-        before."""
+        """True if the worker has made no batch in this share. If there is none left either, all batches of the epoch
+        were made before the share began."""
         return self._done == self._begun.progress.done
 
     def close(self) -> None:

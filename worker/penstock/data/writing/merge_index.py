@@ -30,14 +30,14 @@ def merge_index(
 
         merge_index("s3://bucket/data")  # from data/part-0/index.json, data/part-1/index.json, ...
 
-    An index in `folder` itself is replaced. An index below another index is left out, because that one may list its
-    shards already.
+    An index in `folder` itself is replaced. An index in a subfolder of a folder with an index is left out, because the
+    upper index may list its shards already.
 
     Args:
         folder: a local folder or a URL; (local folder, URL) reads from the URL and writes to both.
-        parts: folders below it with an index each, by paths or addresses, in the wanted order; None: all there are.
-            Give them for an object store with millions of shards, all of which are listed otherwise.
-        storage_options: options for fsspec.
+        parts: paths or URLs of the folders below `folder` whose indexes are merged, in this order; None: all that have
+            one. Give them for an object store with millions of shards, because otherwise all files are listed.
+        storage_options: keyword arguments for fsspec's filesystem.
         timeout_s: seconds for each file.
 
     Raises DatasetError if there is no index, or one cannot be read; ShardUnavailableError.
@@ -64,7 +64,7 @@ def merge_index(
 
 
 def _all_below(remote: RemoteFolder, timeout_s: float) -> list[str]:
-    """Return the folders that have an index, except those below another such folder."""
+    """Return the folders below a remote that have an index, except those below another such folder."""
     paths = [
         PurePosixPath(name).parent for name in remote.find(deadline_s=timeout_s) if f"/{name}".endswith(f"/{INDEX}")
     ]
@@ -76,7 +76,7 @@ def _all_below(remote: RemoteFolder, timeout_s: float) -> list[str]:
 
 
 def _below(folder: str, part: str) -> str:
-    """Return the path of a part relative to the folder."""
+    """Return the path of a dataset's folder `part`, relative to `folder`."""
     inside = part.removesuffix(INDEX).rstrip("/").removeprefix(folder.rstrip("/"))
     if inside == part.rstrip("/") or not inside.startswith("/") or not inside.strip("/"):
         raise InvalidArgumentError(f"parts: {part!r} must be a folder below {folder!r}")

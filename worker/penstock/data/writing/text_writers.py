@@ -1,4 +1,5 @@
-"""Writers of tables as text: the base is in writers.py, the format in text_shards.py."""
+"""Writers of shards in text form. Their base class is in writing/writers.py; formats/text_shards.py reads the
+format."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ class _TextWriter(Writer):
 
 
 class JSONWriter(_TextWriter):
-    """Writer of a dataset of JSON lines, one per sample. `columns`: name -> "str", "int" or "float"."""
+    """Writer of a dataset of JSON lines, one per sample. `columns`: mapping from name to "str", "int" or "float"."""
 
     format = "json"
 
@@ -71,8 +72,8 @@ class JSONWriter(_TextWriter):
 
 
 class XSVWriter(_TextWriter):
-    """Writer of a dataset of separated values, one line per sample. `columns`: name -> "str", "int" or "float". Nothing
-    is quoted: a value that contains the separator or the newline is refused."""
+    """Writer of a dataset of separated values, one line per sample. `columns`: mapping from name to "str", "int" or
+    "float". Values are not quoted, so a value that contains the separator or the newline is refused."""
 
     format = "xsv"
 

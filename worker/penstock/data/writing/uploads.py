@@ -1,7 +1,7 @@
 """Upload of a dataset's files to a remote: shards as they are written, the index after all others.
 
-A folder without an index is not a dataset. So a dataset that is replaced loses its index first, and files that an error
-or a killed process leaves there are never read as if they were complete.
+A folder without an index is not a dataset. So when a dataset is replaced, its index is removed first. Files that an
+error or a killed process leaves there are never read as if they were complete.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _SCHEME_LOST_A_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 def local_folder(name: str, value: Any) -> Path:
-    """Return a local folder. Raises InvalidArgumentError for an address, because pathlib would turn it into a folder
-    named "s3:"."""
+    """Return a local folder as a path. Raises InvalidArgumentError for a URL, because pathlib would turn it into a
+    folder named "s3:"."""
     path = Path(value).expanduser()
     if _SCHEME_LOST_A_SLASH.match(str(path)):
         raise InvalidArgumentError(
@@ -35,7 +35,7 @@ def local_folder(name: str, value: Any) -> Path:
 
 
 def writable_remote(url: str, storage_options: Any = None) -> RemoteFolder:
-    """Return a remote to write to. Raises DatasetError for a web server."""
+    """Return a remote folder to which files can be written. Raises DatasetError for a web server."""
     if url.startswith(("http://", "https://")):
         raise DatasetError(f"{url}: a web server accepts no files; write to a folder or an object store")
     return RemoteFolder(url, storage_options)
@@ -55,8 +55,8 @@ class Uploads:
         self._sent: list[Future[None]] = []
 
     def clear(self, is_shard: Callable[[str], Any], *, exist_ok: bool) -> None:
-        """Remove a dataset that exists at the remote. Raises DatasetError if the folder has files, unless
-        `exist_ok`."""
+        """Remove the dataset that exists at the remote, if any. Raises DatasetError if the folder has files, unless
+        `exist_ok`. `is_shard`: function that returns a true value for a shard's file name."""
         names = self._remote.names(deadline_s=self._timeout_s)
         if names and not exist_ok:
             raise DatasetError(
@@ -68,7 +68,7 @@ class Uploads:
                 self._remote.remove(name, deadline_s=self._timeout_s)
 
     def send(self, path: Path) -> None:
-        """Upload a complete file in a thread. Raises the error of an earlier one."""
+        """Upload a complete file in a thread. Raises the error of an earlier upload that failed."""
         self._free.acquire()
         for future in self._sent:
             if future.done():
@@ -85,12 +85,12 @@ class Uploads:
             self._free.release()
 
     def finish(self, index: bytes) -> None:
-        """Wait for all files, then write the index. Raises ShardUnavailableError."""
+        """Wait for all uploads, then write the index. Raises ShardUnavailableError."""
         for future in self._sent:
             future.result()
         self._remote.write(INDEX, index, deadline_s=self._timeout_s)
 
     def close(self) -> None:
-        """End the threads; files not sent yet are not sent."""
+        """End the threads. Files that are still waiting are not uploaded."""
         self._threads.shutdown(cancel_futures=True)
         self._remote.close()

@@ -7,7 +7,8 @@ For the same samples and settings the files are those of mosaicml-streaming's ow
 exceptions. gzip files contain no time. And if the first sample is larger than the limit, mosaicml-streaming writes an
 empty shard before it, and this writer does not.
 
-To a remote, shards are sent as they fill up, and the index after all of them (writing/uploads.py).
+If the dataset is written to a remote, shards are uploaded as they fill up, and the index after all of them
+(writing/uploads.py).
 """
 
 from __future__ import annotations
@@ -47,12 +48,13 @@ _SHARD_FILE = re.compile(r"shard\.\d{5,}\..*")
 
 
 class WriterSettings(TypedDict, total=False):
-    """Keyword arguments of every writer."""
+    """Keyword arguments that every writer takes."""
 
     compression: str | None
     """Compression of the shards: "zstd", "gz:6" and so on; None: shards are stored raw."""
     hashes: Collection[str]
-    """Hash algorithms (penstock.data.cache.file_hashes); the index gets the digests of raw and packed files."""
+    """Names of hash algorithms (penstock.data.cache.file_hashes). The index gets each file's digests, in its raw and
+    packed form."""
     size_limit: int | str | None
     """Largest size of a raw shard in bytes, or a text such as "64mb"; None puts all samples into one shard."""
     exist_ok: bool
@@ -60,9 +62,9 @@ class WriterSettings(TypedDict, total=False):
     keep_local: bool
     """True to keep the local files of a dataset that is written to a remote."""
     storage_options: Mapping[str, Any] | None
-    """Options of the remote for fsspec: keys, endpoint."""
+    """Keyword arguments for fsspec's filesystem of the remote: keys, endpoint."""
     upload_threads: int
-    """Files uploaded at a time."""
+    """Number of files that are uploaded at a time."""
     timeout_s: float
     """Seconds for the upload of a file; temporary failures are tried again until then."""
 
@@ -72,7 +74,8 @@ Out = str | os.PathLike[str] | tuple[str | os.PathLike[str], str]
 
 
 class Writer(ABC):
-    """Context manager that writes samples. Leaving it without an error writes the index."""
+    """Base class of writers: a context manager that writes samples into shards. Leaving it without an error writes the
+    index."""
 
     format: str
 
@@ -93,7 +96,7 @@ class Writer(ABC):
         self.out, remote = _destination(out, storage_options)
         """Local folder of the files. If there is a remote, they are uploaded from this folder."""
         self.name = str(self.out) if remote is None else remote.url
-        """Name for messages."""
+        """Name of the dataset, for errors."""
         self.compression = compression or None
         self.hashes = sorted(set(hashes))
         self.size_limit = _size_limit(self.name, size_limit)
@@ -127,7 +130,8 @@ class Writer(ABC):
                 raise
 
     def write(self, sample: Mapping[str, Any]) -> None:
-        """Add a sample. A sample that does not fit is not written: DatasetError names it and the column."""
+        """Add a sample. A sample that cannot be stored is left out, and DatasetError names the sample and the
+        column."""
         if self._ended:
             raise DatasetError(f"{self.name}: the writer has been closed")
         data = self._encode(sample)
@@ -185,19 +189,21 @@ class Writer(ABC):
 
     @abstractmethod
     def _settings(self) -> dict[str, Any]:
-        """Return the fields that the index has for each shard, for its reader."""
+        """Return the fields that a shard's entry in the index has for its reader."""
 
     @abstractmethod
     def _encode_column(self, name: str, value: Any) -> Any:
-        """Return a value as it is stored. Raises any exception for a value that does not fit."""
+        """Return a column's value in the form in which it is stored. Raises any exception for a value that cannot be
+        stored."""
 
     @abstractmethod
     def _joined(self, values: dict[str, Any]) -> bytes:
-        """Return a sample of encoded values."""
+        """Return the bytes of a sample, made from its encoded values."""
 
     @abstractmethod
     def _files(self, offsets: np.ndarray[Any, Any], body: bytes) -> list[bytes]:
-        """Return the raw files of a shard. `body`: its samples one after the other; `offsets`: where each begins."""
+        """Return the contents of a shard's raw files. `body`: its samples one after the other; `offsets`: offset of
+        each sample."""
 
     def _encode(self, sample: Mapping[str, Any]) -> bytes:
         values = {}
@@ -220,7 +226,7 @@ class Writer(ABC):
         return self._joined(values)
 
     def _config(self) -> dict[str, Any]:
-        """Return the settings that are stored inside a shard, which readers ignore."""
+        """Return the settings that are stored inside a shard. Readers ignore them."""
         return {
             "version": 2,
             "format": self.format,
@@ -273,7 +279,7 @@ class Writer(ABC):
 
 
 def _destination(out: Any, storage_options: Mapping[str, Any] | None) -> tuple[Path, RemoteFolder | None]:
-    """Return (local folder, remote to which the files are uploaded from there)."""
+    """Return the local folder of a writer, and the remote to which files are uploaded from there, or None."""
     if isinstance(out, tuple | list):
         if len(out) != 2:
             raise InvalidArgumentError(f"out must be (local folder, remote), got {len(out)} values: {out!r}")
@@ -297,8 +303,8 @@ def _size_limit(out: str, value: int | str | None) -> int | None:
 
 
 class MDSWriter(Writer):
-    """Writer of samples with any columns. `columns`: name -> encoding, see encodings.py. A value that is bytes already
-    is stored unchanged, whatever the encoding.
+    """Writer of a dataset in MDS format, with columns of any encoding. `columns`: mapping from name to encoding, see
+    encodings.py. A value that is bytes already is stored unchanged, whatever the encoding.
 
     Example::
 

@@ -4,8 +4,8 @@ Usually a batch is made in ordinary memory and copied into the ring. Stacking sa
 straight into the ring entry, which saves the second copy. entry_lease.py describes when that is safe. Otherwise, and
 outside a runner, both calls do the same as torch's own, so they can be used anywhere.
 
-torch is imported on first use, because the daemon imports this package and never torch. Code that needs torch and a
-ring is in stacking.py.
+torch is imported on first use, because the daemon imports this package and must not import torch. Code that needs torch
+and a ring is in stacking.py.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ if TYPE_CHECKING:
 __all__ = ["collate", "empty", "lend"]
 
 _builder: Builder | None = None
-"""Builder of this process; None unless this process is a runner."""
+"""Object that builds this process's batches in the ring; None unless this process is a runner."""
 
 
 def lend(builder: Builder | None) -> None:
-    """Build this process's batches with `builder` from now on. A forked process has none."""
+    """Use `builder` for this process's `collate` and `empty` from now on; None: build in ordinary memory. A forked
+    process starts with None."""
     global _builder
     _builder = builder
 

@@ -36,7 +36,7 @@ from penstock.proto.lane.ring import MIN_ENTRIES
 __all__ = ["NOWHERE", "VAIN_LIMIT", "WORTH_FROM", "EntryArena", "EntryLease"]
 
 NOWHERE = 1 << 62
-"""Cursor position behind which no leaf fits."""
+"""Value of `EntryLease.cursor` after a leaf of unknown size: no later leaf of the batch fits into the entry."""
 WORTH_FROM = 512 << 10
 """Smallest ring entry that is leased, in bytes: copying half a MiB takes 9 us, the same as a lease (see
 benchmarks/collate.md)."""
@@ -46,7 +46,7 @@ epoch is built in ordinary memory: this loader keeps or changes its batches, and
 
 
 class EntryArena(np.ndarray[Any, np.dtype[np.uint8]]):
-    """Array over all bytes of a leased entry; the base object of the leaves in it.
+    """Array over all bytes of a leased ring entry. Each tensor that user code builds there has it as base object.
 
     It must be a class of its own because numpy shortens a chain of bases of one type: the leaves would then refer to
     another base, and the arena would be freed at once.
@@ -66,11 +66,11 @@ class EntryLease:
         self.offered = False
         """True while user code is making a batch that will be streamed."""
         self.cursor = 0
-        """Bytes from the start of the entry to the next leaf."""
+        """Offset in the entry for the next leaf (tensor or array) of the batch, in bytes."""
         self.built = 0
-        """Number of batches published where they were built."""
+        """Number of batches that were built in a ring entry and published there without a copy."""
         self.copied = 0
-        """Number of batches that were copied although a leaf of them was built in an entry."""
+        """Number of batches that were copied although a leaf of them was built in a ring entry."""
         self._producer = producer
         self._wait = wait
         self._thread = threading.get_ident()
@@ -82,10 +82,10 @@ class EntryLease:
         self._leaf_ranges: list[tuple[int, int]] = []  # (start, size) where leaves of the last misplaced batch belonged
 
     def begin(self) -> EntryArena | None:
-        """Return the entry's arena for the batch that is being built, or None if the batch must be built in ordinary
-        memory.
+        """Return the arena over the leased ring entry, in which the batch is built. Return None if the batch must be
+        built in ordinary memory.
 
-        The caller must hold the result for as long as it uses `cursor`.
+        The caller must hold the arena for as long as it uses `cursor`.
         """
         if not self.offered or threading.get_ident() != self._thread:
             return None
@@ -110,10 +110,11 @@ class EntryLease:
         return arena
 
     def place(self, arena: EntryArena, nbytes: int, *, guess: bool = False) -> int | None:
-        """Return the offset in the arena for a leaf of `nbytes`, and move the cursor behind it; None if the leaf must
-        be built elsewhere.
+        """Return the offset in the arena for a leaf of `nbytes`, and move the cursor behind the leaf. Return None if
+        the leaf must be built in ordinary memory.
 
-        guess: the caller does not know what lies between the leaves that it asks for; use the last batch's layout.
+        guess: the caller does not know the sizes of the leaves between those that it asks for. The offset is then taken
+        from the layout of the last batch whose leaves were misplaced.
         """
         at = self._guess(nbytes) if guess and self._leaf_ranges else self.cursor
         if at is None or at + nbytes > len(arena):
@@ -122,12 +123,13 @@ class EntryLease:
         return at
 
     def skip(self, nbytes: int) -> None:
-        """Move the cursor over a leaf that lies elsewhere and will be copied in."""
+        """Move the cursor over space for a leaf that was built in ordinary memory and is copied in later."""
         self.cursor += (nbytes + ALIGN - 1) & -ALIGN
 
     def take(self, flat: FlatBatch, need: int) -> FreeEntry | None:
-        """Return the leased entry if `flat` may be written there: each leaf in it then belongs to `flat` and lies at
-        its final offset. Return None if the caller must reserve another entry. `flat` can be written in both cases.
+        """Return the leased entry if `flat` may be written there: each of its leaves in the entry then lies at its
+        final offset, and no other code holds one. Return None if the caller must reserve another entry and copy. `flat`
+        can be written in both cases.
 
         The caller must hold no other reference to the batch.
         need: smallest size of the entry, in bytes.
@@ -155,7 +157,7 @@ class EntryLease:
         return None
 
     def release(self) -> None:
-        """Give back an entry of which no piece is held, at the end of an epoch."""
+        """Return the leased entry to the ring at the end of an epoch, unless user code still holds a piece of it."""
         self._vain = 0
         if self._reserved is not None and self._arena() is None and not self._forked:
             self._return()
@@ -181,7 +183,8 @@ class EntryLease:
         self._forked = False
 
     def _guess(self, nbytes: int) -> int | None:
-        """Return where the next leaf of this size belonged in the last misplaced batch."""
+        """Return the offset of the next leaf of this size in the layout of the last misplaced batch; None if there is
+        none."""
         for start, size in self._leaf_ranges:
             if size == nbytes and start >= self.cursor:
                 return start

@@ -25,7 +25,7 @@ _dtype_of = attrgetter("dtype")
 
 
 class Builder:
-    """Implementation of `collate` and `empty` in a runner; see building.py."""
+    """Object that builds a runner's batches in ring entries: it implements `collate` and `empty` of building.py."""
 
     def __init__(self, lease: EntryLease) -> None:
         self.lease = lease
@@ -35,7 +35,7 @@ class Builder:
         self._table: dict[Any, Any] = {}
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype | None) -> torch.Tensor | None:
-        """Return a tensor in the entry, or None if the caller must allocate it elsewhere."""
+        """Return a tensor in the leased ring entry. Return None if the caller must allocate it in ordinary memory."""
         arena = self.lease.begin()
         if arena is None:
             return None
@@ -43,7 +43,7 @@ class Builder:
         return self._cut(arena, dims, torch.get_default_dtype() if dtype is None else dtype, guess=True)
 
     def collate(self, samples: list[Any]) -> Any:
-        """Run default_collate, and build its tensors in the entry where possible."""
+        """Run torch's default_collate, and build the tensors of its result in the leased ring entry where possible."""
         arena = self.lease.begin()
         if arena is None:
             return torchs.default_collate(samples)  # type: ignore[no-untyped-call]
@@ -58,8 +58,8 @@ class Builder:
             del arena  # keeps the lease's cursor valid until here
 
     def _stack(self, samples: Sequence[Any], *, collate_fn_map: Any = None) -> Any:
-        """Run torch.stack into the entry. Inputs that stack refuses or treats differently go to torch's own
-        function."""
+        """Stack tensors into the leased ring entry with torch.stack. Call torch's own collate function for inputs that
+        torch.stack refuses or treats differently."""
         lease = self.lease
         dtype = samples[0].dtype
         if (
@@ -78,7 +78,8 @@ class Builder:
         return self._leaf(torchs.collate_tensor_fn, samples, collate_fn_map=collate_fn_map)
 
     def _leaf(self, plain: Callable[..., Any], samples: Any, *, collate_fn_map: Any = None) -> Any:
-        """Run torch's function for a leaf, and move the cursor by the leaf's size unless a nested call has moved it."""
+        """Return the result of torch's collate function `plain` for a leaf. Move the cursor by the leaf's size unless a
+        nested call has moved it."""
         cursor = self.lease.cursor
         made = plain(samples, collate_fn_map=collate_fn_map)
         if self.lease.cursor == cursor:
@@ -102,7 +103,7 @@ class Builder:
     def _cut(
         self, arena: EntryArena, dims: tuple[int, ...], dtype: torch.dtype, *, guess: bool = False
     ) -> torch.Tensor | None:
-        """Return a tensor in the entry, None if it does not fit."""
+        """Return a tensor of these dims in the arena, None if it does not fit."""
         known = CARRIERS.get(dtype)
         count = prod(dims)
         if known is None or count <= 0 or min(dims, default=1) < 0:

@@ -59,26 +59,29 @@ _log = logging.getLogger("penstock.worker")
 
 RETRY_S = 0.3
 AWAY_AGAIN_S = 60.0
-"""Seconds between two log lines about an unreachable coordinator."""
+"""Seconds between two log lines that say that the coordinator cannot be reached."""
 AWAY = (CoordinatorUnavailableError, DeadlineError, JournalError)
-"""Temporary errors whose cause is the coordinator. JournalError: its disk is full, for example."""
+"""Temporary errors whose cause is the coordinator: unreachable, slow, or unable to write its journal (full disk)."""
 ATTACH_DEADLINE_S = 30.0
 HELPERS_AT_ONCE = 2
-"""Number of helper tasks that run at a time on one or two cores; with more cores, one for each core."""
+"""Smallest limit on helper tasks that run at the same time. With more than two cores the limit is one task per core."""
 ASSIGNED = 2
-"""Largest number of assignments that are processed, as a factor of the worker's slots. Assignments above it are
-ignored; those between the number of slots and this limit are reported lost."""
+"""Largest number of assignments that are processed, as a multiple of the worker's number of slots. Assignments beyond
+it are ignored. Those beyond the number of slots but within this limit are reported lost."""
 ANSWERS_AT_ONCE = 1024
-"""State requests that are answered at a time; a coordinator sends no more in one reply."""
+"""Largest number of state requests answered at the same time; a coordinator sends at most as many in one reply."""
 TURN_S = 0.5
-"""Seconds between two records that the event loop makes progress."""
+"""Seconds between two signs of progress that the event loop gives to the heartbeat thread."""
 
 
 class Daemon:
-    """A worker process. `run()` returns after `stop()`."""
+    """The worker daemon of this process. `run()` returns after `stop()`."""
 
     def __init__(self, settings: DaemonSettings, fork_server: StartedForkServer | None = None) -> None:
-        """`fork_server`: one that was started for this daemon already; None: it is started for the first slot."""
+        """Take the settings; `run()` does the rest.
+
+        fork_server: a fork server that was already started for this daemon. None: one is started for the first slot.
+        """
         self.settings = settings
         self.name = settings.name or own_name()
         self.coordinator = AsyncCoordinatorClient(settings.coordinator, settings.token, tls=settings.tls)
@@ -112,35 +115,36 @@ class Daemon:
         self.share = SnapshotQuota(every_s=1.0, bytes_per_s=4 << 20)
         self.tally = DaemonCounters()
         self.state_answers: Counter[str] = Counter()
-        """Answers to state requests by result: ok, error, dropped."""
+        """Number of answers to state requests by result: "ok", "error" or "dropped" (not sent)."""
         self.started_at = time.monotonic()
         self.answered_at: float | None = None
         """Monotonic time of the coordinator's last answer, seconds; None before the first."""
         self._slots: dict[SlotKey, Slot] = {}
         self._unstarted: dict[SlotKey, coordinator_pb2.SlotReport] = {}
-        """Reports of assignments that could not be started here."""
+        """Reports of assigned slots that could not be started on this worker."""
         self._findings: dict[tuple[str, int], LoaderFindings] = {}
         self._answered: set[str] = set()
         self._answering = 0
-        """State requests that are being answered."""
+        """Number of state requests that are being answered."""
         self._unanswered = False
-        """True if state requests are left because ANSWERS_AT_ONCE are being answered."""
+        """True if a state request was put off because ANSWERS_AT_ONCE were being answered."""
         self._made = self._seen = 0
-        """Version numbers of the coordinator's replies, which rise: the last one applied, and the one that heartbeats
-        name as seen (0 requests a whole reply)."""
+        """Versions of the coordinator's replies, which rise. `_made`: version of the last reply that was applied.
+        `_seen`: version that heartbeats name as seen; with 0 the coordinator sends its whole reply again."""
         self._listeners = LaneListeners(self._attach, settings.tls, insecure=settings.insecure)
         self._coordinators_clock = 0.0
-        """Coordinator's clock minus this worker's monotonic clock, as of the last reply, in seconds."""
+        """Coordinator's clock minus this worker's monotonic clock at the last reply, in seconds."""
         self._dirty = asyncio.Event()
         self._assigned = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._ending: set[asyncio.Task[None]] = set()
         """Tasks that stop slots. They are never cancelled, so that their runners are reaped."""
         self._draining = self._leaving = False
-        """Flags that this worker gets no new slots: the coordinator drains it; it is about to end."""
+        """Reasons why this worker gets no new slots. `_draining`: the coordinator drains the worker. `_leaving`: the
+        worker is about to end."""
         self._stuck = 0
-        """Slots of this worker for which no other worker has free capacity, as the coordinator reports during a
-        drain."""
+        """Number of this worker's slots for which no other worker has free capacity; the coordinator reports it during
+        a drain."""
         self._commit_mark = b""
         """Signed number of the newest journal commit that the coordinator reported. Each heartbeat carries it, so that
         a coordinator that restarts with an older journal detects the missing commits."""
@@ -151,7 +155,7 @@ class Daemon:
     # ---- life cycle
 
     def stop(self) -> None:
-        """End, after the slots have moved to other workers. A second call ends at once."""
+        """End the daemon after its slots have moved to other workers. A second call ends it at once."""
         if self.stopping.is_set():
             self._at_once.set()
         self.stopping.set()
@@ -187,7 +191,8 @@ class Daemon:
             await self._leave()
 
     async def _migrate_slots(self) -> None:
-        """Continue after a stop until each slot has another worker, as long as there is time and free capacity."""
+        """Wait for a stop request, then for every slot to move to another worker. Give up after `drain_s`, on a second
+        stop request, or if no other worker has free capacity."""
         await self.stopping.wait()
         self._leaving = True
         self._dirty.set()
@@ -208,12 +213,12 @@ class Daemon:
         at_once.cancel()
 
     def _connect(self) -> CoordinatorClient:
-        """Return a new client, to be used by one thread only."""
+        """Return a new client of the coordinator, to be used by one thread only."""
         settings = self.settings
         return CoordinatorClient(settings.coordinator, settings.token, tls=settings.tls)
 
     async def _turn(self) -> None:
-        """Record that the event loop makes progress."""
+        """Report every TURN_S to the heartbeat thread that the event loop makes progress."""
         while True:
             self._heart.turned()
             await asyncio.sleep(TURN_S)
@@ -298,7 +303,7 @@ class Daemon:
             self._take(reply)
 
     async def _report_changes(self) -> None:
-        """Report changes at once, beside the long poll."""
+        """Send a heartbeat as soon as a slot's report changes, while the long poll still waits for its reply."""
         while True:
             await self._dirty.wait()
             self._dirty.clear()
@@ -313,7 +318,7 @@ class Daemon:
                 self._take(reply)
 
     def _note_answer(self) -> None:
-        """Record an answer of the coordinator."""
+        """Record that the coordinator has answered a heartbeat."""
         self.answered_at = time.monotonic()
         self._heart.note_answer()
         self._liveness.note_answer()
@@ -336,7 +341,11 @@ class Daemon:
         self._replied.set()
 
     def _heartbeat(self, hold_s: float, bare: bool = False) -> coordinator_pb2.HeartbeatRequest:
-        """Build a heartbeat. `bare`: without the slots' reports, which only the event loop may read."""
+        """Build a heartbeat request.
+
+        hold_s: seconds that the coordinator may hold the call until it has something new. bare: leave out the slots'
+        reports, which only the event loop may read.
+        """
         return coordinator_pb2.HeartbeatRequest(
             worker=self.name,
             session=self._session,
@@ -388,7 +397,7 @@ class Daemon:
             self._spawn(self._answer_one(request))
 
     def _start_slot(self, key: SlotKey, assignment: records_pb2.WorkerAssignment) -> None:
-        """Start the slot, or report it lost. An error of one slot does not end the others."""
+        """Start a slot. If it cannot be started, report the slot lost, so that the daemon's other slots continue."""
         try:
             if len(self._slots) >= self.settings.slots:
                 raise OverloadedError(
@@ -432,7 +441,8 @@ class Daemon:
         task.add_done_callback(self._ending.discard)
 
     def _drop_unused(self) -> None:
-        """Release what belongs to runs without a slot here; the fork server a little later, for the next run."""
+        """Release helpers, values and findings of runs that have no slot on this worker any more. Without any slot,
+        also end the fork server, a little later, in case another run comes."""
         attempts = {_attempt_of(slot.assignment) for slot in self._slots.values()}
         for attempt in [attempt for attempt in self._findings if attempt not in attempts]:
             del self._findings[attempt]
@@ -469,14 +479,15 @@ class Daemon:
             self._not_answered(request.request)
 
     def _not_answered(self, request: str) -> None:
-        """Request the whole reply with the next heartbeat; it repeats this state request if that is still open."""
+        """Forget that this state request was received, and let the next heartbeat request the coordinator's whole
+        reply. The reply contains the request again if it is still open."""
         self._answered.discard(request)
         self._seen = 0
 
     # ---- SlotHost
 
     async def fork_server(self, assignment: records_pb2.WorkerAssignment) -> ForkServer:
-        """Return the fork server; start it if there is none, or if it died."""
+        """Return the daemon's fork server. Start one if none runs."""
         return await self._fork_server.get(main_script=bool(assignment.loader.main_path))
 
     def findings(self, assignment: records_pb2.WorkerAssignment) -> LoaderFindings:
@@ -519,17 +530,18 @@ class Daemon:
 
     @property
     def slots(self) -> list[Slot]:
-        """Slots that run now."""
+        """Slots that run on this worker now."""
         return list(self._slots.values())
 
     @property
     def listeners(self) -> LaneListeners:
-        """Listeners of its lanes."""
+        """Listeners for this worker's lanes."""
         return self._listeners
 
     @property
     def lease_s(self) -> float:
-        """Seconds of silence after which the coordinator takes the worker for dead; 0 before the first reply."""
+        """Seconds without a heartbeat after which the coordinator counts this worker as dead; 0 before the first
+        reply."""
         return self._lease_s
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

@@ -23,22 +23,23 @@ from penstock.proto.v1 import coordinator_pb2
 __all__ = ["Heartbeats", "fitted"]
 
 REPORTS_MAX = 3 << 20
-"""Bytes of all reports in one heartbeat: the coordinator accepts 4 MiB."""
+"""Largest total size of the slots' reports in one heartbeat, in bytes. The coordinator accepts messages of 4 MiB."""
 BARE = 300
-"""Bytes reserved in each report for everything but its texts and the name of its run."""
+"""Bytes reserved in a shortened report for all fields but its texts and its run's name."""
 
 LATE = 0.5
-"""Share of a lease without an answer after which the thread sends a heartbeat."""
+"""Share of the lease that may pass without an answer of the coordinator before the thread sends a heartbeat."""
 LOOKS = 8
-"""Checks within a lease."""
+"""Number of times per lease that the thread checks whether a heartbeat is due."""
 HANGS_S = 60.0
-"""Seconds without a turn of the event loop after which it counts as hanging, not busy."""
+"""Seconds without progress of the event loop after which it counts as hanging, not busy."""
 SOON_S = 0.5
-"""Seconds between two checks while no lease is known."""
+"""Seconds between two checks of the thread while no lease is known."""
 
 
 def fitted(reports: list[coordinator_pb2.SlotReport]) -> list[coordinator_pb2.SlotReport]:
-    """Return the reports, shortened to fit into one heartbeat: each may have an equal share of REPORTS_MAX."""
+    """Return slot reports that fit into one heartbeat. If they are too large together, each is shortened to an equal
+    share of REPORTS_MAX."""
     if sum(report.ByteSize() for report in reports) <= REPORTS_MAX:
         return reports
     share = REPORTS_MAX // len(reports)
@@ -64,11 +65,12 @@ class _Client(Protocol):
 
 
 class Heartbeats:
-    """
+    """Thread that sends heartbeats while the daemon's event loop is too busy to send them.
+
     Args:
-        connect: makes the client that the thread calls with.
-        bare: makes a heartbeat without reports, which only renews the lease.
-        lease_s: the last lease from the coordinator, in seconds; 0 before the first.
+        connect: returns the client with which the thread calls the coordinator.
+        bare: returns a heartbeat without slot reports, which only renews the lease.
+        lease_s: returns the last lease from the coordinator, in seconds; 0 before the first.
     """
 
     def __init__(
@@ -82,26 +84,27 @@ class Heartbeats:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="penstock-heart", daemon=True)
         self.heartbeats = 0
-        """Heartbeats that the thread had to send."""
+        """Number of heartbeats that the thread has sent because the event loop was late."""
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Send no more heartbeats: the worker is about to end. Returns at once."""
+        """Send no more heartbeats, because the worker is about to end. Return without waiting for the thread."""
         self._stopped.set()
 
     def note_answer(self) -> None:
-        """Record an answer of the coordinator to the event loop."""
+        """Record that the coordinator has answered the event loop."""
         self._answered = self._turned = time.monotonic()
 
     def turned(self) -> None:
-        """Record progress of the event loop."""
+        """Record that the event loop makes progress."""
         self._turned = time.monotonic()
 
     def is_due(self, now: float, lease_s: float) -> bool:
-        """Return whether to send a heartbeat: the loop has been silent for too long, and does not hang."""
+        """Return whether the thread should send a heartbeat at time `now`: the coordinator's last answer is too old,
+        and the event loop still makes progress."""
         return lease_s > 0 and now - self._answered > LATE * lease_s and now - self._turned < HANGS_S
 
     def _run(self) -> None:

@@ -50,26 +50,26 @@ __all__ = ["LaneListeners", "SlotOf", "slot_of"]
 
 _log = logging.getLogger("penstock.worker")
 HELLO_DEADLINE_S = 10.0
-"""Seconds for the TLS handshake and the Hello together."""
+"""Largest number of seconds that a peer may take for the TLS handshake and the Hello together."""
 WAITING = 256
 """Largest number of open connections that have not sent a Hello."""
 SHOWN = 200
-"""Characters of a peer's text in an error."""
+"""Largest number of characters of a peer's own text that an error quotes."""
 PAUSE_S = 0.1
 """Seconds to wait after a connection could not be accepted, for example because no file descriptor was free."""
 
 Attach = Callable[[socket.socket, lane_pb2.Hello], Awaitable[None]]
 SlotOf = tuple[str, int, int, int, int]
-"""(run, attempt, box, slot, generation)."""
+"""Key of a slot's runner: (run, attempt, box, slot, generation)."""
 
 
 def slot_of(hello: lane_pb2.Hello) -> SlotOf:
-    """Return the slot whose batches the consumer requests."""
+    """Return the key of the slot whose batches the consumer requests."""
     return hello.run, hello.attempt, hello.box, hello.slot, hello.generation
 
 
 def check_hello(hello: lane_pb2.Hello) -> None:
-    """Raise VersionSkewError if the consumer uses another lane protocol than this worker."""
+    """Raise VersionSkewError unless the consumer uses this worker's version of the lane protocol."""
     if hello.protocol != LANE_PROTOCOL:
         raise VersionSkewError(
             f"the training job uses lane protocol {hello.protocol}, this worker {LANE_PROTOCOL}: install the same "
@@ -78,8 +78,9 @@ def check_hello(hello: lane_pb2.Hello) -> None:
 
 
 class LaneListeners:
-    """Listeners on the Unix socket and on TCP. `attach` verifies each connection whose Hello could be read.
+    """Listeners for lanes, on an abstract Unix socket and on TCP.
 
+    attach: called with each connection and its Hello; it checks the ticket and passes the connection to the runner.
     tls: certificate for consumers on other hosts. If it holds a CA, consumers must show a certificate too.
     insecure: allow an address that other machines can reach without TLS.
     """
@@ -97,7 +98,7 @@ class LaneListeners:
         self._sockets: list[socket.socket] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiting: dict[asyncio.Task[None], str] = {}
-        """Tasks of connections without a Hello, oldest first, and the address of each."""
+        """Tasks of connections that have not sent a Hello, oldest first, with the peer's address."""
         self._senders: dict[Sender, SlotOf] = {}
         self._sent_bytes = 0
         """Bytes sent by senders that have ended."""
@@ -129,7 +130,7 @@ class LaneListeners:
             self._spawn(self._accept(listener, greet))
 
     def close(self) -> None:
-        """Stop listening, and the senders with it."""
+        """Stop listening, and end all senders."""
         for task in self._tasks:
             task.cancel()
         for listener in self._sockets:
@@ -140,8 +141,8 @@ class LaneListeners:
     def drop(self, slot: SlotOf) -> None:
         """End the senders of this slot, because its runner ends or has a newer lane.
 
-        Otherwise a consumer whose host has vanished would keep the sender, the connection and the ring's memory until
-        the kernel gives up, and a consumer that opens lanes again and again could have any number of senders.
+        Without this, a consumer whose host has vanished would keep the sender, the connection and the ring's memory
+        until the kernel gives up. A consumer that opens lanes again and again could have any number of senders.
         """
         for sender in [sender for sender, of in self._senders.items() if of == slot]:
             sender.stop(0)
@@ -153,17 +154,17 @@ class LaneListeners:
 
     @property
     def certificate_expires_at(self) -> float:
-        """Unix time at which the certificate expires; 0 = no certificate."""
+        """Unix time at which the listeners' TLS certificate expires, in seconds; 0 = no certificate."""
         return self._files.expires_at if self._files is not None else 0.0
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes sent to other hosts."""
+        """Bytes of batches and headers sent to consumers on other hosts."""
         return self._sent_bytes + sum(sender.sent_bytes for sender in self._senders)
 
     @property
     def remote(self) -> int:
-        """Lanes to other hosts."""
+        """Number of open lanes to consumers on other hosts."""
         return sum(sender.is_alive() for sender in self._senders)
 
     async def _accept(self, listener: socket.socket, greet: Callable[[socket.socket], Awaitable[None]]) -> None:
@@ -184,7 +185,7 @@ class LaneListeners:
             task.add_done_callback(self._forget_waiting)
 
     def _close_oldest(self) -> None:
-        """Close the longest-waiting connection of the address that has most of them."""
+        """Close one connection that has not sent a Hello: the oldest one of the address that has most of them."""
         (busiest, count), *_ = Counter(self._waiting.values()).most_common(1)
         oldest = next(task for task, address in self._waiting.items() if address == busiest)
         why = f"{count} connections from {busiest} were opened to read batches and sent no request: closing the oldest"
@@ -268,8 +269,8 @@ class LaneListeners:
         self._senders[sender] = slot_of(hello)
 
     async def _under_tls(self, connection: socket.socket) -> socket.socket:
-        """Return the connection as lanes use it. Raise TlsError for a peer that uses TLS where this end does not, or
-        the reverse."""
+        """Return the connection as lanes use it: as it is, or as a TlsSocket if this worker has a certificate. Raise
+        TlsError if only one of the two ends uses TLS."""
         under_tls = looks_like_tls(await _first_bytes(connection))
         if self._files is None or self._context is None:
             if under_tls:
@@ -298,8 +299,8 @@ class LaneListeners:
 
 
 def _check_certificate(lane: TlsSocket, tls: Tls) -> None:
-    """Raise TlsError if a consumer's certificate is for a role that may not read batches. `penstock doctor` reads as an
-    admin."""
+    """Raise TlsError if a consumer's certificate is for a role that may not read batches. The roles "client" and
+    "admin" may: `penstock doctor` reads as an admin."""
     names = dns_names(lane.getpeercert() or {})
     if tls.ca and not tls.roles_named(names, ("client", "admin")):
         shown = ascii(", ".join(names)[:SHOWN])
@@ -321,7 +322,7 @@ async def _first_bytes(connection: socket.socket) -> bytes:
 
 
 async def _read_hello(lane: socket.socket) -> lane_pb2.Hello:
-    """Read the Hello and not a byte more, because the sender reads the bytes after it."""
+    """Read a Hello from a new connection, and no byte beyond it, because the sender reads the bytes after it."""
     reading = tcp.HelloReader()
     while reading.missing:
         try:
@@ -332,8 +333,8 @@ async def _read_hello(lane: socket.socket) -> lane_pb2.Hello:
 
 
 def _send_last(lane: socket.socket, frame: bytes) -> None:
-    """Send a last frame before the connection is closed. The send buffer is empty, so the frame fits unless the peer
-    is gone."""
+    """Send a last frame before the connection is closed. Do not wait: the send buffer is empty, so the frame fits
+    unless the peer is gone."""
     try:
         lane.setblocking(False)
         lane.send(frame)
@@ -349,7 +350,7 @@ def _parse(data: bytes) -> lane_pb2.Hello:
 
 
 def _refusal(error: PenstockError) -> bytes:
-    """Return the frame for a refused consumer: CLOSE if its generation is out of date, otherwise ERROR with the
+    """Return the frame that refuses a consumer: CLOSE if its generation is out of date, otherwise ERROR with the
     cause."""
     kind = CLOSE if isinstance(error, SupersededError) else ERROR
     return Frame(kind, rest=detail_of(error).SerializeToString()).encode()

@@ -1,13 +1,13 @@
-"""The sender: a runner's ring -> TCP, for a box on another host.
+"""The sender: it sends the batches in a runner's ring over TCP, to a box on another host.
 
 The daemon runs one sender thread for each TCP lane. To the runner it is a consumer like any other. To the receiver it
 writes the same frames, each BATCH frame followed by its payload straight from the ring's mapping, or compressed if the
-consumer requested that. So the runner works as for a local consumer, spends no processor time on sending, and batches
+consumer requested that. So the runner works as for a local consumer and spends no processor time on sending. Batches
 that it had produced before it died are still sent.
 
-It never blocks on one side while the other is ready: one poll over both sockets, and writes that take as much as the
-socket does. Outgoing data waits in `_out`, in order; many small buffers go out in one call. `_out` needs no bound of
-its own: each batch in it holds a ring entry, and the ring is the bound (compressed batches are copies, smaller than
+The sender never blocks on one side while the other is ready: it polls both sockets, and each write takes as much as the
+socket accepts. Outgoing data waits in `_out`, in order; many small buffers go out in one call. `_out` needs no bound of
+its own: each batch in it holds a ring entry, so the ring is the bound (compressed batches are copies, smaller than
 their entries). Only announcements are counted, against a runner that floods them.
 
 The checksum behind a payload (penstock.proto.lane.tcp) is computed a piece at a time, right before the piece is sent,
@@ -48,23 +48,24 @@ __all__ = ["Sender"]
 _log = logging.getLogger(__name__)
 
 BUFFERS_A_CALL = 128
-"""Buffers given to one sendmsg: two or three for each batch. The kernel takes up to 1,024."""
+"""Largest number of buffers given to one sendmsg call; a batch has two or three. The kernel takes up to 1,024."""
 FRAMES_A_TURN = 64
-"""Frames read from the runner before the TCP socket gets its turn: more than a ring has entries."""
+"""Largest number of frames read from the runner before data is sent over TCP again: more than a ring has entries."""
 PACKED_A_TURN = 1 << 20
-"""Bytes of batches compressed before the TCP socket gets its turn: 2 ms."""
+"""Bytes of batches that are compressed before data is sent over TCP again; compressing them takes 2 ms."""
 MAX_BACKLOG = 1 << 16
-"""Acks that the runner has not read, in messages and numbers, above which the receiver counts as flooding it."""
+"""Largest number of acks, and of numbers in them, that may wait for the runner to read them. A receiver that causes
+more counts as flooding the runner."""
 AT_ONCE = 512 << 10
 """Bytes given to one sendmsg, and bytes of a payload that are checksummed at a time: as much as the send buffer of a
-connection to a nearby peer holds. With half or twice as much, the sender takes a tenth longer for batches of 1 and 8
-MiB."""
+connection to a nearby peer holds. With half or twice as much, sending batches of 1 and 8 MiB takes a tenth longer."""
 MAX_OUT = 512
-"""Buffers waiting to be sent above which the runner is not read: more than all ring entries can need."""
+"""Largest number of buffers waiting to be sent. At the limit nothing more is read from the runner. All entries of a
+ring together need fewer."""
 
 
 class _Payload:
-    """A payload that is sent in pieces, followed by its checksum."""
+    """Payload of a batch, which is sent in pieces and followed by its checksum."""
 
     __slots__ = ("_hasher", "_left")
 
@@ -73,7 +74,7 @@ class _Payload:
         self._hasher = xxh3_64()
 
     def next(self) -> tuple[bytes | memoryview, bool]:
-        """Return the next bytes to send, and whether they are the last."""
+        """Return the next bytes to send, and whether they are the last. The last bytes are the checksum."""
         left = self._left
         if not left:
             return tcp.check_of(self._hasher), True
@@ -88,12 +89,12 @@ class _Payload:
 
 
 class Sender(threading.Thread):
-    """Forwards one runner's lane to one TCP connection, until either side ends.
+    """Thread that forwards one runner's lane to one TCP connection, until either side ends.
 
-    tcp_socket: connected socket, its Hello read and verified; under TLS a TlsSocket. local: the daemon's end of the
-    SEQPACKET pair whose other end the runner attaches, with the same Hello. hello: the consumer's Hello. The sender
+    tcp_socket: connected socket whose Hello was read and verified; under TLS a TlsSocket. local: the daemon's end of a
+    SEQPACKET socket pair; the runner has the other end and the same Hello. hello: the consumer's Hello. The sender
     closes both sockets.
-    name: text for messages that names the worker, box and slot. on_end: called in the sender's thread at its end.
+    name: text for messages that names the worker, box and slot. on_end: called in the sender's thread when it ends.
     """
 
     def __init__(
@@ -122,14 +123,14 @@ class Sender(threading.Thread):
         self._ready: deque[bytes | memoryview] = deque()  # first part of _out, cut for one sendmsg
         self._sent: deque[tuple[int, int, int]] = deque()  # total, ring, entry of batches not delivered yet
         self.sent_bytes = 0
-        """Bytes sent over TCP, headers and payloads as they travel."""
+        """Bytes sent over TCP: headers, and payloads after compression."""
         self._inbox = tcp.SealedInbox()
         self._reading = True  # the runner may still send
         self._shut = False  # nothing more will be sent over TCP
 
     def stop(self, timeout: float = 5.0) -> bool:
-        """Close both connections now; batches not delivered stay with the runner. Return False if this takes longer
-        than `timeout` seconds.
+        """Close both connections now, and wait for the thread to end. Batches that were not delivered stay in the
+        runner's ring. Return False if this takes longer than `timeout` seconds.
 
         May be called from any thread but the sender's own, and more than once.
         """
@@ -197,9 +198,9 @@ class Sender(threading.Thread):
         return "stopped"
 
     def _take_frames(self) -> bool:
-        """Move frames of the runner to `_out` unchanged. A payload that is not compressed is not copied.
+        """Move frames from the runner to `_out`. Payloads are not copied unless they are compressed.
 
-        Return False if there are no more for now.
+        Return False if the runner has sent no more frames yet.
         """
         runner, out = self._runner, self._out
         to_pack = PACKED_A_TURN
@@ -221,7 +222,8 @@ class Sender(threading.Thread):
             return False
 
     def _take_batch(self, frame: Frame) -> int:
-        """Put a batch into `_out`; return the bytes that were compressed for it."""
+        """Append a batch to `_out`. Return the number of its bytes that had to be compressed, 0 for a batch sent
+        uncompressed."""
         runner, out, packer = self._runner, self._out, self._packer
         ring = runner.rings[frame.ring]
         size = frame.nbytes + 8 * frame.size
@@ -242,7 +244,7 @@ class Sender(threading.Thread):
         return size
 
     def _make_ready(self) -> None:
-        """Move to `_ready` what one sendmsg call sends."""
+        """Move buffers from `_out` to `_ready`, as many as one sendmsg call sends."""
         out, ready = self._out, self._ready
         size = sum(map(len, ready))
         while out and size < AT_ONCE and len(ready) < BUFFERS_A_CALL:
@@ -257,7 +259,7 @@ class Sender(threading.Thread):
             size += len(first)
 
     def _send(self) -> None:
-        """Send as much of `_out` as the socket takes now."""
+        """Send as much of `_out` as the TCP socket accepts without waiting."""
         ready = self._ready
         while True:
             self._make_ready()
@@ -284,7 +286,7 @@ class Sender(threading.Thread):
                 self._tcp.shutdown(socket.SHUT_WR)
 
     def _take_acks(self) -> bool:
-        """Pass on the acks of the remote consumer; return False when it is gone."""
+        """Pass the remote consumer's acks on to the runner. Return False if the consumer's connection has ended."""
         inbox = self._inbox
         try:
             size = self._tcp.recv_into(inbox.room(1 << 16))
@@ -334,7 +336,7 @@ class Sender(threading.Thread):
 
 
 def _packer(codecs: Sequence[int]) -> Packer | None:
-    """Return the compression for a consumer that accepts these codecs."""
+    """Return a compressor with a codec that the consumer accepts, None to send batches uncompressed."""
     codec = first_of(codecs)
     if codecs and codec is None:
         _warn_missing_codec(codecs)

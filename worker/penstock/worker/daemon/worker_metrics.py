@@ -28,8 +28,8 @@ from penstock.worker.slots.slot_interfaces import DaemonCounters
 __all__ = ["health", "open_web"]
 
 MANY = 1 << 62
-"""Memory limit above what any runner holds. With it `held_by` returns plain sums, because the kernel needs long for
-proportional shares."""
+"""Memory limit larger than any runner's memory. With a limit that is not reached, `held_by` returns plain sums and does
+not read proportional shares, which the kernel computes slowly."""
 _PLAIN = "text/plain; charset=utf-8"
 
 
@@ -46,7 +46,8 @@ class MeasuredSlot(Protocol):
 
 
 class MeasuredDaemon(Protocol):
-    """Attributes of a daemon that metrics read, on its event loop; name, settings and start from any thread."""
+    """Attributes of a daemon that metrics read. `name`, `settings` and `started_at` may be read in any thread, the
+    others only on the daemon's event loop."""
 
     name: str
     settings: DaemonSettings
@@ -88,7 +89,7 @@ class _Now:
 
 
 def _look(daemon: MeasuredDaemon) -> _Now:
-    """Copy the daemon's figures; runs on its event loop."""
+    """Copy the figures of a daemon. Must run on the daemon's event loop."""
     slots, phases = [], Counter[str]()
     for slot in daemon.slots:
         slot.progress_page.refresh()
@@ -152,8 +153,11 @@ def _readings(daemon: MeasuredDaemon, loop: asyncio.AbstractEventLoop) -> Metric
 
 
 def health(answered_at: float | None, lease_s: float, stopping: bool, now: float) -> tuple[int, str]:
-    """Return the HTTP status and the reason: a worker is healthy if its coordinator has answered within its lease.
-    Times are of the monotonic clock, seconds."""
+    """Return the HTTP status of /healthz and its reason. A worker is healthy if its coordinator has answered within the
+    lease.
+
+    answered_at, now: monotonic time in seconds; answered_at is None before the first answer.
+    """
     if stopping:
         return 503, "the worker is stopping"
     if answered_at is None:

@@ -1,4 +1,4 @@
-"""Settings of a worker daemon, and the user and control groups of its runners that they lead to on this machine."""
+"""Settings of a worker daemon, and two functions that find the user and the control groups of its runners."""
 
 from __future__ import annotations
 
@@ -24,53 +24,58 @@ _log = logging.getLogger("penstock.worker")
 
 @dataclass(frozen=True)
 class DaemonSettings:
-    """Settings of a daemon."""
+    """Settings of a worker daemon."""
 
     coordinator: str
     token: str = field(repr=False)
     slots: int
     allow: Sequence[str]
     listen: str = "127.0.0.1:0"
-    """host:port for lanes from other hosts; port 0 = any."""
+    """Address for lanes from other hosts, as host:port; port 0 = any free port."""
     name: str = ""
     parent_pids: Sequence[int] = ()
-    """Process ids; the daemon ends when one of them ends (embedded mode: the training job and its coordinator)."""
+    """Process ids; the daemon ends when one of these processes ends. In embedded mode: the training job and its
+    coordinator."""
     embedded: bool = False
     runner_memory: int = 0
-    """Bytes that a runner may hold; 0 = no limit."""
+    """Largest number of bytes of memory that one runner may hold; 0 = no limit."""
     starts: int = 0
-    """Runners that start at a time; 0 = as many as there are processors."""
+    """Largest number of runners that start at the same time; 0 = as many as there are processors."""
     start_timeout_s: float = START_DEADLINE_S
-    """Seconds that the interpreter of a run's runners may take to start."""
+    """Largest number of seconds that the fork server of a run's runners may take to start."""
     runner_user: str = ""
-    """Name or number of the user that user code runs as; "" = the daemon's own. See runner_user.py."""
+    """User that user code runs as, by name or number; "" = the daemon's own user. See runner_user.py."""
     runner_processes: int = 0
-    """Processes and threads of all runners together; 0 = no limit. Needs runner_user or control groups."""
+    """Largest number of processes and threads of all runners together; 0 = no limit. Needs runner_user or control
+    groups."""
     no_cage: bool = False
-    """Flag that turns off the sandbox, which hides other processes of the same user from runners; see sandbox.py."""
+    """Flag that turns off the sandbox. The sandbox hides other processes of the same user from runners; see
+    sandbox.py."""
     no_groups: bool = False
-    """Flag that gives runners no control groups; otherwise see control_groups.py."""
+    """Flag that turns off control groups for runners; see control_groups.py."""
     tls: Tls | None = None
-    """TLS files for the coordinator, and for lanes from other hosts."""
+    """TLS files for connections to the coordinator, and for lanes from other hosts."""
     insecure: bool = False
     """Flag that allows listening for lanes and metrics beyond this machine without TLS."""
     drain_s: float = 0.0
     """Seconds that the daemon continues after a stop request, while other workers prepare to take over its slots."""
     liveness_file: str = ""
-    """Path of the file that is touched at each heartbeat, see penstock.runtime.process.liveness_file; "" = none."""
+    """Path of the file that is touched when the coordinator answers, see penstock.runtime.process.liveness_file; "" =
+    none."""
     http: str = ""
-    """host:port of metrics and health, see worker_metrics.py; "" = none."""
+    """Address of the pages for metrics and health, as host:port, see worker_metrics.py; "" = none."""
     http_tokens: str = field(default="", repr=False)
-    """Tokens for readers of metrics on other machines, in the syntax of penstock.proto.rpc.credentials.tokens."""
+    """Tokens with which other machines may read the metrics, in the syntax of penstock.proto.rpc.credentials.tokens."""
 
 
 def own_name() -> str:
-    """Return the default name of a worker: host name and process id."""
+    """Return the default name of a worker, made of the host's name and the process id."""
     return f"{socket.gethostname()}:{os.getpid()}"
 
 
 def user_of_runners(settings: DaemonSettings) -> RunnerUser | None:
-    """Return the user that user code runs as, None for the daemon's own; warn if shared memory cannot be measured."""
+    """Return the user that user code runs as, None for the daemon's own user. Log a warning if memory that this user's
+    processes share cannot be measured."""
     if settings.runner_user:
         if settings.runner_memory and not sees_shared_memory():
             _log.warning(
@@ -82,7 +87,8 @@ def user_of_runners(settings: DaemonSettings) -> RunnerUser | None:
 
 
 def groups_of_runners(settings: DaemonSettings) -> ControlGroups | None:
-    """Return the control groups for the daemon's children, None if not available here."""
+    """Return the control groups for the daemon's child processes, None if they are turned off or not available on this
+    machine."""
     if settings.embedded or settings.no_groups:
         groups, why_not = None, "they are turned off"
     else:

@@ -1,1 +1,1 @@
-"""Helper processes for one task with a slot's loader each, and the values they need."""
+"""Helper processes, which do single tasks with a slot's loader, and the large values that they need."""

@@ -1,8 +1,8 @@
 """Large values that slots need (a loader's arguments, the state to resume from), fetched once for each daemon.
 
-A value lies in a sealed memfd, and every child gets a descriptor of it: copies of 300 MB for each of 32 slots would
-take 10 GB. A thread with a connection of its own fetches it, because the daemon's event loop could send no heartbeats
-for seconds meanwhile.
+A value is kept in a sealed memfd, and every child process gets a descriptor of it: copies of 300 MB for each of 32
+slots would take 10 GB. A thread with a connection of its own fetches the value. If the daemon's event loop fetched it,
+it could send no heartbeats for seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.worker.processes.control_channel import ControlMessage, payload_of
 __all__ = ["Blobs"]
 
 AT_ONCE = 2
-"""Values that are fetched at a time."""
+"""Largest number of values that are fetched at the same time."""
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -29,9 +29,10 @@ class _Client(Protocol):
 
 
 class Blobs:
-    """
+    """Cache of large values of the coordinator, by name.
+
     Args:
-        connect: makes the client that values are fetched with.
+        connect: returns the client with which values are fetched.
     """
 
     def __init__(self, connect: Callable[[], _Client]) -> None:
@@ -41,14 +42,15 @@ class Blobs:
         self._blobs: dict[str, asyncio.Task[int]] = {}
 
     async def descriptor(self, name: str) -> int:
-        """Return a descriptor of the value, which the caller closes. Raise the coordinator's error."""
+        """Return a file descriptor of the value called `name`, which the caller must close. Fetch the value if it is
+        not here yet. Raise the coordinator's error if that fails."""
         fetching = self._blobs.get(name)
         if fetching is None or (fetching.done() and (fetching.cancelled() or fetching.exception() is not None)):
             fetching = self._blobs[name] = asyncio.ensure_future(self._fetch(name))
         return os.dup(await asyncio.shield(fetching))
 
     async def read(self, name: str) -> bytes:
-        """Return the value itself."""
+        """Return the bytes of the value called `name`."""
         fd = await self.descriptor(name)
         return await asyncio.to_thread(payload_of, ControlMessage("value", fds=[fd]))
 
@@ -58,12 +60,12 @@ class Blobs:
         return await asyncio.get_running_loop().run_in_executor(self._threads, _fetched, self._client, name)
 
     def keep(self, names: Collection[str]) -> None:
-        """Release all values but these: no slot needs the others any more."""
+        """Release all values except those called `names`."""
         for name in [name for name in self._blobs if name not in names]:
             self._blobs.pop(name).add_done_callback(_let_go)
 
     def close(self) -> None:
-        """Release all values."""
+        """Release all values, and stop fetching."""
         self.keep(())
         if self._client is not None:
             self._client.close()

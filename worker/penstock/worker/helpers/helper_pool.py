@@ -1,9 +1,10 @@
-"""The daemon's warm helpers (helper_process.py): as many as there are processors, shared by the tasks of a run.
+"""The daemon's warm helper processes (helper_process.py): as many as there are processors, shared by the tasks of a
+run. *Warm* means that the process has imported the modules that the loader needs before it gets a task.
 
 If a run has many tasks at once, for example the states of a hundred slots, they go to warm helpers, one task at a time
-to each. The first task of a run goes to a fresh child, which reports the modules that it had to import; warm helpers
-import the same. A task that fails in a warm helper is done again by a fresh child, whose answer counts. So results of
-user code never depend on whether a warm helper ran it.
+to each. The first task of a run goes to a fresh child process, which reports the modules that it had to import. Warm
+helpers import the same modules. A task that fails in a warm helper is done again by a fresh child, whose answer counts.
+So results of user code never depend on whether a warm helper ran it.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from penstock.worker.processes.progress_page import ProgressPage
 __all__ = ["HelperPool", "HelperProcess"]
 
 PAYS = 3
-"""Smallest number of a run's tasks for which a warm helper is started: fewer tasks end before its imports do."""
+"""Smallest number of simultaneous tasks of one loader for which a warm helper is started. Fewer tasks would end before
+the helper has imported its modules."""
 IDLE_S = 30.0
-"""Seconds that a warm helper is kept without a task."""
+"""Seconds that a warm helper without a task is kept before it is ended."""
 WARM_S = 60.0
 """Largest number of seconds that a warm helper may take for its imports."""
 
@@ -40,12 +42,12 @@ class HelperProcess:
         self.child: Child | None = None
         self.modules: frozenset[str] = frozenset()
         self.worker = 0
-        """Process id of the child that does its task."""
+        """Process id of the child that does the helper's task; 0 = not known."""
         self.answer: asyncio.Future[ControlMessage] = asyncio.get_running_loop().create_future()
         self.idle: asyncio.TimerHandle | None = None
 
     def on_message(self, message: ControlMessage) -> None:
-        """Handle a message of the warm helper, or of the child that does its task."""
+        """Handle a message from the warm helper, or from the child that does the helper's task."""
         if message.kind == "working":
             pid = message.fields.get("pid")
             parent = [] if self.child is None else [str(self.child.pid)]
@@ -79,21 +81,22 @@ class HelperProcess:
 
 @dataclass
 class _Crew:
-    """The warm helpers for one kind of loader."""
+    """Warm helpers for one kind of loader, and what is known about its tasks."""
 
     tasks: int = 0
-    """Tasks that run or wait."""
+    """Number of tasks of this loader that run or wait."""
     modules: list[str] | None = None
-    """Names of modules to import; None before a task has reported them."""
+    """Names of the modules that warm helpers import; None until the first task has reported them."""
     unfit: str = ""
-    """Reason why no warm helpers can be used; "" = they can."""
+    """Reason why this loader's tasks must not use warm helpers; "" = they may."""
     idle: list[HelperProcess] = field(default_factory=list)
 
 
 class HelperPool:
-    """
+    """Pool of warm helpers, kept apart by the loader that they serve.
+
     Args:
-        fork_server: returns the process from which warm helpers are forked.
+        fork_server: returns the fork server from which warm helpers are forked.
     """
 
     def __init__(self, fork_server: Callable[[records_pb2.WorkerAssignment], Awaitable[ForkServer]]) -> None:
@@ -102,7 +105,7 @@ class HelperPool:
 
     @contextlib.contextmanager
     def counted(self, assignment: records_pb2.WorkerAssignment) -> Any:
-        """Count a task of this assignment's loader while it waits or runs, in a `with` block."""
+        """Count one more task of this assignment's loader while the `with` block runs."""
         crew = self._crews.setdefault(_key_of(assignment), _Crew())
         crew.tasks += 1
         try:
@@ -111,8 +114,8 @@ class HelperPool:
             crew.tasks -= 1
 
     async def take(self, assignment: records_pb2.WorkerAssignment, progress_page: ProgressPage) -> HelperProcess | None:
-        """Return a warm helper for one task, None if none is free and starting one does not pay. The caller must give
-        it back or end it."""
+        """Return a warm helper for one task; start one if the loader has enough tasks. Return None if a fresh child
+        must do the task. The caller must give the helper back or end it."""
         crew = self._crews.get(_key_of(assignment))
         if crew is None or crew.unfit or crew.modules is None or (crew.tasks < PAYS and not crew.idle):
             return None
@@ -126,13 +129,14 @@ class HelperPool:
         return await self._started(assignment, progress_page, crew)
 
     def give_back(self, assignment: records_pb2.WorkerAssignment, helper: HelperProcess) -> None:
-        """Take back a warm helper whose task is done."""
+        """Return a warm helper to the pool after its task."""
         crew = self._crews[_key_of(assignment)]
         helper.idle = asyncio.get_running_loop().call_later(IDLE_S, self._let_go, crew, helper)
         crew.idle.append(helper)
 
     def learn(self, assignment: records_pb2.WorkerAssignment, modules: object) -> None:
-        """Record the modules that a task had to import."""
+        """Record the modules that a task of this assignment's loader had to import. Warm helpers of the loader will
+        import them."""
         if type(modules) is not list or not all(type(name) is str for name in modules):
             return
         crew = self._crews[_key_of(assignment)]
@@ -140,11 +144,13 @@ class HelperPool:
         crew.modules = known + [name for name in modules if name not in set(known)]
 
     def distrust(self, assignment: records_pb2.WorkerAssignment, why: str) -> None:
-        """Stop using warm helpers for this loader, because a result differs from a fresh process's."""
+        """Stop using warm helpers for this loader, because one gave another result than a fresh process. `why`: the
+        reason."""
         self._crews[_key_of(assignment)].unfit = why
 
     def forget(self, attempts: set[tuple[str, int]]) -> None:
-        """End the warm helpers of all attempts but these; the other attempts have no slots here."""
+        """End the warm helpers of all attempts except `attempts`, because the other attempts have no slots on this
+        worker."""
         live = {(run, str(attempt)) for run, attempt in attempts}
         for key in [key for key, crew in self._crews.items() if key[:2] not in live and not crew.tasks]:
             for helper in self._crews.pop(key).idle:

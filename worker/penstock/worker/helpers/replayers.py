@@ -1,5 +1,5 @@
-"""Running one task with a slot's loader in a helper process, beside the runner that streams: the daemon's side of
-replayer.py. The stream continues whatever the result is."""
+"""Running one task with a slot's loader in a helper process, while the slot's runner continues to stream. This is the
+daemon's side; replayer.py is the helper's. The stream continues whatever the task's result is."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ __all__ = ["DEADLINE_S", "ReplayHost", "run_task", "send_assignment"]
 
 DEADLINE_S = 120.0
 ASKED_FOR = ("state", "aggregate", "advance")
-"""Tasks for which a training job waits. They run before the daemon's own tasks."""
+"""Names of tasks for whose result a training job waits. They run before tasks that the daemon starts by itself."""
 
 
 class ReplayHost(Protocol):
-    """Interface of the daemon that replays need."""
+    """Interface of the daemon that `run_task` needs."""
 
     helper_turns: TurnQueue
-    """Queue that limits the tasks running at a time."""
+    """Queue that limits how many helper tasks run at the same time."""
     helpers: HelperPool
     blobs: Blobs
 
@@ -48,8 +48,8 @@ async def run_task(
     deadline_s: float = DEADLINE_S,
     **fields: Any,
 ) -> ControlMessage:
-    """Return a helper process's answer to `task`. If the helper is killed from outside (SIGKILL), another one does the
-    task.
+    """Let a helper process do `task` with the slot's loader, and return its answer. If the helper is killed from
+    outside (SIGKILL), another one does the task.
 
     Raises:
         DeadlineError: the task took longer than `deadline_s`; with the helper's stack.
@@ -86,7 +86,7 @@ async def _by_helper(
     left_s: float,
     fields: dict[str, Any],
 ) -> ControlMessage | None:
-    """Return the answer of a warm helper; None if a fresh child must do the task."""
+    """Return the answer of a warm helper to the task. Return None if a fresh child must do the task."""
     assert helper.child is not None
     answer, whole = helper.expect(), False
     try:
@@ -119,7 +119,8 @@ async def _by_child(
     left_s: float,
     fields: dict[str, Any],
 ) -> ControlMessage:
-    """Return the answer of a fresh child, or of a second one if the first is killed from outside."""
+    """Return the answer of a fresh child process to the task. If the child is killed from outside, try once with a
+    second one."""
     what = f"the helper process of {name}"
     for last in (False, True):
         fork_server = await host.fork_server(assignment)
@@ -159,7 +160,7 @@ async def _ask(
 
 
 async def send_assignment(blobs: Blobs, child: Child, assignment: records_pb2.WorkerAssignment) -> None:
-    """Send a child its assignment, with large arguments as a descriptor."""
+    """Send an assignment to a child process. Large arguments go as a file descriptor."""
     name = assignment.loader.arguments_blob
     await child.send("assign", assignment.SerializeToString(), [await blobs.descriptor(name)] if name else None)
 

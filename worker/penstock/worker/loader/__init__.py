@@ -1,1 +1,1 @@
-"""A user's loader, and how it is brought to any position in its stream."""
+"""A user's loader, and the code that brings it to any position in its stream."""

@@ -1,5 +1,8 @@
-"""The choice of how a loader that was restored within an epoch enters the next one (its *crossing*): pure functions.
-epoch_crossing.py carries them out. Needs no torch, because the daemon compares the findings of its helpers."""
+"""The choice of a *crossing*: the way in which a loader that was restored within an epoch enters the next epoch.
+
+Pure functions; epoch_crossing.py carries the choice out. Needs no torch, because the daemon also compares crossings
+that its helper processes found.
+"""
 
 from __future__ import annotations
 
@@ -20,29 +23,30 @@ __all__ = [
 
 KEPT, FRESH, REPLAY = "kept", "fresh", "replay"
 WAYS = ("", KEPT, FRESH, REPLAY)
-"""Crossings, the most careful last; "" = not known yet."""
+"""Names of the crossings, the most careful last; "" = not known yet."""
 
 
 def more_careful(one: str, other: str) -> str:
-    """Return the more careful of two crossings, which may still be right where the other is wrong."""
+    """Return the more careful of two crossings. It may be right where the less careful one is wrong."""
     return max(one, other, key=WAYS.index)
 
 
 def to_try(known: str) -> tuple[str, ...]:
-    """Return the crossings that a verification tries: the known one, then more careful ones. REPLAY is not among them,
+    """Return the crossings that a verification tries: first the known one, then more careful ones. REPLAY is left out,
     because it needs no trial: it is used if all others fail."""
     return WAYS[WAYS.index(known or KEPT) : WAYS.index(REPLAY)]
 
 
 def first_choice(known: str, *, methods: int, whole: bool, untouched: bool, strays: bool) -> str:
-    """Return the crossing to use, as far as it is known; "" if it must be found out by trying.
+    """Return the crossing to use; "" if it is not known and must be found by trying.
 
     Args:
         known: crossing found so far, see `StreamHistory.crossing`.
-        methods: how many of the four state methods the loader has.
-        whole: the loader's stream can be replayed from the beginning.
-        untouched: the loader has yielded nothing since it was restored, and may not know that it is within an epoch.
-        strays: after the restore the loader drew other random numbers than the loader that streamed.
+        methods: number of the four state methods that the loader has.
+        whole: whether the loader's stream can be replayed from the beginning.
+        untouched: whether the loader has yielded nothing since it was restored. Such a loader may continue the epoch
+            instead of beginning the next one.
+        strays: whether the restored loader drew other random numbers than the loader that streamed.
     """
     if methods == 4 and not whole:
         return KEPT  # its stream began on another topology, so it cannot be compared with a new loader
@@ -53,31 +57,39 @@ def first_choice(known: str, *, methods: int, whole: bool, untouched: bool, stra
 
 @dataclass(frozen=True)
 class First:
-    """First batch of an epoch and the loader's state after it."""
+    """First batch of an epoch, and the loader's state after this batch."""
 
     digest: int | None
-    """Digest of the batch, None if the epoch has none."""
+    """Digest of the first batch; None if the epoch has no batch."""
     behind: bytes
-    """Loader's state after the batch, and the random generators; b"" if not available."""
+    """State of the loader and of the random generators after the first batch; b"" if not available."""
     failure: str = ""
-    """Error that the loader raised instead; "" = none."""
+    """Error that the loader raised instead of opening the epoch; "" = none."""
 
     def alike(self, other: First) -> bool:
-        """Return whether both have the same batch, or the same error."""
+        """Return whether both epochs begin with the same batch, or fail with the same error."""
         return (self.digest, self.failure) == (other.digest, other.failure)
 
 
 def are_one(kept: First, fresh: First, *, awaited: int | None, whole: bool) -> bool:
-    """Return whether KEPT and FRESH give the same epoch; then FRESH can be used.
+    """Return whether the crossings KEPT and FRESH lead to the same next epoch, so that FRESH can be used.
 
-    An equal first batch is enough only if the stream cannot be replayed; otherwise the states after it must be equal
-    too. `awaited`: digest of the batch that followed when a state was saved at this epoch's end, None if not known; a
-    crossing with another batch is wrong.
+    Args:
+        kept: beginning of the next epoch with KEPT.
+        fresh: beginning of the next epoch with FRESH.
+        awaited: digest of the batch that followed when a state was saved at this epoch's end, None if not known. A
+            crossing that leads to another batch is wrong.
+        whole: whether the stream can be replayed from the beginning. If it can, the states after the first batch must
+            be equal too. If it cannot, an equal first batch is enough.
     """
     same = fresh == kept or (fresh.alike(kept) and not whole)
     return same and (awaited is None or awaited == fresh.digest)
 
 
 def the_right_one(right: First, kept: First, fresh: First) -> str:
-    """Return the crossing whose epoch equals that of a loader replayed from the beginning."""
+    """Return the crossing that leads to the right next epoch.
+
+    right: beginning of the next epoch with a loader that was replayed from the beginning. kept, fresh: the same with
+    the crossings KEPT and FRESH. REPLAY is returned if both differ from `right`.
+    """
     return KEPT if right == kept else FRESH if right == fresh else REPLAY

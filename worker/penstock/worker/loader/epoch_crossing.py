@@ -3,17 +3,19 @@
 The next epoch of a loader that ran the whole epoch is opened by `iter()`. A loader that was restored within an epoch
 may not know any more where an epoch begins: a Hugging Face IterableDataset begins every later epoch at the restored
 position. A new loader from input_fn begins an epoch at its beginning, but if it counts epochs, its count is wrong. A
-loader replayed from the beginning is always right, but takes long. `StreamHistory.crossing` names one of three ways:
+loader replayed from the beginning is always right, but takes long. So there are three ways to enter the next epoch,
+called *crossings*:
 
     KEPT     continue with the restored loader
-    FRESH    call input_fn() again, with the generators as they are
+    FRESH    call input_fn() again, with the random generators as they are
     REPLAY   replay a new loader from the beginning
 
-If the crossing is not known, the first batch of the next epoch is made in the first two ways. If the two batches are
-equal, and also `state_dict()` and the generators after them, FRESH is used. Otherwise the slot's stream is replayed
-from the beginning, once, and the result decides for good. Comparing the batch alone is not enough: where the order of
-shards depends on the epoch's number, two epochs may begin with the same batch. If a state was saved at this epoch's
-end, the batch that followed is known (`PositionedLoader.awaited`): a way that leads to another batch is wrong.
+`StreamHistory.crossing` names the right one, once it is known. Until then the first batch of the next epoch is made in
+the first two ways. If the two batches are equal, and also `state_dict()` and the random generators after them, FRESH is
+used. Otherwise the slot's stream is replayed from the beginning, once, and the result decides for good. Comparing the
+batch alone is not enough: where the order of shards depends on the epoch's number, two epochs may begin with the same
+batch. If a state was saved at this epoch's end, the batch that followed is known (`PositionedLoader.awaited`): a
+crossing that leads to another batch is wrong.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ _log = logging.getLogger("penstock.worker")
 
 
 def cross(source: PositionedLoader, step: int) -> RestartPoint:
-    """Open the next epoch of a restored loader by the right crossing (see crossing_kinds.py); return its start."""
+    """Open the next epoch of a loader that was restored within an epoch. Use the right crossing (see
+    crossing_kinds.py), and find it first if it is not known. Return the epoch start."""
     end, untouched, history = source.rng(), source.is_untouched, source.history
     choice = first_choice(
         history.crossing,
@@ -82,10 +85,12 @@ def cross(source: PositionedLoader, step: int) -> RestartPoint:
 
 
 def _cross_as_resumed(source: PositionedLoader, step: int) -> RestartPoint:
-    """Open the next epoch of a loader that resumes by its own methods and can be restored only where its launch began.
+    """Open the next epoch of a loader that resumes by its own methods. Such a loader can be restored only to the start
+    of its launch. Return the epoch start.
 
-    Its next epoch is right if it begins with the batch that followed when a state was saved at this position, or with
-    that of a loader replayed from the beginning, which is done once.
+    The next epoch is right if it begins with the batch that followed when a state was saved at this position. If that
+    batch is not known or differs, a loader is replayed from the beginning, once; the next epoch must begin with the
+    same batch as that loader's.
     """
     take = ReplayDigest(cover=cover_of(source.assignment.loader.options)).take
     start, untouched, target, history = source.start, source.is_untouched, source.position.copy(), source.history
@@ -122,7 +127,7 @@ def _cross_as_resumed(source: PositionedLoader, step: int) -> RestartPoint:
 
 
 def _to(source: PositionedLoader, target: StreamPosition, history: StreamHistory, seen: Callable[[Any], None]) -> None:
-    """Replay to a position; an epoch that ends earlier is not an error."""
+    """Replay to a position. An epoch that ends before it is not an error. `seen` is called with each batch."""
 
     def go(leg: Leg) -> None:
         source.seek(leg.total, leg.epoch, seen)
@@ -137,8 +142,9 @@ def _as_resumed(
     history: StreamHistory,
     take: Callable[[Any], tuple[int, int]],
 ) -> None:
-    """Bring a loader that is resumed by its own methods back to its position between two epochs. It crosses the ends of
-    epochs on the way by itself, as in its launch; these crossings are not verified again."""
+    """Bring a loader that resumes by its own methods back to its position between two epochs: restore the start of its
+    launch, then replay. Epochs that end on the way are crossed by the loader itself, as in its launch, and are not
+    verified again."""
 
     def seen(batch: Any) -> None:
         source.digest, samples = take(batch)
@@ -161,9 +167,9 @@ def _first_of(source: PositionedLoader, take: Callable[[Any], tuple[int, int]]) 
 
 
 def _tried(source: PositionedLoader, step: int, take: Callable[[Any], tuple[int, int]]) -> First:
-    """Return the beginning of the next epoch, opened from the source's present state, or the error that the loader
-    raised. Some loaders cannot open an epoch after a restore, so another crossing is tried; if each one fails, the last
-    error is reported."""
+    """Open the next epoch from the loader's present state and return its beginning; then undo the opening. An error of
+    the loader is part of the result: some loaders cannot open an epoch after a restore, and then another crossing is
+    tried."""
     try:
         source.open(step=step)
         return _first_of(source, take)
@@ -174,7 +180,8 @@ def _tried(source: PositionedLoader, step: int, take: Callable[[Any], tuple[int,
 
 
 def _from_the_beginning(source: PositionedLoader, take: Callable[[Any], tuple[int, int]]) -> None:
-    """Replay a loader from the beginning to the source's position, between two epochs."""
+    """Replay a loader from the beginning up to its position between two epochs. Raise ReplayMismatchError if its stream
+    cannot be replayed from the beginning."""
     target, digest, history = source.position.copy(), source.digest, source.history
     why = (
         f"{source.name}: how it begins epoch {target.epoch} cannot be determined: it was restored within the epoch "

@@ -36,8 +36,8 @@ __all__ = ["PositionedLoader"]
 
 
 class PositionedLoader(SlotLoader, ABC):
-    """A slot's loader that is opened, replayed, saved and restored. `RestorableLoader` adds how it crosses the end of
-    an epoch in which it was restored."""
+    """Loader of a slot that can be opened, replayed, saved and restored. Its subclass `RestorableLoader` adds how the
+    next epoch is opened after a restore within an epoch."""
 
     def __init__(
         self,
@@ -48,66 +48,70 @@ class PositionedLoader(SlotLoader, ABC):
     ) -> None:
         super().__init__(assignment, doing, left_out, load)
         self.digest = 0
-        """Digest of the last batch, set by the code that flattens it."""
+        """Digest of the last batch; 0 = not known. The code that flattens batches sets it."""
         self.unsaved: Exception | None = None
-        """Reason why the state of the epoch start could not be taken."""
+        """Error of state_dict() when the epoch start was taken; None if the state could be taken."""
         self.resume: dict[str, Any] | None = None
-        """Decoded state from which the launch resumed; needed to start again from there by the loader's own methods."""
+        """Decoded state that the launch resumed from, None without one. A loader with four state methods needs it to
+        start its launch again."""
         self.restored = False
-        """Flag that the loader reached the middle of its epoch by a state, and not by yielding the batches before."""
+        """Flag that the loader was brought to the middle of its epoch by a state, and has not yielded the batches
+        before."""
         self.strays = False
-        """Flag that the loader, restored at an epoch's start, drew other random numbers than the streaming loader did:
-        the generators differ at the epoch's end."""
+        """Flag that the loader drew other random numbers after a restore to an epoch's start than the loader that
+        streamed: the random generators differ after `iter()`."""
         self.counts_from: RestartPoint | None = None
-        """Start of the stream, if later restart points are saved as numbers of batches from there, because the loader's
-        own states lead to wrong batches."""
+        """Start of the stream; None unless the loader's own states lead to wrong batches. If set, later positions are
+        saved as numbers of batches after it, and not as states."""
         self.awaited: dict[int, int] = {}
-        """Slot's total at an epoch's end where a state was saved -> digest of the batch that came next."""
+        """Digests of batches that followed when a state was saved at an epoch's end. The key is the slot's total at
+        that end."""
         self._restored_at = 0
         self._ahead: list[Any] = []
-        """Batches that `peek` has taken; at most one."""
+        """Batch that `peek` has taken and `next` has not returned yet; a list of at most one."""
         self._rng_at_peek = b""
         self._held: tuple[Iterator[Any], list[Any], RestartPoint | None] | None = None
-        """Next epoch, if the loader has already begun it before `next` returned the end of the present one."""
+        """Next epoch, if the loader began it before `next` has returned the end of the present one: its iterator, the
+        batch taken by `peek`, and its epoch start. None otherwise."""
         self._start: RestartPoint | None = None
-        """Start of the launch, for a loader that is restored by its own methods only."""
+        """Start of the launch; None unless the loader can be restored by its own methods only."""
 
     @abstractmethod
     def open_epoch(self, *, step: int = 0) -> RestartPoint:
-        """Open the epoch `position.epoch` and take its epoch start, as of the box's `step`."""
+        """Open epoch `position.epoch`. Return its epoch start, whose state is taken as of the box's `step`."""
 
     @property
     def is_open(self) -> bool:
-        """True while an epoch is open."""
+        """True while the loader iterates over an epoch."""
         return self._iterator is not None
 
     @property
     def is_untouched(self) -> bool:
-        """True if the loader was restored and has yielded nothing since. Such a loader may continue this epoch when the
-        next one is opened."""
+        """True if the loader was restored and has yielded nothing since. When the next epoch is opened, such a loader
+        may continue the restored epoch instead."""
         return self.restored and self.position.total == self._restored_at
 
     @property
     def is_ahead(self) -> bool:
-        """True if the loader has made one more batch than `next` has returned."""
+        """True if `peek` has taken a batch that `next` has not returned yet."""
         return bool(self._ahead)
 
     @property
     def start(self) -> RestartPoint | None:
-        """Start of the launch of a loader that is restored by its own methods only."""
+        """Start of the launch, for a loader that can be restored by its own methods only; None for any other loader."""
         return self._start
 
     def learn_resume(self, resume: dict[str, Any] | None) -> None:
-        """Record the state from which the launch resumed. If it was saved at an epoch's end, record also the digest of
-        the batch that came next, to compare it with the batch that comes now."""
+        """Record the state from which the launch resumed. If the state was saved at an epoch's end, record also the
+        digest of the batch that followed then, so that it can be compared with the batch that follows now."""
         self.resume, a = resume, self.assignment
         part = resume["slots"].get(a.slot) if resume is not None and a.resume.same_topology else None
         if part is not None and part.get("next_epoch") and part["next_digest"] and self.trusts_history(part):
             self.awaited[a.start.slots[a.slot].total] = part["next_digest"]
 
     def trusts_history(self, part: dict[str, Any]) -> bool:
-        """Return whether the history in a slot's saved part is valid. If an older release wrote the part, or the user
-        has edited it or loads it with strict=False, the history is not valid, and only the loader's own state is
+        """Return whether the stream's history in a slot's saved part can be used. It cannot if an older release wrote
+        the part, if the user edited it, or if the user loads it with strict=False. Then only the loader's own state is
         used."""
         strict = self.capabilities.state_methods != 4 or self.resume is None or self.resume["strict"]
         return bool("history" in part["restart"] and strict and not part.get("changed"))
@@ -115,9 +119,10 @@ class PositionedLoader(SlotLoader, ABC):
     # ---- epochs
 
     def open(self, *, step: int = 0, rng_after: bytes | None = None) -> RestartPoint:
-        """Open the epoch with the present loader, whatever its state.
+        """Open the next epoch with the present loader, whatever its state. Return its epoch start. If the loader can
+        be restored only to the start of its launch, the result is marked as reached from there by replay.
 
-        `rng_after`: RNG states to continue with, on a resume.
+        step: the box's step. rng_after: states of the random generators to set once the epoch is open, on a resume.
         """
         before = self._begin()
         if rng_after is not None:
@@ -128,7 +133,10 @@ class PositionedLoader(SlotLoader, ABC):
         return self._reached_from_start(epoch_start)
 
     def _epoch_start(self, step: int, before: bytes) -> RestartPoint:
-        """Return the epoch start of the epoch just opened. `before`: the generators' states before it was opened."""
+        """Return the epoch start of the epoch that was just opened.
+
+        step: the box's step. before: states of the random generators before the epoch was opened.
+        """
         state, asked = None, False
         if self.saves_state:
             try:
@@ -142,9 +150,11 @@ class PositionedLoader(SlotLoader, ABC):
     def end_previous_epoch_first(
         self, position: StreamPosition, epoch: int, epoch_start: RestartPoint | None = None
     ) -> None:
-        """Let `next` return the end of the previous epoch before the batches of the open one, because `position` still
-        lies in the previous epoch. `epoch_start`: epoch start of the open epoch; None if no batch of it was made
-        yet."""
+        """Let `next` return the end of the previous epoch before the batches of epoch `epoch`, which is open already.
+
+        position: the slot's position, which still lies in the previous epoch. epoch_start: epoch start of the open
+        epoch; None if no batch of it was made yet.
+        """
         assert self._iterator is not None
         self._held = self._iterator, self._ahead, epoch_start
         self._iterator, self._ahead = iter(()), []
@@ -159,30 +169,33 @@ class PositionedLoader(SlotLoader, ABC):
         return self._reached_from_start(self._epoch_start(step, self.rng()) if epoch_start is None else epoch_start)
 
     def enter(self, epoch: int) -> None:
-        """Record that the loader, resumed at the end of an epoch, has continued with epoch `epoch` at once."""
+        """Record that the loader was resumed at the end of an epoch and continued with epoch `epoch` at once, without
+        ending the epoch first."""
         self.history = self.history.of(replace(self.history.launch, enters=epoch))
         assert self._start is not None
         self._start = replace(self._start, history=self._start.history.of(self.history.launch))
 
     def _reached_from_start(self, point: RestartPoint) -> RestartPoint:
-        """Return the point. If only the start is a restart point, mark the point as reached from there by replay."""
+        """Return the point. For a loader that can be restored only to its start, set `behind` to that start: the
+        point's position is then reached by a replay from there."""
         start = self._start or self.counts_from
         return point if start is None or point.position == start.position else replace(point, behind=start)
 
     def abort(self) -> None:
-        """Undo the opening of an epoch of which at most one batch was made."""
+        """Forget the open epoch, of which at most one batch was made, as if it had not been opened."""
         self._iterator, self._ahead, self._held = None, [], None
 
     def peek(self) -> Any:
-        """Return the next batch, or END; `next` will return it again. Use it only for digests, because the loader's
-        state is then one batch ahead."""
+        """Return the next batch, or END at the end of the epoch, without advancing the position: `next` returns it
+        again. The loader itself is then one batch ahead, so use this only to compare digests."""
         position, iterator, self._rng_at_peek = self.position.copy(), self._iterator, self.rng()
         self._ahead = [self.next()]
         self.position, self._iterator = position, iterator
         return self._ahead[0]
 
     def _begin(self) -> bytes:
-        """Start iterating; return the RNG states that a replay must set before it starts iterating."""
+        """Start to iterate over the loader; a loader that is its own iterator is made again first. Return the states of
+        the random generators that a replay must set before it does the same."""
         if not self.capabilities.is_iterator:
             before = self.rng()
         else:
@@ -193,7 +206,8 @@ class PositionedLoader(SlotLoader, ABC):
         return before
 
     def next(self) -> Any:
-        """Return the next batch, or END, and advance the position, except for its samples, which the caller counts."""
+        """Return the next batch and advance the position, or return END at the end of the epoch. `position.samples` is
+        left to the caller."""
         assert self._iterator is not None
         try:
             if self._ahead:
@@ -213,36 +227,40 @@ class PositionedLoader(SlotLoader, ABC):
         return batch
 
     def learn(self, point: RestartPoint) -> None:
-        """Take over the history of this restart point, and skip the batches that were skipped when it was taken."""
+        """Use the history of this restart point from now on, and skip the batches that were quarantined when it was
+        taken."""
         self.history = point.history.before(point.position.epoch).knowing(self.history.crossing)
         self.learn_skips(point)
 
     def learn_skips(self, point: RestartPoint) -> None:
-        """Skip the batches that were skipped when this restart point was taken."""
+        """Add the restart point's list of quarantined batches to those that this loader skips."""
         for epoch, total, count in point.skips:
             self._skips[epoch, total] = max(count, self._skips.get((epoch, total), 0))
 
     def learn_crossing(self, crossing: str) -> None:
-        """Take over the crossing that was found (see epoch_crossing.py)."""
+        """Record the crossing that was found for this loader, if it is more careful than the one known (see
+        epoch_crossing.py)."""
         self.history = self.history.knowing(crossing)
 
     def marked(self, point: RestartPoint, *, way_on: bool = False) -> RestartPoint:
-        """Return the same restart point with the present history and all skipped batches. `way_on`: also with the
-        epochs that earlier launches abandoned between the point and the loader's position, because this launch's
-        training loop does not know them."""
+        """Return the restart point with the loader's present history and its list of skipped batches.
+
+        way_on: keep in the history also the epochs between the point and the loader's position that earlier launches
+        abandoned. The training loop of this launch does not know them.
+        """
         skips = tuple((epoch, total, count) for (epoch, total), count in self._skips.items())
         return replace(
             point, skips=skips, history=self.history if way_on else self.history.before(point.position.epoch)
         )
 
     def leave_epoch(self) -> None:
-        """Close the epoch, which has ended or was abandoned; the next one can be opened."""
+        """Close the epoch, which has ended or was abandoned. Set the position to the beginning of the next one."""
         self._iterator, self._ahead = None, []
         self.position.epoch += 1
         self.position.delivered = 0
 
     def abandon_epoch(self, total: int) -> None:
-        """Close an epoch that the loop abandoned after batch `total`."""
+        """Close the epoch that the training loop abandoned after batch `total`, and add it to the history."""
         if self._ahead and self.saves_state:  # for a loader without states the caller seeds the generators
             self._restore_rng(self._rng_at_peek)
         self.history = self.history.leaving(self.position.epoch, total)
@@ -251,7 +269,8 @@ class PositionedLoader(SlotLoader, ABC):
     # ---- states
 
     def snapshot(self, step: int) -> RestartPoint:
-        """Return a snapshot of this position, as of the box's `step`. Encode it before the next `next()`."""
+        """Return a snapshot of the present position, as of the box's `step`. Encode it before the next call of `next`,
+        because its state may share objects with the loader."""
         state, asked = self.state(step)
         taken = self.marked(
             RestartPoint(self.position.copy(), state, self.rng(), None, self.digest, step if asked else 0)
@@ -259,10 +278,10 @@ class PositionedLoader(SlotLoader, ABC):
         return self._reached_from_start(taken)
 
     def restore(self, point: RestartPoint) -> None:
-        """Bring the source to the position of a restart point; may be called at any time.
+        """Bring the loader to the position of a restart point. May be called at any time.
 
-        At the beginning of the stream a new loader is built and no state is loaded: if a loader begins its epoch only
-        in the first next(), a state from before does not record that the epoch was opened.
+        For the beginning of the stream a new loader is made and no state is loaded. Some loaders begin their epoch only
+        in the first next(). Their state from before does not record that the epoch was opened.
         """
         self.learn(point)
         self.abort()
@@ -307,7 +326,7 @@ class PositionedLoader(SlotLoader, ABC):
         return Launch(worker=self.assignment.slot if self.by_own_methods else None)
 
     def _load_restart_point(self, point: RestartPoint) -> None:
-        """Load the state of a restart point by the methods that this loader has."""
+        """Load the state of a restart point into the loader, by the state methods that it has."""
         if self.by_own_methods:
             if self.resume is None:
                 raise StateMismatchError(
@@ -324,11 +343,11 @@ class PositionedLoader(SlotLoader, ABC):
             self._load(point.state, True)
 
     def mark_restored(self) -> None:
-        """Record that a state has just brought the loader to its position."""
+        """Record that a state, and not a replay, has just brought the loader to its position."""
         self.restored, self._restored_at = True, self.position.total
 
     def begin(self) -> None:
-        """Bring the source to the slot's beginning: call input_fn again, load nothing, open no epoch."""
+        """Bring the loader to the beginning of the slot's stream: call input_fn again, load no state, open no epoch."""
         self.abort()
         self.history = replace(self.history.of(self._first_launch()), abandoned=())
         self._make_again(1)
@@ -336,13 +355,14 @@ class PositionedLoader(SlotLoader, ABC):
         self.strays = False
 
     def renew(self, rng: bytes) -> None:
-        """Let input_fn make a new loader, with the random generators as they were captured."""
+        """Replace the loader by a new one from input_fn. Then set the random generators to the captured states
+        `rng`."""
         self._make_again(self.history.launch.step + 1)
         self._restore_rng(rng)
 
     def make_as(self, worker: int) -> None:
-        """Let input_fn make a loader as worker `worker` of the box, unless the present loader was made as that
-        worker."""
+        """Let user code see worker number `worker` of the box from now on. Call input_fn again, unless the present
+        loader was made as that worker and is unused."""
         self.abort()
         self.history = self.history.of(replace(self.history.launch, worker=worker))
         self._start = None
@@ -350,17 +370,20 @@ class PositionedLoader(SlotLoader, ABC):
             self._make_again(self.history.launch.step + 1)
 
     def drop(self) -> None:
-        """Release the loader, because it may hold something exclusive, such as a lock or an open database."""
+        """Release the loader, because it may hold an exclusive resource, such as a lock or an open database."""
         self.abort()
         self._loader = None
 
     def seek(
         self, total: int, epoch: int, seen: Callable[[Any], None], open_epoch: Callable[[], object] | None = None
     ) -> bool:
-        """Replay up to batch `total` of the slot, but not beyond the end of epoch `epoch`. `seen` gets each batch;
-        `open_epoch` is called to open the epochs on the way.
+        """Replay up to batch `total` of the slot, but not beyond the end of epoch `epoch`.
 
-        Returns False if epoch `epoch` ended earlier; `position` then is at its end.
+        Returns False if epoch `epoch` ended earlier; `position` is then at its end.
+
+        Args:
+            seen: called with each batch.
+            open_epoch: opens each epoch on the way; None: `self.open_epoch`.
         """
         self._doing("replay")
         while self.position.total < total:
@@ -375,7 +398,7 @@ class PositionedLoader(SlotLoader, ABC):
         return True
 
     def reach_end(self) -> None:
-        """Read the end of the epoch, which must come next. Raise ReplayMismatchError if a batch comes instead."""
+        """Read the end of the epoch. Raise ReplayMismatchError if the loader yields another batch instead."""
         if self.is_open and self.next() is not END:
             raise ReplayMismatchError(
                 f"{self.name}: epoch {self.position.epoch} has more batches than when it was delivered: the data have "

@@ -1,10 +1,10 @@
-"""The plan of how to reach a position: which restart points lead to it, in which order to try them, and the legs from
-each.
+"""The plan of how to bring a loader to a position: which restart points lead to it, in which order they are tried, and
+which legs are replayed from each.
 
-Pure functions of values: no loader, no socket, no torch. A plan says "restore this restart point, replay along these
-legs, compare the last batch with this digest; on a mismatch take the next restart point". A runner (runner.py), a
-helper process (replayer.py) or a resume (start.py) carries it out. The daemon plans in the same way with the restart
-points that it keeps (snapshots.py).
+Pure functions of values: no loader, no socket, no torch. A plan says "restore this restart point, replay these legs,
+compare the last batch with this digest; on a mismatch take the next restart point". A runner (runner.py), a helper
+process (replayer.py) or a resume (start.py) carries it out. The daemon plans in the same way with the restart points
+that it keeps (snapshots.py).
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ from typing import Final, Generic, Protocol, TypeVar
 __all__ = ["BEGINNING", "Leg", "Recovery", "RestartPoint", "Target", "first_fit", "plan_recovery", "route", "usable"]
 
 BEGINNING: Final = None
-"""Way without a restart point: call input_fn again, and replay all batches from the beginning."""
+"""Entry of `Recovery.ways` that uses no restart point: call input_fn again, and replay all batches from the
+beginning."""
 
 
 class RestartPoint(Protocol):
-    """Fields of a restart point that planning uses."""
+    """Interface of a restart point that planning uses."""
 
     @property
     def epoch(self) -> int: ...
     @property
     def total(self) -> int:
-        """Batches of the slot over all epochs when the restart point was taken."""
+        """Number of the slot's batches, over all epochs, when the restart point was taken."""
 
     @property
     def began(self) -> int:
-        """Batches of the slot over all epochs when the restart point's epoch was opened."""
+        """Number of the slot's batches, over all epochs, when the restart point's epoch was opened."""
 
     @property
     def is_epoch_start(self) -> bool:
-        """True if the restart point was taken at the beginning of an epoch, and not after a batch."""
+        """True if the restart point was taken when an epoch was opened, False if it was taken after a batch."""
 
 
 class _History(Protocol):
@@ -45,7 +46,7 @@ class _History(Protocol):
 
 
 class _WithHistory(RestartPoint, Protocol):
-    """Restart point with the history of the stream up to it."""
+    """Fields of a restart point that holds the history of the stream up to its position."""
 
     @property
     def history(self) -> _History: ...
@@ -60,35 +61,36 @@ W = TypeVar("W")
 
 @dataclass(frozen=True)
 class Leg:
-    """Part of a replay within one epoch: up to the slot's batch `total`, counted over all epochs."""
+    """Part of a replay that lies within one epoch. It ends after the slot's batch `total`, counted over all epochs."""
 
     epoch: int
     total: int
     leaves: bool = False
-    """Flag that the loop abandoned the epoch after batch `total`, so the replay must abandon it too."""
+    """Flag that the training loop abandoned the epoch after batch `total`, so the replay must abandon it too."""
     digest: int = 0
-    """Digest of batch `total`, to compare it with; 0 = nothing to compare."""
+    """Digest that batch `total` must have; 0 = not compared."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A position in a slot's stream: after batch `total`, in this epoch."""
+    """Position in a slot's stream to reach: after batch `total`, in epoch `epoch`."""
 
     epoch: int
     total: int
     left: Mapping[int, int] = field(default_factory=dict)
-    """Epoch -> the slot's total where the loop abandoned that epoch."""
+    """Abandoned epochs: number of the epoch -> the slot's total at which the training loop abandoned it."""
     digest: int = 0
-    """Digest of batch `total`; 0 = not known."""
+    """Digest that batch `total` must have; 0 = not known."""
 
     def behind(self, left: Iterable[tuple[int, int]]) -> Target:
-        """Return the same target, with the abandoned epochs of a restart point's history added."""
+        """Return the same target, with abandoned epochs added that a restart point's history names as (epoch,
+        total)."""
         return replace(self, left=dict(left) | dict(self.left))
 
 
 def route(from_epoch: int, target: Target) -> list[Leg]:
-    """Return the legs of a replay from one position to another; each abandoned epoch ends where the loop abandoned
-    it."""
+    """Return the legs of a replay to the target from a position in epoch `from_epoch`. An abandoned epoch ends where
+    the training loop abandoned it."""
     left = target.left
     legs = [Leg(epoch, left[epoch], leaves=True) for epoch in sorted(left) if from_epoch <= epoch < target.epoch]
     return [*legs, Leg(target.epoch, target.total, digest=target.digest)]
@@ -106,10 +108,10 @@ def _is_on_the_way(point: RestartPoint, target: Target) -> bool:
 
 
 def usable(points: Iterable[Point], target: Target) -> list[Point]:
-    """Return the restart points from which a position can be reached, in the given order.
+    """Return the restart points from which the target can be reached, in the given order.
 
-    A snapshot of exactly the position where the loop abandoned an epoch comes last: a loader that was restored and has
-    yielded nothing may continue this epoch when the next one is opened.
+    A snapshot taken exactly where the training loop abandoned an epoch is used only if there is no other: when the next
+    epoch is opened, a loader that was restored there and has yielded nothing may continue the abandoned one.
     """
     found = [point for point in points if _is_on_the_way(point, target)]
     return [point for point in found if point.is_epoch_start or point.total != target.left.get(point.epoch)] or found
@@ -117,23 +119,26 @@ def usable(points: Iterable[Point], target: Target) -> list[Point]:
 
 @dataclass(frozen=True)
 class Recovery(Generic[PointWithHistory]):
-    """Plan of a runner that takes a slot over."""
+    """Plan by which a new runner recovers a slot's position."""
 
     nearest: PointWithHistory
-    """Restart point with the longest history."""
+    """Restart point nearest to the target; its history is the longest."""
     ways: list[PointWithHistory | None]
-    """Ways, the best first; at least one."""
+    """Restart points to try, the best first; BEGINNING = no restart point. There is at least one."""
 
 
 def plan_recovery(
     points: Iterable[PointWithHistory], target: Target, *, counted: bool
 ) -> Recovery[PointWithHistory] | None:
-    """Return the ways by which a runner that takes a slot over can recover; None if there is none.
+    """Return the plan by which a runner that takes a slot over recovers its position; None if no restart point leads
+    there.
 
-    The best is the nearest restart point, if possible strictly before the last delivered batch, so that at least this
-    batch is compared. Earlier restart points follow, because verification compared only a few batches. The beginning
-    comes last, if the stream can be replayed from it. With `counted` the beginning is the only way, because the
-    loader's own states lead to wrong batches.
+    The best way is the nearest restart point. If possible it lies before the last delivered batch, so that this batch
+    is made again and compared. Earlier restart points follow, because verification compared only a few batches. The
+    beginning comes last, if the stream can be replayed from it.
+
+    counted: the loader's own states lead to wrong batches, so the beginning is the only way if the stream can be
+    replayed from it.
     """
     found = usable(points, target)
     before = [point for point in found if point.total < target.total] or found
@@ -153,12 +158,13 @@ def first_fit(
     unfit: tuple[type[Exception], ...],
     on_mismatch: Callable[[Exception, W], None],
 ) -> W:
-    """Try ways to a position, in order; return the first that leads to it.
+    """Try ways to a position, in order. Return the first one that leads to it.
 
     Args:
-        ways: at least one.
-        take: tries a way; raises one of `unfit` if the way does not lead to the position.
-        on_mismatch: called with this error and the way that is tried next.
+        ways: the ways to try, at least one.
+        take: tries a way. It raises one of `unfit` if the way does not lead to the position.
+        unfit: errors after which the next way is tried.
+        on_mismatch: called with the error and with the way that is tried next.
 
     Raises the error of the last way, and at once any error that is not one of `unfit`.
     """

@@ -2,11 +2,11 @@
 
 There are three kinds. Only the first needs no verification (see verification.py):
 
-    the beginning    call input_fn() again, seeded as when the slot's counts began; also a launch's start: for a loader
-    of
-                     four methods, input_fn() and its own methods with the state that the launch resumed from
-    an epoch start   the generators before `iter()`, the state if there is one, the generators after
-    a snapshot       `state_dict()` after batch n and the generators of that moment
+    the beginning    call input_fn() again, seeded as when the slot's counts began. For a loader with four state
+                     methods also the start of a launch: call input_fn(), and load the state that the launch resumed
+                     from by the loader's own methods.
+    an epoch start   the random generators before `iter()`, the state if there is one, the generators after `iter()`
+    a snapshot       `state_dict()` after batch n, and the random generators at that moment
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from penstock.worker.loader.crossing_kinds import WAYS, more_careful
 __all__ = ["END", "UNFIT", "Launch", "RestartPoint", "StreamHistory", "StreamPosition"]
 
 UNFIT = (ReplayMismatchError, InputFnError)
-"""Errors that show that a restart point does not lead to the batches that were delivered: another batch came, or the
-restored loader raised. Then the next way is tried; the error of the last way is raised to the user."""
+"""Errors that show that a restart point does not lead to the delivered batches: another batch came, or the restored
+loader raised. The next way to the position is then tried. If all fail, the error of the last one is raised to the user.
+"""
 MOST_ABANDONED = 1024
-"""Largest number of abandoned epochs that a restart point names. With more, the stream cannot be replayed from the
+"""Largest number of abandoned epochs that a restart point records. A stream with more cannot be replayed from the
 beginning."""
 
 
@@ -35,12 +36,16 @@ class _End:
 
 
 END = _End()
-"""End of the epoch, as `PositionedLoader.next` returns it."""
+"""Sentinel that `PositionedLoader.next` returns at the end of an epoch."""
 
 
 @dataclass
 class StreamPosition:
-    """Position of a slot: epoch, batches in this epoch, batches over all epochs, and samples in all of those."""
+    """Position in a slot's stream.
+
+    epoch: number of the epoch. delivered: batches in this epoch. total: batches in all epochs. samples: samples in all
+    epochs.
+    """
 
     epoch: int
     delivered: int
@@ -49,7 +54,7 @@ class StreamPosition:
 
     @property
     def began(self) -> int:
-        """Batches of the slot over all epochs when the epoch was opened."""
+        """Number of the slot's batches, over all epochs, when the present epoch was opened."""
         return self.total - self.delivered
 
     def copy(self) -> StreamPosition:
@@ -61,20 +66,20 @@ class StreamPosition:
 
 @dataclass(frozen=True)
 class Launch:
-    """Start of a launch, from which the loader counts its own batches. For a loader that was replayed from the
-    beginning, it is the beginning."""
+    """Point from which the loader counts its own steps, batches and samples: the start of the launch. A loader that was
+    replayed from the beginning counts from there instead."""
 
     step: int = 0
-    """Steps of the box before the launch."""
+    """Number of the box's steps before the launch."""
     batches: int = 0
-    """Batches of the slot in all launches before."""
+    """Number of the slot's batches in all earlier launches."""
     samples: int = 0
     worker: int | None = None
-    """Worker number with which input_fn made a loader that resumes by its own methods. A loader that deals its batches
-    in turn begins each launch with worker 0, so the slot whose turn it is becomes worker 0. None: any other loader."""
+    """Worker number that input_fn saw; None unless the loader resumes by its own methods. Some loaders deal their
+    batches to workers in turn, and begin each launch with worker 0. So the slot whose turn it is becomes worker 0."""
     enters: int | None = None
-    """Epoch with which a loader that was resumed at the end of an epoch continued at once; Penstock then ends the
-    epochs before it. None: the loader ended the epoch first."""
+    """Epoch with which a loader that was resumed at the end of an epoch continued at once, without ending that epoch.
+    Penstock then ends the epochs before it. None: the loader ended the epoch first."""
 
     def encode(self) -> list[Any]:
         return [self.step, self.batches, self.samples, self.worker, self.enters]
@@ -82,36 +87,36 @@ class Launch:
 
 @dataclass(frozen=True)
 class StreamHistory:
-    """History of the slot's stream up to a position."""
+    """History of the slot's stream up to a position: what a replay from the beginning must repeat."""
 
     launch: Launch = Launch()
     abandoned: tuple[tuple[int, int], ...] = ()
-    """Abandoned epochs as (epoch, total), with the slot's last batch of each, oldest first."""
+    """Abandoned epochs, oldest first, as (epoch, the slot's last delivered batch in it, counted over all epochs)."""
     complete: bool = False
-    """Flag that the slot's counts began with a loader as input_fn makes it, and `abandoned` is complete: its stream can
-    be made again from the beginning."""
+    """Flag that the stream can be replayed from the beginning: the slot's counts began with a new loader from input_fn,
+    and `abandoned` lists all abandoned epochs."""
     crossing: str = ""
-    """Crossing: the way in which the loader enters its next epoch after it was restored within one. KEPT, FRESH or
-    REPLAY; "" = not known yet."""
+    """Way in which the loader enters the next epoch after it was restored within one: KEPT, FRESH or REPLAY; "" = not
+    known yet. See crossing_kinds.py."""
 
     def leaving(self, epoch: int, total: int) -> StreamHistory:
-        """Return the history with one more epoch, which the loop abandoned after batch `total`."""
+        """Return the history with one more abandoned epoch, which the training loop abandoned after batch `total`."""
         abandoned = (*(known for known in self.abandoned if known[0] < epoch), (epoch, total))
         return replace(
             self, abandoned=abandoned[-MOST_ABANDONED:], complete=self.complete and len(abandoned) <= MOST_ABANDONED
         )
 
     def of(self, launch: Launch) -> StreamHistory:
-        """Return the same history for a loader whose counts began with this launch."""
+        """Return the same history with `launch` as the point from which the loader counts."""
         return replace(self, launch=launch)
 
     def before(self, epoch: int) -> StreamHistory:
-        """Return the history as of a position in epoch `epoch`, without the epochs abandoned from there on."""
+        """Return the history as of the beginning of epoch `epoch`, without this and later epochs in `abandoned`."""
         return replace(self, abandoned=tuple(known for known in self.abandoned if known[0] < epoch))
 
     def knowing(self, crossing: str) -> StreamHistory:
-        """Return this history with the more careful of its crossing and the given one, which was found at another
-        position: a crossing that is wrong anywhere must not be used."""
+        """Return the history with the more careful of two crossings: its own, and `crossing`, which was found at
+        another position. A crossing that is wrong anywhere must not be used."""
         return replace(self, crossing=more_careful(self.crossing, crossing))
 
     def encode(self) -> dict[str, Any]:
@@ -136,22 +141,23 @@ class StreamHistory:
 
 @dataclass(frozen=True)
 class RestartPoint:
-    """A restart point: a snapshot, or the start of an epoch (then `rng_before` is set)."""
+    """Data from which a slot's loader is rebuilt: a snapshot after a batch, or the start of an epoch (`rng_before` is
+    set)."""
 
     position: StreamPosition
     state: Any
-    """Result of state_dict(); None for a loader without methods."""
+    """Result of the loader's state_dict(); None if no state was taken."""
     rng: bytes
     rng_before: bytes | None = None
     digest: int = 0
-    """Digest of batch `position.total`; 0 = not known."""
+    """Digest of the last batch before this position; 0 = not known."""
     step: int = 0
-    """Box's step on which the state depends, if state_dict() called get_worker_state(); else 0."""
+    """Step of the box at which the state was taken, if state_dict() called get_worker_state(); otherwise 0."""
     skips: tuple[tuple[int, int, int], ...] = ()
-    """Skipped batches known when the restart point was taken, as (epoch, total, count), see records.proto."""
+    """Quarantined batches known when the restart point was taken, as (epoch, total, count), see records.proto."""
     history: StreamHistory = StreamHistory()
     behind: RestartPoint | None = None
-    """Restart point from which a replay reaches this position; None if this object is itself a restart point."""
+    """Restart point from which a replay reaches this position; None if this position can be restored directly."""
 
     @property
     def epoch(self) -> int:
@@ -163,21 +169,22 @@ class RestartPoint:
 
     @property
     def began(self) -> int:
-        """Batches of the slot over all epochs when the restart point's epoch was opened."""
+        """Number of the slot's batches, over all epochs, when the restart point's epoch was opened."""
         return self.position.began
 
     @property
     def is_epoch_start(self) -> bool:
-        """True if the restart point was taken at the beginning of an epoch, and not after a batch."""
+        """True if the restart point was taken when an epoch was opened, False if it was taken after a batch."""
         return self.rng_before is not None
 
     @property
     def is_beginning(self) -> bool:
-        """True if the slot's counts began here; if `history.complete`, with a new loader from input_fn."""
+        """True if this is the point from which the slot's batches are counted. If `history.complete` is set, a new
+        loader from input_fn starts there."""
         return self.is_epoch_start and self.position.total == self.position.epoch == 0
 
     def encode(self) -> bytes:
-        """Return the restart point as bytes, see docs/restarts.md."""
+        """Return the restart point as bytes, in the format that docs/restarts.md describes."""
         if self.behind is not None:
             epoch_start: dict[str, Any] | None = {
                 "at": self.behind.position.as_list(),
@@ -209,16 +216,15 @@ class RestartPoint:
 
     @classmethod
     def taken(cls, data: bytes) -> RestartPoint:
-        """Return the snapshot or epoch start at the encoded position itself, even if that is no restart point."""
+        """Return the state at the encoded position itself, even if this position can only be reached by replay."""
         value = cast(dict[str, Any], decode_state(data))
         restart = value["restart"]
         return cls(StreamPosition(*restart["at"]), value["user"], restart["rng"], digest=restart["digest"])
 
     @classmethod
     def of(cls, value: dict[str, Any]) -> RestartPoint:
-        """Return the restart point of a decoded value; for a position that is reached by replay, its `behind`. Raises
-        StateCorruptError for values that `encode` did not write.
-        """
+        """Return the restart point in a decoded value. If the value's position is reached by replay, return the restart
+        point from which it is replayed. Raise StateCorruptError for a value that `encode` did not write."""
         try:
             return cls._of(value)
         except (LookupError, ArithmeticError, TypeError, ValueError, AttributeError, RuntimeError) as error:

@@ -1,5 +1,5 @@
-"""The ways in which a slot can resume from a state of the same topology, best first. Pure; start.py carries them
-out."""
+"""The ways in which a slot can resume from a state of the same topology, best first. Pure functions; start.py carries
+the ways out."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ __all__ = ["ResumeKind", "ResumeWay", "resume_ways", "rotations"]
 
 
 class ResumeKind(Enum):
-    """Starting point of a resume."""
+    """Kind of data from which a resume starts."""
 
     OWN_METHODS = "own methods"
-    """Give the loader its part of the aggregated state, by its own methods."""
+    """The state aggregated over all workers: the loader takes its part of it by its own methods."""
     RESTART_POINT = "restart point"
-    """Restore the saved restart point, and replay the batches since."""
+    """The saved restart point: restore it, and replay the batches since."""
     BEGINNING = "beginning"
-    """Call input_fn again, and replay all batches."""
+    """The beginning of the stream: call input_fn again, and replay all batches."""
 
 
 @dataclass(frozen=True)
 class ResumeWay:
-    """Way to resume: its starting point, and the slot that is worker 0."""
+    """Way to resume a slot."""
 
     kind: ResumeKind
     first: int | None = None
-    """Slot of the box that is the loader's worker 0, for a loader that is resumed by its own methods only."""
+    """Slot of the box that is made as worker 0; None unless the loader resumes by its own methods only."""
     doubted: bool = False
-    """Flag that other slots of the box must confirm this way: one slot alone may yield the right batch by chance."""
+    """Flag that this way counts only if it leads other slots of the box to their right batches too: one slot alone may
+    yield the right batch by chance."""
 
 
 def rotations(turn: int, own: int, other: int, *, whole: bool) -> list[ResumeWay]:
-    """Return ways that differ in which slot of the box is the loader's worker 0, so that each slot continues with its
-    own batches.
+    """Return the ways to resume by the loader's own methods. They differ in which slot of the box is made as worker 0.
 
-    In most loaders slot 0 stays worker 0. A loader that counts the samples of all workers begins a launch with worker
-    0, and its next batch is that of the slot whose turn it is. The batches distinguish the two kinds of loader; if
-    they cannot, the result is empty.
+    In most loaders slot 0 is always worker 0. A loader that counts the samples of all workers begins each launch with
+    worker 0. Its slot whose turn it was must then become worker 0, so that each slot continues with its own batches.
+    The next batches show which kind a loader is. If they cannot, the result is empty.
 
     Args:
         turn: the slot whose turn it was; 0 if both kinds of loader give the same, or no batch can be compared.
         own: digest of this slot's next batch when the state was saved, 0 if not known.
         other: digest of the next batch of the slot that is `turn` slots further.
-        whole: the stream can be replayed from the beginning.
+        whole: whether the stream can be replayed from the beginning.
     """
     if not turn:
         return [ResumeWay(ResumeKind.OWN_METHODS, 0)]
@@ -58,12 +58,12 @@ def resume_ways(
     """Return the ways to resume, in the order in which they are tried; at least one.
 
     Args:
-        methods: how many of the four state methods the loader has.
+        methods: number of the four state methods that the loader has.
         turns: result of `rotations`, for a loader that is resumed by its own methods only; None for any other loader.
-        whole: the stream can be replayed from the beginning.
+        whole: whether the stream can be replayed from the beginning.
         replays: whether a loader that was resumed by its own methods began its next epoch with a wrong batch. All
-            workers of the box are then replayed, so that their own states are counted from the same position. total:
-            batches of the slot before the saved restart point; 0 if it is the beginning.
+            workers of the box are then replayed, so that their own states are counted from the same position.
+        total: batches of the slot before the saved restart point; 0 if it is the beginning.
     """
     beginning = ResumeWay(ResumeKind.BEGINNING)
     if turns is not None and whole and replays:

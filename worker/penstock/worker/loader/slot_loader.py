@@ -1,5 +1,7 @@
-"""A user's loader, made by input_fn for a slot. Each call of user code is here, with the assignment, random generators
-and worker information that the code reads. Each exception of user code is raised as InputFnError with its traceback.
+"""A user's loader, made by input_fn for a slot.
+
+All calls of the user's loader are in this module. Before a call, the assignment, the random generators and the worker
+information that user code reads are set. An exception of user code is raised as InputFnError with its traceback.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ __all__ = ["SlotLoader"]
 
 
 class SlotLoader:
-    """The loader of one slot, and the position up to which it was read."""
+    """Loader of one slot, and the position up to which it was read."""
 
     def __init__(
         self,
@@ -46,9 +48,13 @@ class SlotLoader:
         left_out: Callable[[int, int], None] = lambda epoch, count: None,
         load: Callable[[records_pb2.LoaderSpec], Callable[..., Any]] = load_input_fn,
     ) -> None:
-        """Take the settings. `doing`: called with the activity before user code is called. `left_out`: called with the
-        epoch of the next batch, and the number of batches skipped before it. `load`: returns the callable of the
-        spec."""
+        """Take the settings; call no user code.
+
+        Args:
+            doing: called with the name of the activity before user code is called.
+            left_out: called when quarantined batches were skipped, with the epoch and the number of batches skipped.
+            load: returns input_fn, given the loader's part of the assignment.
+        """
         self.assignment = assignment
         self.position = StreamPosition(0, 0, 0, 0)
         self.capabilities = records_pb2.LoaderCapabilities(length=-1)
@@ -62,7 +68,7 @@ class SlotLoader:
         self._loader: Any = None
         self._iterator: Iterator[Any] | None = None
         self._taken_for = slot
-        """Worker number, in its box, with which the loader was made."""
+        """Worker number in the box with which the present loader was made."""
         self._unused = False
         self._rng_before_call = b""
         self._strict = False
@@ -70,13 +76,13 @@ class SlotLoader:
 
     @property
     def name(self) -> str:
-        """Name of the loader in messages."""
+        """Name of the loader in messages: its input_fn, box and slot."""
         a = self.assignment
         return f"{a.loader.input_fn} (box {a.box}, slot {a.slot})"
 
     @property
     def worker(self) -> int:
-        """Worker number, in its box, with which the loader is built."""
+        """Worker number in the box that user code sees when the loader is made."""
         worker = self.history.launch.worker
         return self.assignment.slot if worker is None else worker
 
@@ -90,13 +96,14 @@ class SlotLoader:
         return by_own_methods(self.capabilities)
 
     def another(self, assignment: records_pb2.WorkerAssignment) -> Self:
-        """Return a new loader of the same code, for this assignment."""
+        """Return a loader object with the same input_fn for another assignment."""
         return type(self)(assignment, load=self._load_fn)
 
     # ---- making it
 
     def build(self) -> None:
-        """Seed, set the assignment for user code, call input_fn, and check what it returned."""
+        """Make the loader: set the seeds and the assignment that user code reads, call input_fn, and check the result.
+        Set `capabilities`."""
         a = self.assignment
         self._seed()
         self._introduce(a.start.step + 1)
@@ -130,15 +137,15 @@ class SlotLoader:
             self.history = self.history.of(replace(self.history.launch, worker=a.slot))
 
     def _introduce(self, step: int) -> None:
-        """Set the assignment for user code, in a launch that begins with this step of the box."""
+        """Set the assignment that user code reads, for a launch that begins with `step` of the box."""
         a, worker = self.assignment, self.worker
         self._taken_for = worker
         offer_worker_info(a)
         place_of.set_assignment(place_of.Assignment(a.box, a.num_boxes, worker, a.num_workers_per_box, a.seed, step))
 
     def _seed(self) -> None:
-        """Seed the generators for the call of input_fn, with the same seed at each start of the slot. After a change of
-        topology the seed differs, because the same random numbers would repeat otherwise."""
+        """Seed the random generators before input_fn is called. The seed is the same at each start of the slot. After a
+        change of topology it differs, because the same random numbers would come again otherwise."""
         a = self.assignment
         new_topology = a.start.step > 0 and not a.resume.same_topology
         seed_rng(derive_seed(a.seed, "slot", a.box, a.slot, *([a.start.step] if new_topology else [])))
@@ -182,7 +189,7 @@ class SlotLoader:
                 forks.leave()
 
     def _leave_out(self) -> None:
-        """Skip the batches that are quarantined at this position."""
+        """Skip the quarantined batches that come next at the present position."""
         position = self.position
         count = self._skips.get((position.epoch, position.total), 0)
         try:
@@ -198,7 +205,8 @@ class SlotLoader:
     # ---- states
 
     def state(self, step: int) -> tuple[Any, bool]:
-        """Return the loader's state_dict() as of the box's `step`, and whether it called get_worker_state()."""
+        """Return the loader's state_dict() as of the box's `step`, and whether state_dict() called
+        get_worker_state()."""
         a, position, launch = self.assignment, self.position, self.history.launch
         checkpoint = DataLoaderCheckpoint(
             self.worker,
@@ -221,14 +229,16 @@ class SlotLoader:
             return as_main_process(save)
 
     def resume_by_own_methods(self, aggregated: Any, strict: bool) -> None:
-        """Give a four-method loader its part of an aggregated state; the caller opens the epoch afterwards."""
+        """Load a loader's part of an aggregated state by its deaggregate_state_dict and load_state_dict. The caller
+        opens the epoch afterwards."""
         arguments = {"strict": strict} if self._strict else {}
         with self._user("deaggregate_state_dict()", activity="load_state_dict"):
             own = self._loader.deaggregate_state_dict(aggregated, **arguments)
         self._load(own, strict)
 
     def aggregate(self, states: list[Any]) -> Any:
-        """Return one state made of all workers' states, in order of global_worker_id."""
+        """Return one state made of all workers' states by the loader's aggregate_state_dict. `states` is in order of
+        global_worker_id."""
         with self._user("aggregate_state_dict()"):
             return self._loader.aggregate_state_dict(states)
 
@@ -240,18 +250,19 @@ class SlotLoader:
     # ---- randomness
 
     def rng(self) -> bytes:
-        """Return the states of the process's generators, and of the loader's own (`generator=`)."""
+        """Return the states of the process's random generators, and of the generators given to the loader
+        (`generator=`)."""
         return loader_generators.captured(self._loader)
 
     def rng_hash(self) -> int:
-        """Return a hash of the states of the generators."""
+        """Return a hash of the states of the random generators."""
         return xxhash.xxh3_64_intdigest(self.rng())
 
     def _restore_rng(self, data: bytes) -> None:
         loader_generators.restore(self._loader, data)
 
     def reseed(self, *path: int | str) -> None:
-        """Seed all generators by the run's seed, the slot and `path`."""
+        """Seed all random generators with a seed derived from the run's seed, the slot and `path`."""
         a = self.assignment
         seed_rng(derive_seed(a.seed, "slot", a.box, a.slot, *path))
         for number, generator in enumerate(loader_generators.given_to(self._loader)):
@@ -275,7 +286,8 @@ class SlotLoader:
             raise self.failed(what, error) from error
 
     def failed(self, what: str, error: BaseException) -> PenstockError:
-        """Return the error for an exception of user code."""
+        """Return the error to raise for an exception of user code: a PenstockError unchanged, any other as
+        InputFnError. `what`: name of the call that raised it."""
         if isinstance(error, PenstockError):
             return error
         return InputFnError(f"{self.name}: {what} raised {describe(error)}", remote_traceback=format_remote(error))

@@ -1,5 +1,5 @@
-"""The steps that bring a loader to the slot's start position, before its first batch. Code that replays the stream does
-the same steps in the same order."""
+"""The start of a slot: the steps that bring a new loader to the slot's start position, before its first batch. Code
+that replays the stream takes the same steps in the same order."""
 
 from __future__ import annotations
 
@@ -28,12 +28,14 @@ Go = Callable[[Leg], object]
 
 
 def start(source: RestorableLoader, resume: dict[str, Any] | None, keep: Keep, go: Go) -> None:
-    """Bring a built source to the position that its assignment names.
+    """Bring a newly built loader to the start position that its assignment names.
 
     Args:
-        resume: decoded blob of the assignment's resume, None to start from nothing.
-        keep: gets each restart point, and whether the stream is made from it (such a restart point needs no
-            verification). go: replays a leg; see travel.py.
+        source: the loader, after `build`.
+        resume: decoded state to resume from; None to start from the beginning.
+        keep: called with each restart point that is reached, and whether all later batches of the slot are made from
+            it. Such a restart point needs no verification.
+        go: replays a leg; see travel.py.
     """
     a = source.assignment
     point, slots = a.start, a.start.slots
@@ -60,8 +62,11 @@ def start(source: RestorableLoader, resume: dict[str, Any] | None, keep: Keep, g
 
 
 def _leads_on(beside: RestorableLoader, slot: int, worker: int, resume: dict[str, Any]) -> bool:
-    """Return whether a loader that is made as worker `worker` continues with the batch that came next in slot
-    `slot`."""
+    """Return whether the loader of slot `slot`, made as worker `worker` and resumed by its own methods, continues with
+    the batch that followed in this slot when the state was saved.
+
+    beside: loader of another slot of the same box.
+    """
     a, part = beside.assignment, resume["slots"].get(slot)
     if part is None or not part["next_digest"]:
         return True
@@ -86,7 +91,8 @@ def _leads_on(beside: RestorableLoader, slot: int, worker: int, resume: dict[str
 
 
 class _Resume:
-    """A resume on the topology of the state, by the first way that leads to the delivered batches."""
+    """Resume of one slot on the topology that the state was saved on. It tries ways in turn, and uses the first that
+    leads to the delivered batches."""
 
     def __init__(
         self, source: RestorableLoader, part: dict[str, Any], total: int, epoch: int, then: int, keep: Keep, go: Go
@@ -94,12 +100,12 @@ class _Resume:
         self._source, self._part, self._replay = source, part, go
         self._keep_for_good = keep
         self._kept: list[tuple[RestartPoint, bool]] = []
-        """Restart points of the way that is being tried, dropped if the way is wrong."""
+        """Restart points reached by the way that is being tried. They are dropped if the way is wrong."""
         self._total, self._epoch, self._then = total, epoch, then
         self._point = RestartPoint.of(part)
         launch = replace(source.history.launch, samples=part.get("samples", 0))
         self._history = self._point.history.of(launch).knowing(source.history.crossing)
-        """History at the saved position, which may be far behind the restart point."""
+        """History of the stream up to the saved position. `_point` may lie far before it."""
         self._as_saved = source.trusts_history(part)
         if not self._as_saved:
             self._history = StreamHistory(launch)
@@ -138,14 +144,14 @@ class _Resume:
 
     @property
     def _any_wrong_epoch(self) -> bool:
-        """Return whether, on any worker of the box, the resumed loader began its next epoch with a wrong batch. Then
-        all workers are replayed, so that their own states are counted from the same position."""
+        """Return whether the resumed loader began its next epoch with a wrong batch on any worker of the box. All
+        workers are then replayed, so that their own states are counted from the same position."""
         resume = self._source.resume
         assert resume is not None
         return any(RestartPoint.of(part).history.crossing == REPLAY for part in resume["slots"].values())
 
     def _rotations(self) -> list[ResumeWay]:
-        """Return ways that differ in which slot of the box is the loader's worker 0."""
+        """Return the ways to resume that differ in which slot of the box is made as worker 0."""
         a, resume = self._source.assignment, self._source.resume
         slots, point = len(a.start.slots), a.start
         turn = point.live[point.cursor] if point.HasField("first") else 0
@@ -156,8 +162,8 @@ class _Resume:
         return rotations(turn, own, other, whole=self._history.complete)
 
     def _in_turn(self, first: int, doubted: bool) -> None:
-        """Resume the loader by its own methods with slot `first` as its worker 0. If `doubted`, other slots of the box
-        must fit too: one slot alone may yield the right batch by chance."""
+        """Resume the loader by its own methods with slot `first` as worker 0. With `doubted`, check first that other
+        slots of the box continue with their right batches: one slot alone may yield the right batch by chance."""
         source = self._source
         a, resume = source.assignment, source.resume
         slots = len(a.start.slots)
@@ -207,17 +213,17 @@ class _Resume:
 
     @property
     def _at_an_end(self) -> bool:
-        """Return whether the slot had reached the end of an epoch when the state was saved."""
+        """True if the slot had reached the end of an epoch when the state was saved."""
         return bool(self._next_epoch > self._part["restart"]["at"][0])
 
     @property
     def _next_epoch(self) -> int:
-        """Return the epoch of the batch that comes next."""
+        """Epoch of the batch that comes next after the saved position."""
         return self._epoch + 1 if self._as_saved and self._part.get("next_epoch") else self._then
 
     def _cross_saved_end(self) -> None:
-        """Find out, by looking at the next batch, whether the loader ends this epoch first or continues with the next
-        one at once."""
+        """Advance a loader that was saved at the end of an epoch to the next epoch. Its next batch shows whether the
+        loader ends the epoch first or continues with the next one at once."""
         source, (first, _), to = self._source, self._kept[-1], self._next_epoch
         position, epoch_start = source.position.copy(), first
         known = bool(self._as_saved and self._part["next_digest"])
@@ -235,7 +241,8 @@ class _Resume:
         catch_up(source, self._then)
 
     def _go(self) -> None:
-        """Replay up to the saved position; abandon each epoch where the loop abandoned it."""
+        """Replay up to the saved position, and compare the last batch. Abandon each epoch where the training loop
+        abandoned it."""
         source, digest = self._source, self._part["digest"]
         travel(source, Target(self._epoch, self._total, dict(self._history.abandoned)), self._replay)
         if digest and source.digest and source.digest != digest:
@@ -246,7 +253,8 @@ class _Resume:
         catch_up(source, self._then)
 
     def _arrive(self) -> None:
-        """Compare the next batch with the one recorded when the state was saved, if one was recorded."""
+        """Compare the batch that comes next with the one that followed when the state was saved, if its digest was
+        saved."""
         source = self._source
         if not (self._part.get("next_digest", 0) and self._as_saved) or (source.by_own_methods and self._at_an_end):
             return
@@ -261,7 +269,8 @@ class _Resume:
             source.history = replace(source.history, complete=False)
 
     def _compare_next(self) -> None:
-        """Raise ReplayMismatchError unless the next batch is the one that followed when the state was saved."""
+        """Raise ReplayMismatchError unless the batch that comes next is the one that followed when the state was
+        saved."""
         source = self._source
         batch = source.peek()
         take = ReplayDigest(cover=cover_of(source.assignment.loader.options)).take

@@ -1,4 +1,4 @@
-"""Replay of a loader along the plans of restart_plan.py."""
+"""Carries out the plans of restart_plan.py: restores a loader and replays batches with it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ Go = Callable[[Leg], object]
 
 
 def recover(source: PositionedLoader, plan: Recovery[RestartPoint], target: Target, go: Go) -> RestartPoint:
-    """Bring the loader to a position from the first restart point of the plan that leads to it; return that point."""
+    """Bring the loader to a position from the first restart point of the plan that leads there. Return this restart
+    point.
+
+    go: replays a leg.
+    """
     beginning = plan.nearest
 
     def take(point: RestartPoint | None) -> None:
@@ -38,19 +42,23 @@ def recover(source: PositionedLoader, plan: Recovery[RestartPoint], target: Targ
 
 
 def restore(source: PositionedLoader, point: RestartPoint, target: Target, go: Go) -> None:
-    """Restore a restart point and replay from it to a position."""
+    """Restore a restart point, then replay from it to the position `target`. `go` replays a leg."""
     source.restore(point)
     travel(source, target.behind(point.history.abandoned), go)
 
 
 def begin(source: PositionedLoader, history: StreamHistory) -> None:
-    """Bring the loader to its beginning. `history`: the known history from the beginning on."""
+    """Bring the loader to the beginning of its stream.
+
+    history: known history of the stream from the beginning on.
+    """
     source.history = history
     source.begin()
 
 
 def travel(source: PositionedLoader, target: Target, go: Go) -> None:
-    """Replay to a position; abandon each epoch where the loop abandoned it. `go` replays a leg."""
+    """Replay from the loader's position to `target`. Abandon each epoch where the training loop abandoned it. `go`
+    replays a leg."""
     for leg in route(source.position.epoch, target):
         go(leg)
         if leg.leaves:
@@ -60,7 +68,11 @@ def travel(source: PositionedLoader, target: Target, go: Go) -> None:
 def replay(
     source: PositionedLoader, leg: Leg, seen: Callable[[Any], None], open_epoch: Callable[[], object] | None = None
 ) -> None:
-    """Replay a leg. `seen` gets each batch and sets the source's digest; `open_epoch` opens the epochs on the way.
+    """Replay one leg of a plan.
+
+    Args:
+        seen: called with each batch; it sets the digest in `source`.
+        open_epoch: opens the epochs on the way; None: the loader's own `open_epoch`.
 
     Raises ReplayMismatchError if the epoch ends earlier, or if the last batch differs from the delivered one.
     """
@@ -78,8 +90,8 @@ def replay(
 
 
 def catch_up(source: PositionedLoader, epoch: int) -> None:
-    """Advance to the beginning of epoch `epoch`, through epochs of which the loop took no batch. Raises
-    ReplayMismatchError if one of them yields a batch."""
+    """Advance to the beginning of epoch `epoch`. The epochs before it must yield no more batches: raise
+    ReplayMismatchError if one does."""
     while source.position.epoch < epoch:
         if not source.is_open:
             source.open_epoch()
@@ -87,7 +99,7 @@ def catch_up(source: PositionedLoader, epoch: int) -> None:
 
 
 def leave(source: PositionedLoader, epoch: int, total: int) -> None:
-    """Abandon epoch `epoch` after batch `total`, the source's position, as the loop did."""
+    """Abandon epoch `epoch` after batch `total`, as the training loop did. The loader must be at this position."""
     catch_up(source, epoch)
     if not source.is_open:
         source.open_epoch()

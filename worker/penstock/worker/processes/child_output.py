@@ -19,22 +19,23 @@ __all__ = ["PAUSE_S", "READ_BYTES", "OutputLines", "unblocked_logging"]
 
 LONGEST_LINE = 8192
 LINES_PER_S = 200.0
-"""Lines per second of one child that are logged in the long run: more than a person reads."""
+"""Lines per second that are logged from one child on average. It is more than a person reads."""
 BURST = 1000
-"""Lines of one child that are logged at once: a long traceback, a table of settings."""
+"""Lines that one child may log at once above the average rate, for example a long traceback or a table of settings."""
 BYTES_PER_S = 16 << 20
-"""Bytes per second that are read from one child. A child that writes faster blocks until its pipe has free space."""
+"""Bytes per second that the daemon reads from one child. A child that writes faster blocks until its pipe has free
+space."""
 READ_BYTES = 1 << 16
 PAUSE_S = 0.01
 REPORT_S = 1.0
 """Seconds between two log lines about lines that were left out."""
 QUEUED = 10_000
-"""Largest number of log records that wait for a slow standard error."""
+"""Largest number of log records that wait to be written while standard error is slow."""
 _CLOSE_S = 1.0
 
 
 class OutputLines:
-    """Output of a child. Pure: bytes and times in, lines out."""
+    """Splitter of one child's output into the lines to log. Pure: it gets bytes and times, and returns lines."""
 
     def __init__(self, now: float) -> None:
         self._part = b""
@@ -44,10 +45,11 @@ class OutputLines:
         self._at = now
         self._told_at = now
         self.left_out = 0
-        """Lines left out since they were last reported."""
+        """Number of lines left out since the last report of lines left out."""
 
     def feed(self, data: bytes, now: float) -> list[str]:
-        """Return the lines to log. b"" ends the output: the rest is returned."""
+        """Add output of the child, and return the lines to log. b"" means the end of the output: an unfinished last
+        line is returned too."""
         passed, self._at = max(0.0, now - self._at), now
         self._credit = min(BURST, self._credit + passed * LINES_PER_S)
         self._bytes_credit = min(BYTES_PER_S, self._bytes_credit + passed * BYTES_PER_S) - len(data)
@@ -71,7 +73,7 @@ class OutputLines:
 
     @property
     def too_fast(self) -> bool:
-        """True while the child has written more than its allowed rate: the caller must pause reading."""
+        """True if the child writes faster than BYTES_PER_S. The caller must then pause reading."""
         return self._bytes_credit < 0
 
 
@@ -81,7 +83,8 @@ def _text(line: bytes) -> str:
 
 
 class _Dropping(logging.handlers.QueueHandler):
-    """Queue handler that never waits: if the queue is full, the record is dropped and counted."""
+    """Logging handler that puts records into a queue and never waits. If the queue is full, it drops and counts the
+    record."""
 
     def __init__(self, records: queue.Queue[logging.LogRecord]) -> None:
         super().__init__(records)
@@ -102,7 +105,8 @@ class _Dropping(logging.handlers.QueueHandler):
 
 @contextmanager
 def unblocked_logging() -> Iterator[None]:
-    """Write log records in a thread of their own while open."""
+    """Write log records in a thread of their own while the `with` block runs, so that a slow standard error blocks no
+    other thread."""
     root = logging.getLogger()
     handlers = list(root.handlers)
     records: queue.Queue[logging.LogRecord | None] = queue.Queue(QUEUED)

@@ -1,9 +1,9 @@
 """The daemon's view of its children: fork servers, and the processes they fork.
 
 Everything here runs on the event loop. The daemon holds a control socket, an output pipe and a pidfd of each child.
-Only the pidfd shows that it has ended: its sockets may stay open in processes that it forked, and its fork server may
-be stopped. The fork server reports the exit status; without it the cause of the end is unknown. All messages of a child
-are processed before its end is reported.
+Only the pidfd shows that the child has ended: its sockets may stay open in processes that it forked, and its fork
+server may be stopped. The fork server reports the exit status; without it the cause of the end is unknown. All messages
+of a child are processed before its end is reported.
 """
 
 from __future__ import annotations
@@ -39,39 +39,43 @@ __all__ = ["Child", "ForkServer", "about_slot", "end_orphans"]
 _log = logging.getLogger("penstock.worker")
 _user_log = logging.getLogger("penstock.user")
 START_DEADLINE_S = 600.0
-"""Seconds for a fresh interpreter to import torch from a cold network file system: the default of --start-timeout."""
+"""Largest number of seconds that a fork server may take to start; the default of --start-timeout. On a cold network
+file system importing torch takes minutes."""
 IDLE_SHARE = 0.1
-"""Share of the start deadline after which a process is killed if it neither ran nor waited for a processor."""
+"""Part of the start deadline after which a starting fork server is killed if it neither ran nor waited for a processor
+in that time."""
 FORK_DEADLINE_S = 15.0
-"""Seconds without an answer after which a fork server that neither runs nor waits for a processor is stopped and not
-used again. A fork takes milliseconds, plus its turn on a busy machine."""
+"""Seconds after which a fork server that does not answer, and neither runs nor waits for a processor, is given up. A
+fork takes milliseconds, and longer on a busy machine."""
 FORK_MOST_S = 300.0
-"""Longest time for a fork, in seconds, however busy the machine is."""
+"""Largest number of seconds for a fork, however busy the machine is."""
 STATUS_S = 0.25
-"""Seconds for the fork server to report a dead child's exit status, before the daemon reads it from the kernel."""
+"""Seconds that the daemon waits for the fork server's report of a dead child's exit status, before it looks for the
+status itself."""
 LAST_STATUS_S = 2.5
-"""Seconds after which a dead child's exit status is unknown, if the fork server reaped the child without a report."""
+"""Seconds after which a dead child's exit status counts as unknown: the fork server has reaped the child, and has not
+reported the status."""
 ORPHANS_LOOK_S = 0.03
 ORPHANS_LEAST_S = 1.0
 ORPHANS_S = 4.0
-"""Seconds to end the orphans of a dead fork server; also at a daemon's end."""
+"""Largest number of seconds to end orphans, after a fork server has died and when the daemon ends."""
 KILL_S = 5.0
-"""Seconds to wait for a killed process to end; a process that hangs in a driver or a file system does not."""
+"""Seconds to wait for a killed process to end. A process that hangs in a driver or a file system does not end."""
 GROUP_S = GRACE_S + 1.0
-"""Seconds for processes in a dead child's control group to clean up and end, before all of them are killed."""
+"""Seconds that the processes left in a dead child's control group get to clean up and end, before they are killed."""
 END_S = 5.0
-"""Seconds for a fork server to end its children, and itself."""
+"""Seconds that a fork server gets to end its children and itself, before it is killed."""
 
 
 def about_slot(assignment: records_pb2.WorkerAssignment) -> dict[str, str | int]:
-    """Return the fields for log records about a slot, from its run to its generation."""
+    """Return the fields that log records about a slot carry: run, attempt, box, slot and generation."""
     a = assignment
     return {"run": a.run, "attempt": a.attempt, "box": a.box, "slot": a.slot, "generation": a.generation}
 
 
 def _refuse_descriptors(message: ControlMessage) -> None:
-    """Raise ProtocolError if a child sent descriptors: children have none to send, and each one costs the daemon a
-    descriptor."""
+    """Raise ProtocolError, and close the descriptors, if a child has sent file descriptors. No message of a child has
+    any, and each one would cost the daemon a descriptor."""
     if message.fds:
         for fd in message.fds:
             os.close(fd)
@@ -81,7 +85,7 @@ def _refuse_descriptors(message: ControlMessage) -> None:
 
 
 class Child:
-    """A runner or helper process."""
+    """Runner or helper process that a fork server forks for the daemon."""
 
     def __init__(
         self,
@@ -97,8 +101,8 @@ class Child:
         self.group = group
         """Control group of the child; "" = none. See control_groups.py."""
         self.out_of_memory = OutOfMemory.NO
-        """Group whose memory ran out, if the kernel killed the child or one of its processes for that; known once the
-        child has exited."""
+        """Memory limit that was reached, if the kernel killed the child or one of its processes because memory ran out.
+        Set when the child has exited."""
         self._logger = SubjectLogger(_log, **(about or {}))
         self._user_logger = SubjectLogger(_user_log, **(about or {}))
         self.pid = 0
@@ -106,17 +110,18 @@ class Child:
         loop = asyncio.get_running_loop()
         self.forked: asyncio.Future[None] = loop.create_future()
         self.exited: asyncio.Future[int | None] = loop.create_future()
-        """Exit code; negative for a signal, as subprocess has it; None if it is unknown."""
+        """Exit status of the child, once it has exited: negative for a signal, as in subprocess; None if it is
+        unknown."""
         self.stacks = StackFile()
         self.last_stack = ""
-        """Stack of the child at the moment of its crash, known once it has exited."""
+        """Python stacks of the child when it crashed; "" if it did not. Set when the child has exited."""
         self._channel = channel
         self._on_message = on_message
         self._on_gone = on_gone
         self._sending = asyncio.Lock()
         self._open = True
         self.unwanted = False
-        """Flag that the daemon has had the child killed."""
+        """Flag that the daemon wants the child to be dead: `kill` was called."""
         self._output = output
         self._lines = OutputLines(time.monotonic())
         os.set_blocking(output, False)
@@ -124,7 +129,7 @@ class Child:
         loop.add_reader(output, self._read_output)
 
     async def send(self, kind: str, payload: bytes = b"", fds: list[int] | None = None, **fields: object) -> None:
-        """Send a message; the descriptors are closed here once sent. A message to a dead child is dropped."""
+        """Send a message to the child. Close the file descriptors `fds` afterwards. Drop a message to a dead child."""
         try:
             async with self._sending:
                 if self._open:
@@ -136,11 +141,11 @@ class Child:
 
     @property
     def reads_late(self) -> bool:
-        """True while the child has not read all that was sent to it."""
+        """True while the child has not read all messages that were sent to it."""
         return self._open and self._channel.unread > 0
 
     def drain(self) -> None:
-        """Process all messages that the child has sent so far. A child that breaks the protocol is killed: user code
+        """Process all messages that the child has sent so far. Kill a child that sends an invalid message: user code
         may have caused it, and later messages would not be reliable."""
         try:
             while self._open and (message := self._channel.receive(wait=False)) is not None:
@@ -157,14 +162,13 @@ class Child:
             self.kill()
 
     def kill(self) -> None:
-        """Kill the child; its fork server then kills the processes that it leaves behind. Does nothing if it has
-        ended."""
+        """Kill the child, if it still runs. Its fork server then kills the processes that the child leaves behind."""
         self.unwanted = True
         if self._process is not None:
             self._process.kill()
 
     async def stop(self, grace_s: float) -> None:
-        """Ask the child to end, and kill it if it does not."""
+        """Ask the child to end. Kill it if it has not ended after `grace_s` seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 await self.send("stop")  # waits if the child has not read an earlier large message
@@ -172,13 +176,14 @@ class Child:
         self.kill()
 
     async def stack(self) -> str:
-        """Return the present Python stacks of the child's threads, or the reason why they are not available."""
+        """Return the present Python stacks of the child's threads, or one line with the reason why they are not
+        available."""
         return "" if self._process is None else await self.stacks.ask(self._process)
 
     # ---- end of a child
 
     def begun(self, pid: int, pidfd: int) -> None:
-        """Record the process that the fork server forked for this child."""
+        """Record the process that the fork server has forked for this child."""
         self.pid, self._process = pid, Process(pid, pidfd)
         self._process.on_end(self._ended)
         if self.unwanted:
@@ -187,15 +192,17 @@ class Child:
             self.forked.set_result(None)
 
     def _ended(self) -> None:
-        """Handle the child's end, as the kernel reports it."""
+        """Process the child's last messages when the kernel reports its end, then wait for its exit status."""
         self.drain()
         loop = asyncio.get_running_loop()
         loop.call_later(STATUS_S, self._find_status, loop.time() + LAST_STATUS_S)
 
     def _find_status(self, until: float) -> None:
-        """Find the exit status of a child whose fork server has not reported it. If the fork server is stopped, it has
-        not reaped the child, and the kernel still has the status. Otherwise the fork server is busy: wait for its
-        report."""
+        """Find the exit status of a dead child that the fork server has not reported.
+
+        If the kernel still has the status, the fork server is stopped and has not reaped the child: use it. Otherwise
+        the fork server is busy: look again, until monotonic time `until`.
+        """
         if self.exited.done():
             return
         loop = asyncio.get_running_loop()
@@ -209,7 +216,7 @@ class Child:
             self.gone(None)
 
     def gone(self, status: int | None) -> None:
-        """Record the child's end, with this exit status."""
+        """Record that the child has ended with this exit status; None: unknown. Close all its resources."""
         if self.exited.done():
             return
         loop = asyncio.get_running_loop()
@@ -267,12 +274,15 @@ class Child:
 
 
 _fork_servers: set[int] = set()
-"""Process ids of this process's fork servers: any other child of this process is an orphan."""
+"""Process ids of the fork servers of this process. Any other child of this process is an orphan."""
 
 
 async def end_orphans(least_s: float = 0.0) -> None:
-    """Kill the orphans that this process inherited when their fork server died. `least_s`: seconds to keep looking,
-    because runners die a little later than their fork server, and only then their children come to this process."""
+    """Kill the orphans that this process inherited when their fork server died.
+
+    least_s: seconds to keep looking for orphans. Runners die a little later than their fork server, and only then their
+    children become children of this process.
+    """
     orphans, begun = Orphans(), time.monotonic()
     while orphans.end(_fork_servers) or time.monotonic() < begun + least_s:
         if time.monotonic() > begun + ORPHANS_S:
@@ -281,7 +291,7 @@ async def end_orphans(least_s: float = 0.0) -> None:
 
 
 class ForkServer:
-    """A fork server process and the children it forked."""
+    """Fork server process, and the children that it forked."""
 
     def __init__(self, tempdirs: TemporaryFolders, groups: ControlGroups | None = None) -> None:
         self._tempdirs = tempdirs
@@ -294,7 +304,7 @@ class ForkServer:
         self._process: Spawned | None = None
         self._channel: ControlChannel | None = None
         self.dead = False
-        """Flag that the fork server forks no more: it died, or did not answer."""
+        """Flag that the fork server cannot be used any more: it died, or did not answer."""
         self._main_script = False
         self._ending: asyncio.Task[None] | None = None
 
@@ -306,14 +316,17 @@ class ForkServer:
         deadline_s: float = START_DEADLINE_S,
         started: StartedForkServer | None = None,
     ) -> None:
-        """Start the fork server; return when it can fork. It is killed if it takes too long or this call is cancelled.
+        """Start the fork server, and return when it can fork. If it takes too long or this call is cancelled, the
+        process is killed.
 
         Args:
             sandboxed: whether the children are sandboxed; see sandbox.py.
-            user: user of the children, if not this process's own; see runner_user.py.
+            user: user of the children; None: this process's own user. See runner_user.py.
             deadline_s: longest time for the start, in seconds. The start also fails if the process neither runs nor
-                waits for a processor for a tenth of it.
-            started: the process, if it was started with these settings already.
+                waits for a processor for a tenth of this time.
+            started: the fork server's process, if it was already started with these settings.
+
+        Raises WorkerLostError if the process does not start in time.
         """
         try:
             self._watch(started or start_fork_server(sandboxed=sandboxed, user=user.encode() if user else ""))
@@ -330,7 +343,7 @@ class ForkServer:
             ) from None
 
     async def _give_up(self) -> None:
-        """Kill a fork server that is not ready; wait until it has ended or KILL_S are over."""
+        """Kill a fork server that did not start in time. Return when it has ended, or after KILL_S."""
         self.dead = True
         self._up.cancel()
         self._kill()
@@ -346,14 +359,14 @@ class ForkServer:
         asyncio.get_running_loop().add_reader(started.control.fileno(), self._listen)
 
     def expect_main_script(self) -> None:
-        """Have it load what a trainer's main script needs, before it forks the next child."""
+        """Let the fork server import what runners with a trainer's main script need, before it forks the next child."""
         if self._channel is not None and not self._main_script:
             self._main_script = True
             with contextlib.suppress(OSError):
                 self._channel.send("main")
 
     def _reap(self) -> None:
-        """Handle its end."""
+        """Reap the fork server's process after its end."""
         assert self._process is not None
         self._process.wait()
         self._process.close()
@@ -368,7 +381,16 @@ class ForkServer:
         on_message: Callable[[ControlMessage], None],
         about: Mapping[str, str | int] | None = None,
     ) -> Child:
-        """Return a new child, whose messages go to `on_message` in order. `about`: fields of its log records."""
+        """Let the fork server fork a child, and return it. Raise WorkerLostError if the fork server has died or does
+        not answer.
+
+        Args:
+            role: program of the child, for example "helper".
+            name: name of the child in messages.
+            progress_page: shared memory in which the child records its progress.
+            on_message: called with each message of the child, in order.
+            about: fields of log records about the child.
+        """
         if self.dead or self._channel is None:
             raise WorkerLostError("the process that starts this run's runners (fork server) has died")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -427,8 +449,8 @@ class ForkServer:
             self.close()
 
     def close(self) -> None:
-        """Ask the fork server to end its children, their orphans and itself; if it does not, it is killed a little
-        later."""
+        """Ask the fork server to end its children, their orphans and itself. Kill it if it has not ended after
+        END_S."""
         for child in list(self._children.values()):
             child.kill()
         if self._channel is not None and not self.dead:

@@ -39,24 +39,30 @@ __all__ = [
 ]
 
 _CAUGHT_BY_TORCH = re.compile(r"Caught \S+ in (?P<where>[^\n]+)\.\nOriginal Traceback ")
-"""Text of an exception that torch raises again for one of its worker processes."""
+"""Beginning of the text of an exception from one of torch's worker processes, as torch raises it again in the
+parent."""
 _HEAD = struct.Struct("<IQB")  # bytes of JSON, bytes of payload, descriptors that came along
 MAX_JSON = 1 << 20
 MAX_PAYLOAD = 1 << 30
-"""Largest payload, in bytes. Payloads are states, and the coordinator keeps none above 900,000,000 bytes."""
+"""Largest payload of a message, in bytes. Payloads are loaders' states, of which the coordinator accepts at most
+900,000,000 bytes."""
 MAX_FDS = 16
-"""Largest number of file descriptors in one message, and of those that arrived before their message."""
+"""Largest number of file descriptors in one message. At most as many may have arrived before the message that names
+them."""
 DESCRIPTORS_CLOSED = 77
-"""Exit status of a child whose control socket was closed by user code, so that it can send nothing."""
+"""Exit status of a child whose user code closed the control socket, so that the child cannot report an error."""
 
 
 class DescriptorsClosedError(Exception):
-    """Error for a channel whose socket was closed by other code in this process."""
+    """Error raised for a control socket that other code in this process has closed."""
 
 
 @dataclass
 class ControlMessage:
-    """A message. `fields` is plain JSON."""
+    """Message between a daemon and a child.
+
+    kind: name of the message. fields: values that JSON can hold. payload: bytes. fds: file descriptors.
+    """
 
     kind: str
     fields: dict[str, Any] = field(default_factory=dict)
@@ -70,15 +76,15 @@ def encode_head(message: ControlMessage) -> bytes:
 
 
 class MessageInbox:
-    """Assembles messages from the bytes and descriptors that arrive, in pieces of any size."""
+    """Assembler of messages from received bytes and descriptors, which arrive in pieces of any size."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
         self._fds: list[int] = []
 
     def feed(self, data: bytes, fds: list[int]) -> None:
-        """Add received bytes and descriptors. If there are more descriptors than a message may have, close them and
-        raise ProtocolError."""
+        """Add received bytes and descriptors. Raise ProtocolError, and close the descriptors, if there are more than a
+        message may have."""
         self._buffer += data
         self._fds += fds
         if len(self._fds) > MAX_FDS:
@@ -87,12 +93,12 @@ class MessageInbox:
             raise ProtocolError(f"a control message must have at most {MAX_FDS} file descriptors, got {count}")
 
     def close(self) -> None:
-        """Close the descriptors that no message has taken."""
+        """Close received descriptors that belong to no message taken so far."""
         while self._fds:
             os.close(self._fds.pop())
 
     def take(self) -> ControlMessage | None:
-        """Return the next whole message, None if there is none."""
+        """Return the next complete message, None if it has not arrived completely."""
         buffer = self._buffer
         if len(buffer) < _HEAD.size:
             return None
@@ -124,7 +130,7 @@ class MessageInbox:
 
 
 class ControlChannel:
-    """Blocking end of a control socket: `send` always blocks, `receive` only if `wait` is set."""
+    """End of a control socket between a daemon and a child. `send` blocks; `receive` blocks unless `wait` is False."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(True)
@@ -136,12 +142,12 @@ class ControlChannel:
         return self.sock.fileno()
 
     def forked(self) -> None:
-        """See penstock.runtime.process.forks."""
+        """Disconnect the socket in a child that user code forked; see penstock.runtime.process.forks."""
         if self._is_own(self.sock.fileno()):
             silence(self.sock.fileno())
 
     def _check_own(self) -> None:
-        """Raise DescriptorsClosedError if other code in this process closed this end."""
+        """Raise DescriptorsClosedError if other code in this process has closed this socket."""
         fd = self.sock.fileno()
         if fd >= 0 and not self._is_own(fd):
             raise DescriptorsClosedError(f"user code closed file descriptor {fd}, which belongs to Penstock")
@@ -153,8 +159,8 @@ class ControlChannel:
             return False
 
     def send(self, kind: str, payload: bytes = b"", fds: list[int] | None = None, **fields: Any) -> None:
-        """Send a message. Raise UnsupportedStateError for a payload above the limit, LaneLostError when the other end
-        is gone."""
+        """Send a message; block until the socket has taken it. Raise UnsupportedStateError if the payload is too large,
+        and LaneLostError if the other end is gone."""
         if len(payload) > MAX_PAYLOAD:
             raise UnsupportedStateError(
                 f"the state of a loader must have at most {MAX_PAYLOAD} bytes, got {len(payload)}: leave out of "
@@ -181,12 +187,12 @@ class ControlChannel:
 
     @property
     def unread(self) -> int:
-        """Bytes of memory that hold messages sent and not yet read by the other end."""
+        """Memory of the messages that were sent and not yet read by the other end, in bytes."""
         size = fcntl.ioctl(self.sock.fileno(), termios.TIOCOUTQ, bytes(4))
         return int.from_bytes(size, sys.byteorder)
 
     def hung_up(self) -> bool:
-        """Return whether the other end is gone; nothing is read."""
+        """Return whether the other end is gone. Consume no data."""
         try:
             return not self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -195,13 +201,13 @@ class ControlChannel:
             return True
 
     def close(self) -> None:
-        """Close the socket, and received descriptors that no message has taken."""
+        """Close the socket, and received descriptors that belong to no message taken so far."""
         self.sock.close()
         self._inbox.close()
 
     def receive(self, wait: bool = True) -> ControlMessage | None:
-        """Return the next message; None if there is none and `wait` is off. Raise LaneLostError when the other end is
-        gone."""
+        """Return the next message. If none has arrived, wait for one, or return None if `wait` is False. Raise
+        LaneLostError if the other end is gone."""
         while (message := self._inbox.take()) is None:
             try:
                 data, fds = _receive(self.sock, 0 if wait else socket.MSG_DONTWAIT)
@@ -220,7 +226,8 @@ class ControlChannel:
 
 
 def payload_of(message: ControlMessage) -> bytes:
-    """Return the payload of a message to a child, or the content of the memory whose descriptor came instead."""
+    """Return the payload of a message that a child received. A large payload comes as the descriptor of a memfd, which
+    is read and closed."""
     if not message.fds:
         return message.payload
     (fd,) = message.fds
@@ -233,7 +240,8 @@ def payload_of(message: ControlMessage) -> bytes:
 
 
 def assignment_of(message: ControlMessage) -> records_pb2.WorkerAssignment:
-    """Return the assignment from a message to a child. Large arguments come as a descriptor with the message."""
+    """Return the assignment in a message that a child received. Large arguments come as a descriptor with the
+    message."""
     assignment = records_pb2.WorkerAssignment.FromString(message.payload)
     if message.fds:
         assignment.loader.arguments = payload_of(message)
@@ -241,7 +249,7 @@ def assignment_of(message: ControlMessage) -> records_pb2.WorkerAssignment:
 
 
 def counts(message: ControlMessage, *names: str) -> list[int]:
-    """Return fields of a message that must be counts. Raise ProtocolError if one is not."""
+    """Return these fields of a message, which must be counts from 0 to 2**64 - 1. Raise ProtocolError if one is not."""
     found = [message.fields.get(name) for name in names]
     if not all(type(value) is int and 0 <= value < 1 << 64 for value in found):
         raise ProtocolError(
@@ -252,7 +260,7 @@ def counts(message: ControlMessage, *names: str) -> list[int]:
 
 
 def _receive(sock: socket.socket, flags: int) -> tuple[bytes, list[int]]:
-    """Receive bytes and descriptors, like socket.recv_fds, which in Python 3.11 drops its flags."""
+    """Receive bytes and descriptors. socket.recv_fds would do the same, but ignores its flags in Python 3.11."""
     fds = array.array("i")
     data, ancillary, _, _ = sock.recvmsg(1 << 18, socket.CMSG_SPACE(MAX_FDS * fds.itemsize), flags)
     for level, kind, raw in ancillary:
@@ -262,7 +270,7 @@ def _receive(sock: socket.socket, flags: int) -> tuple[bytes, list[int]]:
 
 
 def plain_detail(error: Exception) -> dict[str, str]:
-    """Return an error as the fields of ErrorDetail, bounded and valid UTF-8."""
+    """Return the fields of the message ErrorDetail for an error, cut to a bounded length."""
     if isinstance(error, PenstockError):
         name, message, remote = type(error).__name__, error.message, error.remote_traceback
     else:
@@ -271,7 +279,7 @@ def plain_detail(error: Exception) -> dict[str, str]:
 
 
 def describe(error: BaseException) -> str:
-    """Return "Type: text" of an exception, even if its __str__ raises."""
+    """Return an exception as "Type: text", even if its __str__ raises."""
     try:
         text = str(error)
     except Exception:
@@ -288,7 +296,7 @@ def describe(error: BaseException) -> str:
 
 
 def _bounded(text: str, keep: int) -> str:
-    """Return the text, without its middle if it is longer than `keep` characters."""
+    """Return the text. If it is longer than `keep` characters, leave out its middle."""
     text = text.encode("utf-8", "backslashreplace").decode()
     if len(text) <= keep:
         return text

@@ -44,7 +44,7 @@ _REMEDY = (
 
 
 class OutOfMemory(Enum):
-    """Memory limit that was reached when the kernel killed a process in a group."""
+    """Memory limit that was reached when the kernel killed a process of a child's control group."""
 
     NO = "it has killed nothing"
     OWN = "that of the group"
@@ -52,11 +52,12 @@ class OutOfMemory(Enum):
 
 
 def own_group(cgroups: str, mounts: str) -> Path | None:
-    """Return the folder of a process's group; None if the process is in no cgroup v2 hierarchy that is mounted here.
+    """Return the folder of a process's control group. Return None if the process is in no cgroup v2 hierarchy that is
+    mounted here.
 
     Args:
-        cgroups: text of its /proc/PID/cgroup.
-        mounts: text of its /proc/PID/mountinfo.
+        cgroups: text of /proc/PID/cgroup of the process.
+        mounts: text of /proc/PID/mountinfo of the process.
     """
     name = next((line[3:] for line in cgroups.splitlines() if line.startswith("0::/")), "")
     if not name or ".." in name.split("/"):  # the group lies above the part of the hierarchy that this namespace shows
@@ -71,12 +72,12 @@ def own_group(cgroups: str, mounts: str) -> Path | None:
 
 
 def why_not(own: Path | None, own_pids: Sequence[int], controllers: Sequence[str] = CONTROLLERS) -> str:
-    """Return the reason why no groups can be made below this one, with a remedy; "" if they can.
+    """Return the reason why no control groups can be made below the daemon's group, with a remedy; "" if they can.
 
     Args:
-        own: see own_group.
+        own: folder of the daemon's group, from own_group.
         own_pids: the processes that may be moved: the daemon and the processes it started.
-        controllers: required controllers.
+        controllers: names of the controllers that the group must have.
     """
     if own is None:
         return "there is no cgroup v2 hierarchy here that shows this process's own group"
@@ -99,13 +100,14 @@ def why_not(own: Path | None, own_pids: Sequence[int], controllers: Sequence[str
 
 
 def enter(group: str) -> None:
-    """Move this process into a group that `make` returned; its later children start there too. Raise OSError on
-    failure."""
+    """Move this process into a group from `ControlGroups.make`. Processes that it starts later are in this group too.
+    Raise OSError on failure."""
     Path(group, "cgroup.procs").write_text("0")
 
 
 def out_of_memory(group: str) -> OutOfMemory:
-    """Return which memory limit was reached, if the kernel has killed a process in the group."""
+    """Return the memory limit that was reached, if the kernel has killed a process in this group; otherwise
+    OutOfMemory.NO."""
     try:
         events = dict(line.split() for line in Path(group, "memory.events").read_text().splitlines())
     except (OSError, ValueError):
@@ -116,14 +118,14 @@ def out_of_memory(group: str) -> OutOfMemory:
 
 
 class ControlGroups:
-    """The groups of one daemon's children. Made by `take`."""
+    """Control groups of one daemon's children. Made by `take`."""
 
     def __init__(self, own: Path, memory: int, processes: int, controllers: Sequence[str]) -> None:
         self.memory = memory
         self._own, self._processes, self._controllers = own, processes, controllers
         self._count = 0
         self._busy: set[str] = set()
-        """Groups whose child is dead and that still have processes."""
+        """Groups of dead children in which processes are left."""
 
     @classmethod
     def take(
@@ -135,13 +137,16 @@ class ControlGroups:
         processes: int = 0,
         controllers: Sequence[str] = CONTROLLERS,
     ) -> tuple[ControlGroups | None, str]:
-        """Move the daemon into a group of its own below `own`, beside which its children's groups will be.
-        Returns the groups and ""; or None, with nothing changed, and the reason.
+        """Divide the daemon's control group: move the daemon into a new group below `own`. The groups of its children
+        are made beside that one.
+
+        Returns the groups and "". If this is not possible, returns None and the reason, and leaves all groups as they
+        were.
 
         Args:
             own, own_pids, controllers: see why_not.
-            memory: bytes that each child may hold; 0 = any.
-            processes: processes and threads that all children may have together; 0 = any.
+            memory: largest number of bytes that each child may hold; 0 = no limit.
+            processes: largest number of processes and threads of all children together; 0 = no limit.
         """
         refused = why_not(own, own_pids, controllers)
         if own is None or refused:
@@ -166,7 +171,7 @@ class ControlGroups:
             (self._own / RUNNERS / "pids.max").write_text(str(self._processes or "max"))
 
     def make(self) -> str:
-        """Return a group for a child that is about to be forked; "" if it cannot be made."""
+        """Make a control group for a child that is about to be forked. Return its folder, "" if it cannot be made."""
         self._forget_empty()
         self._count += 1
         group = self._own / RUNNERS / str(self._count)
@@ -182,15 +187,16 @@ class ControlGroups:
         return str(group)
 
     def remove(self, group: str) -> bool:
-        """Remove the group of a dead child. Return False if processes are left in it: the caller must `kill` it a
-        little later, because some of them clean up as they end (orphans.py)."""
+        """Remove the group of a dead child. Return False if processes are left in it. The caller must then `kill` the
+        group a little later: some of these processes clean up before they end (orphans.py)."""
         if group:
             self._busy.add(group)
             self._forget_empty()
         return group not in self._busy
 
     def kill(self, group: str) -> None:
-        """Kill all processes in the group; the group is removed with the next child."""
+        """Kill all processes that are left in a dead child's group. Remove the group now, or when the next child's
+        group is made."""
         if group in self._busy:
             with contextlib.suppress(OSError):  # no such file before Linux 5.14: orphans.py alone ends them
                 Path(group, "cgroup.kill").write_text("1")
@@ -204,7 +210,7 @@ class ControlGroups:
                 self._busy.discard(group)
 
     def close(self, own_pids: Sequence[int]) -> None:
-        """Restore the group as it was found, if no process is left in it. Call it when all children are dead."""
+        """Undo `take`: move the daemon back and remove the groups. Call it when all children are dead."""
         with contextlib.suppress(OSError):
             (self._own / RUNNERS / "cgroup.kill").write_text("1")
         with contextlib.suppress(OSError):
@@ -225,6 +231,7 @@ class ControlGroups:
 
 
 def here() -> tuple[Path | None, list[int]]:
-    """Return this process's own group, and the process ids in it that are this process or its descendants."""
+    """Return the folder of this process's control group, and the ids of the processes in it that are this process or
+    its descendants."""
     texts = (Path("/proc/self", name).read_text() for name in ("cgroup", "mountinfo"))
     return own_group(*texts), family(os.getpid())

@@ -1,4 +1,4 @@
-"""The cause of a child's end: its exit status, its activity, and where it was in its code."""
+"""Descriptions of how and where a child process ended, for errors and logs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ __all__ = ["descriptors_closed", "how_it_ended"]
 
 
 def how_it_ended(status: int | None, progress_page: ProgressPage) -> str:
-    """Return how a runner ended, and where it was: a sentence without its subject."""
+    """Return how a runner ended, at which batch and in which activity. The result is a sentence without its subject."""
     progress_page.refresh()
     return f"{describe_exit(status)} at batch {progress_page.total}, in {progress_page.activity[0]}"
 
 
 def descriptors_closed(status: int | None, name: str) -> InputFnError | None:
-    """Return the error for a child whose user code closed its control socket; None for any other end. It is an error of
-    user code, and not a lost worker, because a replacement runner would end in the same way."""
+    """Return the error for a child whose user code closed its control socket; None if the child ended in another way.
+    The error counts as one of user code and not as a lost worker, because a replacement runner would end in the same
+    way."""
     if status != DESCRIPTORS_CLOSED:
         return None
     return InputFnError(

@@ -1,13 +1,14 @@
 """Starts the interpreters that run user code, with their environment and their search path.
 
-The working directory comes last. With plain `python -c` it comes first: a torch.py in it would replace torch. Here
-Python's own modules and installed packages come first. A working directory that other users can write to is not
-searched at all, because another user could add a module there, which would run as this user.
+The working directory comes last in the search path. With plain `python -c` it comes first: a torch.py in it would
+replace torch. Here Python's own modules and installed packages come first. A working directory that other users can
+write to is not searched at all, because another user could add a module there, which would run as this user.
 
-All of them have one hash seed, so that the order of sets is the same in all runs, and one fork server serves all runs
-of a worker: PYTHONHASHSEED is read at an interpreter's start only, and that takes more than a second with torch.
+All these interpreters have the same hash seed. So the order of sets is the same in all runs, and one fork server serves
+all runs of a worker. Python reads PYTHONHASHSEED only when an interpreter starts, and a start takes more than a second
+with torch.
 
-This module imports little: embedded mode starts the fork server with it before it imports the daemon.
+This module imports little, because embedded mode starts the fork server with it before it imports the daemon.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ __all__ = [
 ]
 
 HASH_SEED = "0"
-"""PYTHONHASHSEED of all processes that run user code: the value that people set for the order of sets to be fixed."""
+"""Value of PYTHONHASHSEED for all processes that run user code. People commonly set 0 to fix the order of sets."""
 
 
 def child_environment() -> dict[str, str]:
-    """Return the environment of runners: no torchrun variables, no token, no CUDA, one thread, and the hash seed.
+    """Return the environment variables of runners: without torchrun's variables, token and CUDA devices, with one
+    thread for each numeric library and a fixed PYTHONHASHSEED.
 
-    Set iteration order is random too, and only PYTHONHASHSEED, at the interpreter's start, fixes it.
+    The hash seed fixes the order in which sets are iterated over, which no seed of a random generator does.
     """
     return environment("PENSTOCK_TOKEN*", *TORCHRUN) | {
         "PYTHONHASHSEED": HASH_SEED,
@@ -50,19 +52,19 @@ def child_environment() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class StartedForkServer:
-    """A fork server that was started, and is not up yet."""
+    """Process of a fork server that was started and may not be ready yet."""
 
     process: Spawned
     control: socket.socket
-    """This process's end of the control socket."""
+    """Starting process's end of the fork server's control socket."""
 
 
 def start_fork_server(*, sandboxed: bool = True, user: str = "") -> StartedForkServer:
-    """Start a fork server; see runner/fork_server.py.
+    """Start a fork server (see runner/fork_server.py). Do not wait until it is ready.
 
     Args:
         sandboxed: whether its children are sandboxed; see sandbox.py.
-        user: encoded user of its children, if not this process's own; see runner_user.py.
+        user: encoded user of its children; "" = this process's own user. See runner_user.py.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     given = {"sandboxed": sandboxed, f"user={user}": bool(user)}
@@ -77,22 +79,22 @@ def start_fork_server(*, sandboxed: bool = True, user: str = "") -> StartedForkS
 
 
 def interpreter(module: str, *arguments: str) -> list[str]:
-    """Return the command of a fresh interpreter that calls `main` of a module of Penstock.
+    """Return the command that starts a fresh interpreter and calls `main` of a module of Penstock.
 
-    It does not use -m, which would import the module's package twice, once as __main__.
+    The command does not use -m, which would import the module's package twice, once as __main__.
     """
     start = f"from {__name__} import add_working_directory; add_working_directory(); from {module} import main; main()"
     return [sys.executable, "-P", "-c", start, *arguments]
 
 
 def add_working_directory() -> None:
-    """Search the working directory last, unless other users can write to it."""
+    """Add the working directory at the end of this process's search path, unless other users can write to it."""
     if not why_not_searched():
         sys.path.append(os.getcwd())
 
 
 def why_not_searched() -> str:
-    """Return why the working directory is not searched; "" if it is."""
+    """Return the reason why modules in the working directory are not found; "" if they are."""
     try:
         folder = os.getcwd()
         if is_ours(os.stat(folder)):

@@ -14,20 +14,22 @@ from penstock.worker.resources.turn_queue import TurnQueue
 __all__ = ["KeptForkServer"]
 
 IDLE_S = 300.0
-"""Seconds that a fork server without slots is kept for: to start one takes more than a second of a processor, and an
+"""Seconds that a fork server is kept without any slot. Starting one takes more than a second of processor time, and an
 idle one holds 150 MB."""
 
 
 class KeptForkServer:
-    """
+    """Owner of the daemon's fork server, which it starts, replaces and ends.
+
     Args:
-        tempdirs: directories of the runners.
-        starts: queue of starts. It allows one start less at a time while a killed fork server has not ended.
-        deadline_s: seconds that a fork server may take to start; see ForkServer.start.
+        tempdirs: temporary directories of the runners.
+        starts: queue that limits simultaneous starts of runners. Its limit is lowered by one while a killed fork server
+            has not ended.
+        deadline_s: largest number of seconds that a fork server may take to start; see ForkServer.start.
         sandboxed: whether runners are sandboxed; see sandbox.py.
-        user: user of the runners, if not the daemon's own; see runner_user.py.
-        groups: control groups of the runners, None without them. See control_groups.py.
-        started: a fork server that was started with these settings already.
+        user: user of the runners; None: the daemon's own user. See runner_user.py.
+        groups: control groups of the runners; None: no groups. See control_groups.py.
+        started: a fork server that was already started with these settings.
     """
 
     def __init__(
@@ -54,8 +56,10 @@ class KeptForkServer:
             self._current = asyncio.ensure_future(self._start(started))
 
     async def get(self, *, main_script: bool = False) -> ForkServer:
-        """Return the fork server; start one if there is none, or if it died. `main_script`: a runner is to load the
-        trainer's main script."""
+        """Return the fork server. Start one if none runs.
+
+        main_script: let the fork server import what a runner with a trainer's main script needs.
+        """
         current = self._current
         if current is None or (current.done() and (not _is_up(current) or current.result().dead)):
             current = self._current = asyncio.ensure_future(self._start())
@@ -76,7 +80,7 @@ class KeptForkServer:
         return fork_server
 
     def keep(self, *, needed: bool) -> None:
-        """Record whether slots need it; without slots it is retired a little later, for the next run may need it."""
+        """Record whether any slot needs the fork server. If not, end it after IDLE_S, unless a slot needs it before."""
         if needed and self._retiring is not None:
             self._retiring.cancel()
             self._retiring = None
@@ -95,7 +99,7 @@ class KeptForkServer:
             current.result().close()
 
     async def close(self) -> None:
-        """End the fork server; return when it has ended, or cannot be killed."""
+        """End the fork server. Return when it has ended, or if it cannot be killed."""
         if self._retiring is not None:
             self._retiring.cancel()
         last = self._current

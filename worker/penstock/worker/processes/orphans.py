@@ -24,13 +24,14 @@ from penstock.runtime.process.watch import stat_of
 __all__ = ["GRACE_S", "Orphans", "forget_shared_memory", "own_children"]
 
 GRACE_S = 3.5
-"""Seconds that orphans get to clean up; torch's manager of shared memory waits for 2 s after its last user."""
+"""Seconds that orphans get to clean up before they are killed. torch's manager of shared memory waits for 2 s after its
+last user."""
 _SHARED_MEMORY = Path("/dev/shm")
 
 
 def forget_shared_memory(pids: Collection[int]) -> None:
-    """Remove torch's shared memory files of these dead processes: torch unlinks a file right after creating it, so a
-    process that is killed in between leaves it."""
+    """Remove the shared memory files that torch has left for these dead processes. torch unlinks such a file right
+    after it created it, so a process that is killed in between leaves the file."""
     if not pids:
         return
     owners = {str(pid) for pid in pids}
@@ -43,16 +44,16 @@ def forget_shared_memory(pids: Collection[int]) -> None:
 
 
 class Orphans:
-    """Children of this process that other processes started."""
+    """Orphans of this process: children that it did not start, but inherited when their parent died."""
 
     def __init__(self) -> None:
         self._spared: dict[int, float] = {}  # pid -> end of its time to clean up, monotonic seconds
 
     def end(self, own_pids: Collection[int]) -> bool:
-        """Kill orphans and reap the dead ones. Return False when none are left; otherwise the caller must call again
-        soon.
+        """Kill the orphans, and reap the dead ones. Return True if some are left; the caller must then call again soon.
 
-        `own_pids`: children that are not orphans; nor are those in this process's own process group.
+        own_pids: children that this process started. Children in this process's own process group are no orphans
+        either.
         """
         living, dead = [], set()
         for pid in _orphans_of(own_pids):
@@ -73,7 +74,7 @@ class Orphans:
         return bool(living)
 
     def spares(self, own_pids: Collection[int]) -> bool:
-        """Return whether an orphan is being given time to clean up."""
+        """Return whether there is an orphan that gets time to clean up."""
         return any(map(_cleans_up, _orphans_of(own_pids)))
 
 
@@ -83,9 +84,10 @@ def _orphans_of(own_pids: Collection[int]) -> list[int]:
 
 
 def own_children() -> list[int]:
-    """Return the process ids of this process's children. The kernel keeps a list of them for each thread of this
-    process; the time to read it does not grow with the number of processes on the machine. A child that ends meanwhile
-    may be missed.
+    """Return the process ids of this process's children. A child that ends meanwhile may be missed.
+
+    The kernel keeps a list of children for each thread of this process. So the time to read them does not grow with the
+    number of processes on the machine.
     """
     children: list[int] = []
     try:
@@ -99,7 +101,7 @@ def own_children() -> list[int]:
 
 
 def _group_of(pid: int) -> int | None:
-    """Return the process group of a process; None if the process is gone."""
+    """Return the id of a process's process group; None if the process is gone."""
     try:
         return os.getpgid(pid)
     except ProcessLookupError:

@@ -1,8 +1,8 @@
 """A runner's progress page: shared memory in which it records each batch, and which its daemon reads at any time.
 
 The runner has no Penstock thread, and may be in user code for minutes, or dead. The page still shows what the runner
-has produced, and its current or last activity with the start time. It has one writer and any number of readers; an
-entry is written before the head that makes it visible.
+has produced, and its current or last activity with the start time. It has one writer and any number of readers. An
+entry is written before the counter in the page's head that makes it visible.
 
 User code in the runner can write anything into the page, so readers check every number. The memory is sealed at its
 size, because a reader of memory that was made smaller dies of SIGBUS.
@@ -22,11 +22,12 @@ from penstock.runtime.process.forks import silence, unshare
 __all__ = ["ENTRIES", "BatchRecord", "ProgressPage"]
 
 ENTRIES = 4096
-"""Number of batches whose digests are kept: the newest ones."""
+"""Number of newest batches whose digests are kept."""
 EARLY = 256
-"""Number of first batches whose digests are kept too, to verify the early snapshots however fast the runner is."""
+"""Number of first batches of a runner whose digests are kept too. With them early snapshots can be verified however
+fast the runner is."""
 ENDS = 1024
-"""Number of epoch ends that are kept: the newest ones."""
+"""Number of newest epoch ends that are kept."""
 _HEAD = struct.Struct("<QQQQQQdQd")  # total, epoch, delivered, ends, activity, looked, since, samples, worked_s
 _ENTRY = struct.Struct("<QQQQ")  # total, epoch, digest, samples
 _END = struct.Struct("<QQ")  # epoch, total
@@ -40,13 +41,18 @@ _EARLY_AT = _ENTRIES_AT + ENTRIES * _ENTRY.size
 _SIZE = _EARLY_AT + EARLY * _ENTRY.size
 
 IDLE = ("starting", "waiting", "sending")
-"""Activities other than work on a batch: the slot starts, waits for the loop, or waits for a free ring entry."""
+"""Activities in which the runner does not work on a batch: the slot starts, waits for the training loop, or waits for a
+free ring entry."""
 ACTIVITIES = ("starting", "input_fn", "iter", "next", "state_dict", "load_state_dict", "waiting", "sending", "replay")
 
 
 @dataclass(frozen=True)
 class BatchRecord:
-    """A batch: its number in the slot over all epochs, its epoch and digest, and the samples up to and including it."""
+    """Record of one batch.
+
+    total: number of the batch in the slot, over all epochs. epoch: its epoch. digest: its digest. samples: number of
+    samples in all batches up to and including it.
+    """
 
     total: int
     epoch: int
@@ -55,7 +61,8 @@ class BatchRecord:
 
 
 class ProgressPage:
-    """Progress page, made by the daemon (`ProgressPage.create`), opened by the runner from the inherited descriptor."""
+    """Progress page of one runner. The daemon makes it (`ProgressPage.create`), and the runner opens it from an
+    inherited descriptor."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -63,7 +70,7 @@ class ProgressPage:
         self.total = self.epoch = self.delivered = self._ends = self._activity = self.looked = self.samples = 0
         self._since = 0.0
         self.worked_s = 0.0
-        """Seconds spent on batches so far, up to when the runner last turned to something else."""
+        """Seconds that the runner has spent on batches, without its present activity."""
         self._recorded = 0
         self._first: int | None = None
         self._last = self._made = self._replayed = 0
@@ -77,20 +84,20 @@ class ProgressPage:
         return cls(fd)
 
     def forked(self) -> None:
-        """See penstock.runtime.process.forks."""
+        """Detach the page in a child that user code forked; see penstock.runtime.process.forks."""
         unshare(self._map, self.fd)
         silence(self.fd)
 
     def close(self) -> None:
-        """Unmap and close."""
+        """Unmap the page's memory and close its descriptor."""
         self._map.close()
         os.close(self.fd)
 
     # ---- the runner writes
 
     def set_position(self, total: int, epoch: int, samples: int) -> None:
-        """Record the position where the runner starts, or to which it returns after an abandoned epoch. The page has no
-        records of earlier batches."""
+        """Record the position at which the runner starts, or to which it returns after an abandoned epoch. The page
+        need not hold records of the batches before this position."""
         if self._first is None:
             self._first = self._last = total
         else:
@@ -101,7 +108,7 @@ class ProgressPage:
         self._write_head()
 
     def replayed(self) -> None:
-        """Record that a batch was made again by replay."""
+        """Record that a batch was made again by a replay."""
         self._replayed += 1
         self._write_counts()
 
@@ -110,13 +117,14 @@ class ProgressPage:
         _COUNTS.pack_into(self._map, _COUNTS_AT, first, self._last, self._made, self._replayed)
 
     def record(self, total: int, epoch: int, digest: int, samples: int, delivered: int) -> None:
-        """Record a batch that is sent."""
+        """Record a batch that is sent to the training loop, and make it the runner's position."""
         self.note(total, epoch, digest, samples)
         self.total, self.epoch, self.samples, self.delivered = total, epoch, samples, delivered
         self._write_head()
 
     def note(self, total: int, epoch: int, digest: int, samples: int) -> None:
-        """Record a batch that was made: one that is sent, or was sent before and is replayed."""
+        """Record the digest of a batch that was made. It is about to be sent, or it was sent before and is made again
+        by a replay."""
         _ENTRY.pack_into(self._map, _ENTRIES_AT + total % ENTRIES * _ENTRY.size, total, epoch, digest, samples)
         if self._recorded < EARLY:
             _ENTRY.pack_into(self._map, _EARLY_AT + total % EARLY * _ENTRY.size, total, epoch, digest, samples)
@@ -129,7 +137,8 @@ class ProgressPage:
         self._write_head()
 
     def cut(self, epoch: int, total: int) -> None:
-        """Record that the loop abandoned an epoch after its batch `total`: later epochs are no longer known."""
+        """Record that the training loop abandoned epoch `epoch` after the slot's batch `total`, which becomes its end.
+        Drop the recorded ends of later epochs."""
         kept = [(e, t) for e, t in self.ends().items() if e < epoch]
         self._ends = 0
         for end in [*kept, (epoch, total)]:
@@ -138,7 +147,7 @@ class ProgressPage:
         self._write_head()
 
     def doing(self, activity: str, delivered: int) -> None:
-        """Record the runner's next activity."""
+        """Record the activity that the runner begins now, and the number of batches delivered so far."""
         now = time.monotonic()
         if ACTIVITIES[self._activity] not in IDLE:
             self.worked_s += now - self._since
@@ -146,11 +155,12 @@ class ProgressPage:
         self._write_head()
 
     def here(self, epoch: int, skipped: int) -> None:
-        """Record the epoch of the next batch; `skipped` batches were skipped since the last one."""
+        """Record the epoch of the batch that the runner makes next, and the number of batches skipped right before
+        it."""
         _HERE.pack_into(self._map, _HERE_AT, epoch, skipped)
 
     def note_assignment_read(self) -> None:
-        """Record that user code asked for its assignment."""
+        """Record that user code has read its assignment."""
         self.looked = 1
         self._write_head()
 
@@ -172,8 +182,11 @@ class ProgressPage:
     # ---- the daemon reads
 
     def counts(self) -> tuple[int, int, int]:
-        """Return three counts of batches as of the last `refresh`: made by this runner, delivered to the loop, and
-        replayed. The counts never fall: while the runner replays, the last values are returned again."""
+        """Return three numbers of batches as of the last `refresh`: made by this runner, delivered to the training
+        loop, and replayed.
+
+        The numbers never fall: while the runner replays, the last values are returned again.
+        """
         first, last, made, replayed = _COUNTS.unpack_from(self._map, _COUNTS_AT)
         # Until the runner has its position, the delivered batches are those of the slot's previous runner.
         found = (made + self.total - last, self.delivered - (first - 1), replayed) if first else (0, 0, replayed)
@@ -182,7 +195,7 @@ class ProgressPage:
         return self._counted
 
     def refresh(self) -> None:
-        """Read the head: total, epoch, delivered, looked, samples, worked_s."""
+        """Read the runner's present position, counts and activity from the page into the attributes of this object."""
         (
             self.total,
             self.epoch,
@@ -197,19 +210,19 @@ class ProgressPage:
 
     @property
     def activity(self) -> tuple[str, float]:
-        """Return the runner's activity, and its duration in seconds."""
+        """Name of the runner's activity, and the seconds since it began."""
         return ACTIVITIES[self._activity % len(ACTIVITIES)], max(0.0, time.monotonic() - self._since)
 
     @property
     def working_s(self) -> float:
-        """Return the seconds spent on batches up to now, including the one under way."""
+        """Seconds that the runner has spent on batches up to now, including its present activity."""
         activity, for_s = self.activity
         return self.worked_s + (0.0 if activity in IDLE else for_s)
 
     @property
     def making(self) -> tuple[int, int] | None:
-        """Return the epoch of the batch that the runner makes now, and the batches skipped before it; None if it makes
-        none."""
+        """Epoch of the batch that the runner makes now, and the number of batches skipped right before it. None if it
+        makes no batch."""
         if ACTIVITIES[self._activity % len(ACTIVITIES)] != "next":
             return None
         epoch, skipped = _HERE.unpack_from(self._map, _HERE_AT)
@@ -217,11 +230,11 @@ class ProgressPage:
 
     @property
     def begun(self) -> int:
-        """Return the newest epoch that the runner has begun."""
+        """Newest epoch that the runner has begun."""
         return int(_HERE.unpack_from(self._map, _HERE_AT)[0])
 
     def entry(self, total: int) -> BatchRecord | None:
-        """Return the batch with this number, None if it is not kept any more."""
+        """Return the record of the slot's batch `total`, None if it is not kept any more."""
         for start, count in ((_ENTRIES_AT, ENTRIES), (_EARLY_AT, EARLY)):
             entry = BatchRecord(*_ENTRY.unpack_from(self._map, start + total % count * _ENTRY.size))
             if entry.total == total and total:
@@ -229,7 +242,7 @@ class ProgressPage:
         return None
 
     def ends(self) -> dict[int, int]:
-        """Return epoch -> total at its end, for the epochs still kept."""
+        """Return the epoch ends that are still kept: epoch -> the slot's total at its end."""
         count = self._ends
         found = [
             _END.unpack_from(self._map, _ENDS_AT + index % ENDS * _END.size)

@@ -25,18 +25,20 @@ __all__ = ["RunnerUser", "find_user", "sees_shared_memory"]
 _PR_SET_DUMPABLE = 4
 _CAPABILITIES_VERSION = 0x20080522
 _NEEDED = {"CAP_CHOWN": 0, "CAP_DAC_OVERRIDE": 1, "CAP_KILL": 5, "CAP_SETGID": 6, "CAP_SETUID": 7}
-"""Capability -> its bit: to become a user, to kill the user's processes, to give and remove the user's folders."""
+"""Capabilities that a worker with runner_user needs, with the number of their bit. It changes its user, kills the
+user's processes, and gives and removes the user's folders."""
 _LOOKS_INTO = 1 << 19
-"""Bit of CAP_SYS_PTRACE, which shows how much memory another user's process shares."""
+"""Bit of the capability CAP_SYS_PTRACE. With it a process can see how much memory another user's process shares."""
 _NO_USER = (1 << 32) - 1
-"""User number that the kernel reads as "unchanged"."""
+"""User number that the kernel takes for "leave the user unchanged"."""
 PROBE_S = 60.0
-"""Seconds that an interpreter may take to start as that user."""
+"""Largest number of seconds that an interpreter may take to start as the runners' user."""
 
 
 @dataclass(frozen=True)
 class RunnerUser:
-    """A user other than root: from the system's database, or a number, whose group has the same number."""
+    """User other than root that runners run as. It is taken from the system's user database; a number that is missing
+    there gets a group of the same number."""
 
     name: str
     uid: int
@@ -44,23 +46,24 @@ class RunnerUser:
     groups: Sequence[int]
     home: str
     processes: int = 0
-    """Processes and threads that the user may have on this machine, set by each runner; 0 = the limit as it is."""
+    """Largest number of processes and threads of this user on the machine; each runner sets it. 0 = the present
+    limit."""
 
     def encode(self) -> str:
-        """Return the user as text for a command line."""
+        """Return the user as text, to pass it on a command line."""
         return json.dumps(asdict(self))
 
     @classmethod
     def decode(cls, text: str) -> RunnerUser:
-        """Return the user from a text that `encode` returned."""
+        """Return the user that `encode` returned as text."""
         return cls(**json.loads(text))
 
     def own(self, path: str) -> None:
-        """Make the user the owner of this folder, which Penstock made."""
+        """Make the user the owner of a folder that Penstock made."""
         os.chown(path, self.uid, self.gid)
 
     def become(self) -> None:
-        """Change this process, and all that it will start, to the user. Irreversible."""
+        """Change the user of this process, and so of all processes that it starts. This cannot be undone."""
         if self.processes:
             hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
             most = self.processes if hard == resource.RLIM_INFINITY else min(self.processes, hard)
@@ -80,11 +83,11 @@ class RunnerUser:
 
 
 def find_user(wanted: str, processes: int = 0) -> RunnerUser:
-    """Return the user of this name or number. A number may be missing in the system's database. `processes`: see
+    """Return the user with this name or number. A number may be missing in the system's user database. `processes`: see
     RunnerUser.
 
-    Raises InvalidArgumentError if there is no such name, if it is root, if this process may not become that user or
-    end its processes, or if that user cannot read what Python is imported from.
+    Raises InvalidArgumentError if the name does not exist, if the user is root, if this process may not become the user
+    or kill the user's processes, or if the user cannot read the files that Python is imported from.
     """
     user = replace(_looked_up(wanted), processes=processes)
     if user.uid == 0:
@@ -128,7 +131,8 @@ def _capabilities() -> int:
 
 
 def _try_to_import(user: RunnerUser) -> None:
-    """Raise InvalidArgumentError if this process cannot become the user, or if the user cannot import Penstock."""
+    """Raise InvalidArgumentError if this process cannot become the user, or if the user cannot import Penstock. Try it
+    in a new process."""
     command = [sys.executable, "-P", "-c", "import penstock.proto"]
     try:
         done = subprocess.run(

@@ -1,9 +1,9 @@
-"""Python stacks of a child, for the daemon to read: while the child hangs, or as of its crash.
+"""Python stacks of a child process, for the daemon to read: while the child hangs, or after its crash.
 
 Each child has a small file in memory, to which faulthandler writes from a signal handler. The handler does not need the
 interpreter, so it also works while user code holds the GIL in C code. The file is sealed at its size, so that a child
-cannot make the daemon read more. Its descriptor number is high, because user code that closes low descriptors would
-close it otherwise; if user code closes all descriptors, only the stack is lost.
+cannot make the daemon read more. Its descriptor has a high number, because some user code closes all low descriptors.
+If user code closes all descriptors, only the stack is lost.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from penstock.runtime.process.watch import Process, stat_of
 __all__ = ["SIGNAL", "StackFile", "state_of", "write_stacks_to"]
 
 SIGNAL = signal.SIGRTMAX - 2
-"""Signal that asks a child for its stacks: a real-time signal, because libraries and users do not use these."""
+"""Signal that makes a child write its stacks: a real-time signal, because libraries and users rarely use these."""
 SIZE = 32 << 10
 SHOWN = 8 << 10
-"""Bytes of a stack that an error carries at most. The newest frames come first, so the oldest are cut."""
+"""Largest number of characters of a stack in an error. The newest frames come first, so the oldest are cut."""
 WAIT_S = 1.0
-"""Seconds for the child to write. Its handler runs as soon as the kernel schedules it."""
+"""Seconds to wait until a child has written its stacks. Its signal handler runs as soon as the kernel schedules it."""
 _LOOK_S = 0.02
 _HIGH_FD = 768  # below 1024, the usual soft limit
 
 
 def write_stacks_to(fd: int) -> None:
-    """Write a child's stacks to `fd` from now on, when asked by SIGNAL and at a crash. `fd` is closed."""
+    """Let this process write the Python stacks of its threads to `fd` at each SIGNAL and at a crash. `fd` itself is
+    closed; a duplicate is used."""
     try:
         high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _HIGH_FD)
         os.close(fd)
@@ -45,12 +46,13 @@ def write_stacks_to(fd: int) -> None:
 
 
 def state_of(pid: int) -> str:
-    """Return the state of a process as in /proc/PID/stat: R, S, D, T, Z ...; "" if there is no such process."""
+    """Return the state letter of a process as in /proc/PID/stat (R, S, D, T, Z ...); "" if there is no such process."""
     return next(iter(stat_of(pid)), "")
 
 
 class StackFile:
-    """The file of a child's stacks: made by the daemon, passed to the child when it is forked."""
+    """File in memory that holds the stacks of one child. The daemon makes it and passes it to the child when it is
+    forked."""
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("penstock-stack", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -62,7 +64,7 @@ class StackFile:
         self.fd = -1
 
     def read(self) -> str:
-        """Return what was written since the last `clear`."""
+        """Return the stacks that the child has written since the last `clear`."""
         if self.fd < 0:
             return ""
         text = os.pread(self.fd, SIZE, 0).split(b"\0", 1)[0].decode(errors="replace")
@@ -74,7 +76,7 @@ class StackFile:
         os.lseek(self.fd, 0, os.SEEK_SET)  # the child writes through the same open file
 
     async def ask(self, process: Process) -> str:
-        """Return the stacks of the child now, or one line with the reason why there are none."""
+        """Return the present stacks of the child, or one line with the reason why they are not available."""
         pid = process.pid
         state = state_of(pid)
         if self.fd < 0 or not state:
@@ -100,7 +102,8 @@ class StackFile:
 
 
 def _handles(pid: int) -> bool:
-    """Return whether SIGNAL is caught: it would kill a process that has no handler for it."""
+    """Return whether the process has a handler for SIGNAL and does not block it. Without a handler the signal would
+    kill it."""
     masks = {}
     with contextlib.suppress(OSError, ValueError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():

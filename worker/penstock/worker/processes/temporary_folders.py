@@ -1,8 +1,9 @@
-"""A directory for each child, for multiprocessing's sockets and files; removed when the child has ended.
+"""A temporary directory for each child process, for multiprocessing's sockets and files; removed when the child has
+ended.
 
 multiprocessing makes a directory below the system's temporary directory, and removes it only at a normal exit. Killed
-children would leave thousands of them. A daemon therefore gives each child a directory in its own folder; the next
-daemon removes the folder of a killed one (private_folders.py). This is only for multiprocessing's files: Penstock
+children would leave thousands of them. A daemon therefore gives each child a directory in its own folder. If the daemon
+is killed, the next daemon removes this folder (private_folders.py). Only multiprocessing's files lie there: Penstock
 leaves the temporary files of user code alone.
 """
 
@@ -21,7 +22,10 @@ _log = logging.getLogger("penstock.worker")
 
 
 class TemporaryFolders:
-    """The directories of one daemon's children. `user`: their owner, if not the daemon's own user."""
+    """Temporary directories of one daemon's children.
+
+    user: owner of the directories; None: the daemon's own user.
+    """
 
     def __init__(self, user: RunnerUser | None = None) -> None:
         self._folder: PrivateFolder | None = None
@@ -35,7 +39,8 @@ class TemporaryFolders:
             _log.warning("children have no directory of their own for multiprocessing: %s", error)
 
     def make(self) -> str:
-        """Return a new directory; "" if there can be none, and multiprocessing makes its own."""
+        """Make a directory for a child and return its path. Return "" if it cannot be made; multiprocessing then makes
+        its own."""
         if self._folder is None:
             return ""
         self._count += 1
@@ -49,11 +54,11 @@ class TemporaryFolders:
         return str(path)
 
     def remove(self, path: str) -> None:
-        """Remove the directory of a dead child."""
+        """Remove the temporary directory of a dead child."""
         if path:
             shutil.rmtree(path, ignore_errors=True)
 
     def close(self) -> None:
-        """Remove the folder, when all children are dead."""
+        """Remove the folder of all directories. Call it when all children are dead."""
         if self._folder is not None:
             self._folder.close()

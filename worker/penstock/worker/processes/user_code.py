@@ -26,13 +26,15 @@ __all__ = ["BY_VALUE", "MAIN", "check_allowed", "check_plain", "load_class", "lo
 
 MAIN = "penstock_main"
 BY_VALUE = "penstock_by_value"
-"""Module name of functions and classes that cannot be imported: they are sent by value, with their arguments."""
+"""Module name in `input_fn` for functions and classes that cannot be imported by name. They are sent by value, with
+their arguments."""
 ANOTHER_VERSION = "is the worker running another version of it?"
 UNDER_GUARD = 'define it above `if __name__ == "__main__":`, for workers run the script without what is under that'
 
 
 def check_allowed(name: str, allow: Sequence[str]) -> None:
-    """Raise InputFnNotAllowedError unless the module of "module:qualname" lies under one of the prefixes."""
+    """Raise InputFnNotAllowedError unless the module in `name` ("module:qualname") is one of the allowed prefixes or
+    below one."""
     _check_module(f"input_fn {name!r} is in", module_of(name), allow)
 
 
@@ -47,8 +49,9 @@ def _check_module(what: str, module: str, allow: Sequence[str]) -> None:
 
 
 def check_plain(spec: records_pb2.LoaderSpec) -> None:
-    """Raise InputFnNotAllowedError for a spec with a search path or script for code. Only embedded mode, where trainer
-    and worker belong to one user, may send them: elsewhere they would bypass the list of allowed prefixes."""
+    """Raise InputFnNotAllowedError for a spec with a search path or a script to import code from. Only embedded mode
+    may send these, because there trainer and worker belong to one user. Elsewhere they would bypass the list of allowed
+    prefixes."""
     if spec.main_path or spec.sys_path:
         raise InputFnNotAllowedError(
             f"input_fn {spec.input_fn!r} comes with a search path or a script of the training process, which only an "
@@ -57,7 +60,7 @@ def check_plain(spec: records_pb2.LoaderSpec) -> None:
 
 
 def load_input_fn(spec: records_pb2.LoaderSpec) -> Callable[..., Any]:
-    """Return the callable of the spec.
+    """Import the input_fn that the spec names, and return it.
 
     Raises:
         InputFnNotFoundError: this worker has no such module or name.
@@ -109,11 +112,13 @@ def _comes_with_arguments(*args: Any, **kwargs: Any) -> Any:
 def unpacked(
     fn: Callable[..., Any], spec: records_pb2.LoaderSpec
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Return the input_fn and its arguments: imported by its name, with arguments decoded from the envelope; or
-    unpickled, if they came by value.
+    """Return input_fn, its positional arguments and its keyword arguments.
 
-    Raises InputFnNotAllowedError for values sent by value unless they come from this worker's own training process,
-    recognised by its search path: `check_plain` refuses search paths from other processes.
+    Arguments are decoded from the spec. If the spec holds input_fn or arguments by value, they are unpickled, and the
+    pickled input_fn replaces `fn`.
+
+    Raises InputFnNotAllowedError for values sent by value, unless they come from this worker's own training process.
+    Only its spec has a search path: `check_plain` refuses search paths from other processes.
     """
     from penstock.proto.state.codec import decode_state  # imports torch, which the daemon must not
 
@@ -139,8 +144,8 @@ def _working_directory() -> str:
 
 
 def load_class(name: str, spec: records_pb2.LoaderSpec) -> Any:
-    """Return the class "module:qualname" of a loader that the spec's input_fn returned on this worker, or a class of
-    Penstock.
+    """Return the class named "module:qualname": the class of a loader that the spec's input_fn returned on this worker,
+    or a class of Penstock.
 
     Raises the errors of load_input_fn. A module that is not allowed is refused even if input_fn has imported it.
     """
@@ -150,7 +155,7 @@ def load_class(name: str, spec: records_pb2.LoaderSpec) -> Any:
 
 
 def _defined_in(target: Any) -> str:
-    """Return the module that a callable was defined in."""
+    """Return the name of the module in which a callable was defined."""
     while isinstance(target, functools.partial):
         target = target.func
     owner = target if hasattr(target, "__qualname__") else type(target)
@@ -165,7 +170,8 @@ def _import_failed(spec: records_pb2.LoaderSpec, error: BaseException) -> InputF
 
 
 def _load_main(path: str) -> types.ModuleType:
-    """Load the training script under another module name, so that the code under its main guard does not run."""
+    """Import the training script under the module name `penstock_main`, so that the code under its main guard does not
+    run."""
     if MAIN in sys.modules:
         return sys.modules[MAIN]
     module = types.ModuleType(MAIN)

@@ -19,8 +19,11 @@ __all__ = ["family", "held_by"]
 
 
 def held_by(runner: int, enough: int = 0) -> int:
-    """Return the bytes of the runner and all its descendants; 0 if it is gone. A result up to `enough` is a plain sum,
-    which may be too high."""
+    """Return the memory that the runner and all its descendants hold, in bytes; 0 if the runner is gone.
+
+    enough: limit up to which a plain sum is good enough. A result up to `enough` may be too high, because shared memory
+    was counted more than once.
+    """
     all_of_it = family(runner)  # the runner is a subreaper: all its descendants stay below it
     most = sum(_sizes(pid, "status", "RssAnon", "VmSwap") for pid in all_of_it)
     if most <= enough:
@@ -32,7 +35,7 @@ def held_by(runner: int, enough: int = 0) -> int:
 
 
 def family(pid: int) -> list[int]:
-    """Return the process and all its descendants."""
+    """Return the ids of a process and all its descendants."""
     found = [pid]
     for one in found:
         with contextlib.suppress(OSError):

@@ -21,13 +21,13 @@ from penstock.worker.resources.memory_use import family
 __all__ = ["NOTHING", "ProcessorDemand", "ProcessorUse", "cores", "unless_it_stands_still", "used_by"]
 
 LOOK_S = 0.25
-"""Seconds between two measurements of a process that is waited for."""
+"""Seconds between two measurements of a process while waiting for it."""
 _CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def cores(quota: Path = _CGROUP_QUOTA) -> int:
-    """Return the number of processors that this process may use: those in its affinity mask, or its container's quota
-    if that is smaller."""
+    """Return the number of processors that this process may use: those in its affinity mask, or fewer if its container
+    has a smaller quota."""
     usable = len(os.sched_getaffinity(0))
     try:
         allowed, period = quota.read_text().split()
@@ -37,8 +37,8 @@ def cores(quota: Path = _CGROUP_QUOTA) -> int:
 
 
 def _counted(pid: int) -> tuple[float, float] | None:
-    """Return the seconds in which the process's main thread ran, and those in which it waited for a processor; None if
-    not available."""
+    """Return two times of a process's main thread in seconds: how long it ran, and how long it waited for a processor.
+    Return None if they are not available."""
     try:
         ran, waited, _ = Path(f"/proc/{pid}/schedstat").read_text().split()
     except (OSError, ValueError):
@@ -48,34 +48,34 @@ def _counted(pid: int) -> tuple[float, float] | None:
 
 @dataclass(frozen=True)
 class ProcessorUse:
-    """Processor time since a process was started."""
+    """Processor time of a process, counted from its start."""
 
     cpu_s: float
-    """Seconds that the process and its descendants ran, all threads together."""
+    """Seconds in which the process and its descendants ran, summed over all threads."""
     delay_s: float
-    """Seconds that the process's main thread waited for a processor."""
+    """Seconds in which the process's main thread waited for a processor."""
 
 
 NOTHING = ProcessorUse(0.0, 0.0)
 
 
 def used_by(pid: int) -> ProcessorUse:
-    """Return the processor time of a process; `NOTHING` if the process is gone."""
+    """Return the processor time that a process has used; `NOTHING` if the process is gone."""
     counted = _counted(pid)
     return ProcessorUse(cpu_seconds(family(pid)), counted[1] if counted is not None else 0.0)
 
 
 @dataclass
 class ProcessorDemand:
-    """Measurement of the share of time in which a process runs or waits for a processor."""
+    """Meter of the share of time in which a process runs or waits for a processor."""
 
     pid: int
     _at: float = 0.0
     _wanted: float = 0.0
 
     def look(self, now: float) -> float:
-        """Return the share of the time since the last call in which the process ran or waited for a processor; 1.0 for
-        the first call, and where the kernel does not count."""
+        """Return the share of the time since the last call in which the process ran or waited for a processor. Return
+        1.0 at the first call, and if the kernel does not count these times."""
         counted = _counted(self.pid)
         if counted is None:
             return 1.0
@@ -88,8 +88,8 @@ async def unless_it_stands_still(done: Awaitable[object], pid: int, still_s: flo
     """Wait for `done`, which process `pid` must complete, as long as the process makes progress.
 
     Raises:
-        TimeoutError: the process neither ran nor waited for a processor for `still_s` seconds, or `most_s` seconds are
-            over.
+        TimeoutError: the process neither ran nor waited for a processor for `still_s` seconds, or the whole wait took
+            `most_s` seconds.
     """
     waiting = asyncio.ensure_future(done)
     began = moved = time.monotonic()

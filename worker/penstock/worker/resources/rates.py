@@ -21,35 +21,42 @@ from penstock.worker.resources.processor_time import NOTHING, ProcessorUse
 __all__ = ["BatchRates"]
 
 WINDOW_S = 1.0
-"""Shortest time between two readings, in seconds."""
+"""Shortest time between two readings of a progress page, in seconds."""
 
 
 @dataclass
 class BatchRates:
-    """Rates of one runner."""
+    """Rates of one runner, as of the last reading of its progress page."""
 
     since: float
-    """Monotonic time of the last reading, seconds."""
+    """Monotonic time of the last reading, in seconds."""
     batches_per_s: float = 0.0
     batch_s: float = 0.0
-    """Seconds of work for each batch; 0 = not known."""
+    """Seconds of work per batch; 0 = not known."""
     batch_cpu_s: float = 0.0
-    """Seconds of processor time for each batch; 0 = not known."""
+    """Seconds of processor time per batch; 0 = not known."""
     batch_delay_s: float = 0.0
-    """Part of `batch_s` in which the runner waited for a processor, in seconds."""
+    """Seconds per batch in which the runner waited for a processor; they are part of `batch_s`."""
     _total: int = 0
     _worked_s: float = 0.0
     _used: ProcessorUse = NOTHING
-    """Processor time up to the end of the newest batch in the rates; `_worked_s` is the work up to then."""
+    """Processor time used up to the newest batch that the rates include. `_worked_s` is the work up to the same
+    batch."""
     _done: int = 0
 
     def due(self, now: float) -> bool:
-        """Return whether enough time has passed for a new reading."""
+        """Return whether WINDOW_S have passed since the last reading."""
         return now - self.since >= WINDOW_S
 
     def look(self, now: float, total: int, worked_s: float, used: ProcessorUse = NOTHING) -> None:
-        """Take a reading. `total`: batches made so far. `worked_s`: seconds spent on batches so far. `used`: processor
-        time so far."""
+        """Update the rates from a reading of the progress page, if one is due.
+
+        Args:
+            now: monotonic time, seconds.
+            total: number of batches made so far.
+            worked_s: seconds spent on batches so far.
+            used: processor time used so far.
+        """
         if not self.due(now):
             return
         self.batches_per_s = max(0, total - self._total) / (now - self.since)
@@ -65,7 +72,7 @@ class BatchRates:
             self._takes(spent, used, 1)
 
     def _takes(self, spent: float, used: ProcessorUse, made: int) -> None:
-        """Update the rates: the last `made` batches took `spent` seconds of work."""
+        """Set the rates from the last `made` batches, which took `spent` seconds of work."""
         self.batch_s = spent / made
         self.batch_cpu_s = max(0.0, used.cpu_s - self._used.cpu_s) / made
         self.batch_delay_s = min(spent, max(0.0, used.delay_s - self._used.delay_s)) / made

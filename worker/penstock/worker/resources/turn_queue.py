@@ -1,11 +1,12 @@
 """A queue for tasks that take seconds of processor time: a few run at a time, the others wait in order.
 
 Starting a runner takes an interpreter, torch and the user's imports. If fifty start at once on two cores, each takes
-many times longer and exceeds its deadline. So as many start at a time as there are processors; helper tasks
+many times longer and exceeds its deadline. So as many start at a time as there are processors. Helper tasks
 (replayers.py) have another queue of this kind.
 
-A start that does not use a processor does not delay others: a runner whose input_fn reads an index for minutes, or
-waits for the other slots of its run, gives up its turn as soon as it is idle, and after `TURN_S` in any case.
+A start that does not use a processor does not delay others. A runner may be idle for minutes, because its input_fn
+reads an index or waits for other slots of its run. It gives up its turn as soon as it is idle, and after `TURN_S` in
+any case.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ from penstock.worker.resources.processor_time import LOOK_S, ProcessorDemand
 __all__ = ["QueueTurn", "TurnQueue"]
 
 TURN_S = 10.0
-"""Largest number of seconds after its fork in which a busy runner keeps its turn."""
+"""Largest number of seconds that a starting runner keeps its turn while it is busy."""
 IDLE_SHARE = 0.3
-"""Share of a processor below which a starting runner counts as idle, and gives its turn up."""
+"""Share of a processor below which a starting runner counts as idle, and gives up its turn."""
 IDLE_LOOKS = 2
-"""Consecutive measurements below IDLE_SHARE after which the turn ends."""
+"""Number of consecutive measurements below IDLE_SHARE after which a runner gives up its turn."""
 
 
 class QueueTurn:
-    """A turn: in the queue, then running, then over. Made by `TurnQueue.join`."""
+    """Turn of one task: first it waits in the queue, then the task runs, then the turn is over. Made by
+    `TurnQueue.join`."""
 
     def __init__(self, queue: TurnQueue) -> None:
         self._queue = queue
@@ -38,11 +40,12 @@ class QueueTurn:
 
     @property
     def place(self) -> int:
-        """Position in the queue, from 1; 0 if it is not in the queue any more."""
+        """Position of the turn in the queue, from 1; 0 if it does not wait any more."""
         return self._queue.place(self)
 
     async def end_when_idle(self, pid: int) -> None:
-        """Wait until the runner `pid` uses almost no processor time, or for TURN_S at most; then end the turn."""
+        """End the turn as soon as the starting runner `pid` uses almost no processor time, and after TURN_S in any
+        case."""
         demand, idle, until = ProcessorDemand(pid), 0, time.monotonic() + TURN_S
         while idle < IDLE_LOOKS and time.monotonic() < until and not self.over.is_set():
             idle = idle + 1 if demand.look(time.monotonic()) < IDLE_SHARE else 0
@@ -51,16 +54,17 @@ class QueueTurn:
         self.end()
 
     def end(self) -> None:
-        """End the turn; the next one begins. A second call does nothing."""
+        """End the turn, so that the next one begins. A second call does nothing."""
         if not self.over.is_set():
             self.over.set()
             self._queue.leave(self)
 
 
 class TurnQueue:
-    """
+    """Queue that lets a limited number of tasks run at the same time.
+
     Args:
-        at_once: largest number of turns at a time.
+        at_once: largest number of turns at the same time.
     """
 
     def __init__(self, at_once: int) -> None:
@@ -69,29 +73,31 @@ class TurnQueue:
         self._urgent: dict[QueueTurn, None] = {}
         self._others: dict[QueueTurn, None] = {}
         self._places: dict[QueueTurn, int] = {}
-        """Positions of the waiting turns; empty until the first request for one."""
+        """Positions of the waiting turns. They are computed only if one is requested."""
         self._lent: set[asyncio.Future[None]] = set()
 
     def __len__(self) -> int:
-        """Return the count of turns that wait."""
+        """Return the number of turns that wait."""
         return len(self._urgent) + len(self._others)
 
     def place(self, turn: QueueTurn) -> int:
-        """Return the position of a turn, see QueueTurn.place."""
+        """Return the position of a turn in the queue; see QueueTurn.place."""
         if len(self._places) != len(self):
             self._places = {waiting: number for number, waiting in enumerate([*self._urgent, *self._others], 1)}
         return self._places.get(turn, 0)
 
     def join(self, *, urgent: bool = False) -> QueueTurn:
-        """Join the queue at its end, or after the last urgent turn if `urgent`: urgent turns come first. The caller
-        must `end` the returned turn."""
+        """Add a turn to the queue and return it. The caller must `end` it.
+
+        urgent: put the turn after the last urgent one, before all others. Otherwise it goes to the end of the queue.
+        """
         turn = QueueTurn(self)
         (self._urgent if urgent else self._others)[turn] = None
         self._next()
         return turn
 
     def leave(self, turn: QueueTurn) -> None:
-        """Remove a turn, see QueueTurn.end."""
+        """Remove a turn from the queue; called by QueueTurn.end."""
         waiting = self._urgent if turn in self._urgent else self._others
         if turn in waiting:
             del waiting[turn]
@@ -102,7 +108,7 @@ class TurnQueue:
 
     @contextlib.asynccontextmanager
     async def turn(self, *, urgent: bool) -> AsyncIterator[None]:
-        """Wait for a turn, which ends with the block."""
+        """Wait for a turn, and end it at the end of the `with` block."""
         turn = self.join(urgent=urgent)
         try:
             await turn.came
@@ -111,7 +117,8 @@ class TurnQueue:
             turn.end()
 
     def lend_until(self, ended: Awaitable[None]) -> None:
-        """Allow one turn less until `ended`, because a start that failed still uses the machine."""
+        """Lower the limit by one until `ended` is done. A start that failed still uses the machine until its process
+        has ended."""
         self._under_way += 1
         lent = asyncio.ensure_future(ended)
         self._lent.add(lent)

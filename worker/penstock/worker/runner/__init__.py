@@ -1,1 +1,1 @@
-"""Programs of the child processes: the fork server, runners, replayers."""
+"""Programs of the worker's child processes: fork server, runner, helper process."""

@@ -1,13 +1,14 @@
-"""The fork server: the process from which a run's runners and helpers are forked. It has imported torch, and runs no
-threads and no user code.
+"""The fork server: the process from which a worker's runners and helper processes are forked. It has imported torch,
+and runs no threads and no user code.
 
-Importing torch takes a second or more and 150 MB; forking a process that has done so takes milliseconds, and the pages
-are shared. The daemon itself must never fork, for it runs gRPC; so it has a fork server, a fresh interpreter that
-imports what runners need, has no threads, no gRPC and no user code, and then only forks. It serves all runs of the
-daemon. A child leads a process group of its own and is a subreaper (see orphans.py), so that whatever user code starts
-can be killed with it, and dies with its fork server.
+Importing torch takes a second or more and 150 MB. Forking a process that has imported it takes milliseconds, and the
+memory is shared. The daemon itself must never fork, because it runs gRPC. So it starts a fork server: a fresh
+interpreter that imports what runners need, has no threads, no gRPC and no user code, and then only forks. It serves all
+runs of the daemon. A child leads a process group of its own and is a subreaper (see orphans.py). So every process that
+user code starts can be killed with the child, and dies with its fork server.
 
-What only children of a trainer's main script need is imported when the daemon says that one is coming.
+Some modules are needed only by runners that load a trainer's main script. They are imported when the daemon announces
+such a runner.
 
 The daemon gets a pidfd of each child with the answer to its request. The pidfd shows the child's end, also while the
 fork server is stopped. Only the fork server, as the parent, gets the exit status, and reports it.
@@ -51,9 +52,10 @@ from penstock.worker.processes.stack_dump import write_stacks_to
 __all__ = ["main"]
 
 ORPHANS_S = 0.05
-"""Seconds between two checks of orphans that are about to end."""
+"""Seconds between two checks for orphans that have not ended yet."""
 LAST_LOOKS = 90
-"""Largest number of checks for orphans at the end. After them the fork server ends, even if a fork bomb still runs."""
+"""Largest number of checks for orphans before the fork server ends. After them it ends even if processes are left, for
+example of a fork bomb."""
 
 
 def main() -> None:
@@ -109,8 +111,12 @@ def main() -> None:
 
 @contextlib.contextmanager
 def _collected_once() -> Iterator[None]:
-    """Import what stays, without the garbage collector: it would walk, again and again, what is there already, for a
-    fifth of the time that torch takes. Garbage is kept too: to find it would take 0.1 s, and it is a mebibyte."""
+    """Turn the garbage collector off while modules are imported in the `with` block, and exempt their objects from
+    later collections.
+
+    The collector would scan all objects again and again, for a fifth of the time that importing torch takes. Garbage is
+    kept too: finding it would take 0.1 s, and it is one MiB.
+    """
     gc.disable()
     yield
     gc.freeze()
@@ -118,15 +124,15 @@ def _collected_once() -> Iterator[None]:
 
 
 def _load_for_main_script() -> None:
-    """Import pydantic: each runner that loads the trainer's main script loads penstock.client, and that pydantic, for
-    0.1 s of a processor."""
+    """Import pydantic. Each runner that loads a trainer's main script imports penstock.client, which imports pydantic
+    in 0.1 s of processor time."""
     with _collected_once():
         import pydantic_settings  # noqa: F401
 
 
 def _reap(children: dict[int, int], channel: ControlChannel, orphans: Orphans) -> None:
-    """Collect the children that have died, and report their ends. Their group is killed first, while their process id
-    cannot be reused."""
+    """Reap the children that have died, and report their exit status to the daemon. Kill a child's process group first,
+    while its process id cannot be reused."""
     for pid in list(children):
         if not has_ended(pid):
             continue
@@ -136,7 +142,7 @@ def _reap(children: dict[int, int], channel: ControlChannel, orphans: Orphans) -
 
 
 def _end(children: Iterable[int], orphans: Orphans) -> None:
-    """Kill all descendants of this process: its children, and then the orphans that become its children."""
+    """Kill all descendants of this process: first its children, then the orphans that become its children."""
     for pid in children:
         kill_child(pid)
         reap(pid, group=False)
@@ -148,7 +154,10 @@ def _end(children: Iterable[int], orphans: Orphans) -> None:
 
 
 def _fork(message: ControlMessage, channel: ControlChannel, own: Iterable[int]) -> int:
-    """Fork a child; return its process id. `own`: descriptors that a child must not have."""
+    """Fork a child as the daemon's message requests. Return its process id.
+
+    own: descriptors of the fork server that the child must close.
+    """
     pid = fork(partial(_child, os.getpid(), message, channel, own))
     for fd in message.fds:
         os.close(fd)
@@ -156,8 +165,11 @@ def _fork(message: ControlMessage, channel: ControlChannel, own: Iterable[int]) 
 
 
 def _give_up_rights(tempdir: str) -> None:
-    """Drop the privileges that user code must not have. `tempdir`: directory for the sockets of multiprocessing, used
-    if this user may write to it."""
+    """Give up the privileges that user code must not have: change the user and enter the sandbox, as the command line
+    says.
+
+    tempdir: directory for the sockets of multiprocessing. It is used if the present user may write to it.
+    """
     for trait in sys.argv[3:]:
         if trait.startswith("user="):
             RunnerUser.decode(trait.removeprefix("user=")).become()
@@ -168,7 +180,8 @@ def _give_up_rights(tempdir: str) -> None:
 
 
 def _child(parent: int, message: ControlMessage, parents_channel: ControlChannel, own: Iterable[int]) -> int:
-    """Run the child; return its exit status. Only exceptions of Penstock's own code get here, never user errors."""
+    """Run the program of a forked child, and return its exit status. Errors of user code are handled inside; only
+    exceptions of Penstock's own code leave this function."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     parents_channel.sock.close()

@@ -1,8 +1,9 @@
-"""A warm helper: it has imported what a run's loaders need, and forks a fresh child for each task.
+"""A warm helper: a process that has imported what a run's loaders need, and forks a fresh child for each task.
 
-A child that is forked from the fork server first imports the user's modules, and the modules that input_fn imports: 0.1
-to 1 s, for each slot of a state. A warm helper imports them once, and then only forks. The forked child does the task
-(replayer.py), answers on the warm helper's own socket, and ends. So no task is affected by an earlier one.
+A child that is forked from the fork server must first import the user's modules, and the modules that input_fn imports.
+This takes 0.1 to 1 s for each slot of a state. A warm helper imports them once, and then only forks. The forked child
+does the task (replayer.py), answers on the warm helper's own socket, and ends. So no task is affected by an earlier
+one.
 
 A warm helper gives the same results as a fresh child only if importing had no other effect. If an import drew random
 numbers, read its assignment, started a thread or a process, or opened a file, the warm helper reports that and ends.
@@ -36,7 +37,8 @@ __all__ = ["run_helper"]
 
 
 def run_helper(channel: ControlChannel) -> None:
-    """Import what tasks need, report the result, and serve tasks until the daemon closes the channel."""
+    """Run a warm helper: import what tasks need, report the result, and do tasks until the daemon closes the
+    channel."""
     with contextlib.suppress(LaneLostError):
         message = cast(ControlMessage, channel.receive())
         spec = records_pb2.LoaderSpec.FromString(message.payload)
@@ -49,7 +51,8 @@ def run_helper(channel: ControlChannel) -> None:
 
 
 def _warm_up(spec: records_pb2.LoaderSpec, modules: Sequence[str]) -> str:
-    """Import the modules that the loader needs. Return the first other effect of that, "" for none."""
+    """Import the modules that the loader needs. Return a description of the first other effect that this had, "" if it
+    had none."""
     place_of.set_assignment(place_of.NEUTRAL)
     before = _surroundings()
     try:
@@ -66,7 +69,7 @@ def _warm_up(spec: records_pb2.LoaderSpec, modules: Sequence[str]) -> str:
 
 
 def _surroundings() -> dict[str, object]:
-    """Return the state of the process that an import should leave unchanged."""
+    """Return the state of this process that importing modules should not change."""
     return {
         "random generators": capture_rng(),
         "threads": len(os.listdir("/proc/self/task")),
@@ -76,8 +79,12 @@ def _surroundings() -> dict[str, object]:
 
 
 def _serve(channel: ControlChannel) -> None:
-    """Serve tasks until the daemon closes the channel, a task's process fails, or a task leaves processes behind. The
-    daemon repeats a failed task in a fresh child, which reports the error; the fork server cleans up."""
+    """Fork a child for each task that arrives. End when the daemon closes the channel, when the process of a task
+    fails, or when a task leaves processes behind.
+
+    The daemon repeats a failed task in a fresh child, which reports the error. The fork server kills processes left
+    behind.
+    """
     while True:
         readable(channel.fileno())
         if channel.hung_up():

@@ -1,11 +1,11 @@
 """A slot whose loader runs in the training process, in the thread that takes its batches.
 
-The loader, its start, its return to an earlier position and its recovery are those of a runner (worker/loader); a state
-is made as in a helper process (replayer.py). Nothing runs ahead of the loop: a batch is made when it is
-requested, so the loader's position is the loop's, and there is no ring, socket, snapshot or verification.
+The loader, its start, its return to an earlier position and its recovery are those of a runner (worker/loader). A state
+is made as in a helper process (replayer.py). A batch is made only when it is requested, so the loader is never ahead of
+the training loop. There is no ring, socket, snapshot or verification.
 
-A saved state holds the start of the slot's launch, which needs no verification, and the number of batches since;
-loaders that declare exact states are saved at their position. If the loader's own states are aggregated, a second
+A saved state holds the start of the slot's launch, which needs no verification, and the number of batches since.
+Loaders that declare exact states are saved at their position. If the loader's own states are aggregated, a second
 loader is brought to the step by replay, and its state is saved.
 """
 
@@ -48,7 +48,7 @@ __all__ = ["InProcessSlot", "MadeBatch", "SlotState"]
 
 @dataclass(frozen=True)
 class MadeBatch:
-    """Batch as a runner writes it into its ring, in memory of its own."""
+    """Batch in the form in which a runner writes it into its ring, but in memory of its own."""
 
     structure: Structure
     shapes: list[int]
@@ -62,10 +62,10 @@ class MadeBatch:
 
 @dataclass(frozen=True)
 class SlotState:
-    """Part of a state that belongs to one slot."""
+    """State of one slot at a position: its part of a saved state."""
 
     data: bytes
-    """Envelope of the state, as in a daemon's answer."""
+    """Encoded restart point, as in a daemon's answer to a state request."""
     samples: int
     digest: int
     next_digest: int = 0
@@ -74,17 +74,18 @@ class SlotState:
 
 @dataclass(frozen=True)
 class _BatchRecord:
-    """Record of a batch."""
+    """Record of a batch that was made."""
 
     epoch: int
     digest: int
     samples: int
-    """Total number of samples, including this batch."""
+    """Number of samples in all the slot's batches up to and including this one."""
 
 
 @contextmanager
 def _reraise_interrupts() -> Iterator[None]:
-    """Replace an InputFnError caused by Ctrl-C, or by quitting a debugger, with that exception."""
+    """Raise KeyboardInterrupt or BdbQuit instead of the InputFnError that it caused in the `with` block. They come from
+    Ctrl-C and from quitting a debugger."""
     try:
         yield
     except InputFnError as error:
@@ -94,12 +95,12 @@ def _reraise_interrupts() -> Iterator[None]:
 
 
 class InProcessSlot:
-    """A slot, from its assignment to its end.
+    """Slot whose loader runs in this process, from its assignment to its end.
 
     Args:
-        assignment: assignment as for a daemon; its loader has a name and options, and no arguments.
+        assignment: assignment as for a daemon. Its loader has a name and options, and no arguments.
         make: calls input_fn with its arguments.
-        resume: blob from which the attempt resumes; b"" to start fresh.
+        resume: encoded state from which the attempt resumes; b"" to start fresh.
         noted: number of newest batches whose digests are kept.
     """
 
@@ -113,20 +114,20 @@ class InProcessSlot:
         self._take = ReplayDigest(self._flattener, cover=self._cover).take
         self._globals = ProcessGlobals()
         self._start_data: bytes | None = None
-        """Encoded start of the stream."""
+        """Encoded restart point of the stream's start; None before it was taken, or if it cannot be encoded."""
         self._unsaved: Exception | None = None
         self._left: dict[int, int] = {}
         self._log: OrderedDict[int, _BatchRecord] = OrderedDict()
         self._noted = noted
         self._source: RestorableLoader | None = None
         self._lost = False
-        """Flag that the loader must be created again."""
+        """Flag that the loader must be made again and brought to its position before it is used."""
         self.capabilities = records_pb2.LoaderCapabilities(length=-1)
 
     # ---- the stream
 
     def prepare(self) -> None:
-        """Make the loader and bring it to the slot's start. Raise the errors that a runner would fail with."""
+        """Make the loader and bring it to the slot's start position. Raise the errors that a runner would report."""
         if self._source is not None:
             return
         with self._globals.in_place(), _reraise_interrupts():
@@ -140,8 +141,8 @@ class InProcessSlot:
         """Return the batch after `total`, which will be the box's `step`; None at the end of the epoch.
 
         Ctrl-C in the user's code, and quitting a debugger there, are raised unchanged and not as an InputFnError,
-        because they are meant for the process. The loader is then dropped, with a batch that was made and not
-        delivered; the next call creates the loader again.
+        because they are meant for the whole process. The loader is then dropped, with a batch that was made and not
+        delivered. The next call makes the loader again.
         """
         source = self._ready()
         if source.position.total != total:
@@ -163,7 +164,7 @@ class InProcessSlot:
         return made
 
     def leave(self, epoch: int, total: int) -> None:
-        """Abandon the epoch after batch `total`; the slot may have reached the epoch's end."""
+        """Abandon epoch `epoch` after the slot's batch `total`. The loader may have reached the epoch's end already."""
         source = self._ready()
         position = source.position
         with self._globals.in_place():
@@ -176,23 +177,23 @@ class InProcessSlot:
         self._left[epoch] = total
 
     def lose(self) -> None:
-        """Treat the loader as lost, as if its worker had died: the next call creates it again, and restores its
+        """Treat the loader as lost, as if its worker had died. The next call makes it again and restores its
         position."""
         self._lost = True
 
     def failure(self, error: BaseException) -> PenstockError:
-        """Return the error that a runner would report for this exception, raised while making the next batch."""
+        """Return the error that a runner would report for an exception raised while it made the next batch."""
         source = self._ready()
         return source.failed(f"batch {source.position.total + 1}", error)
 
     def drop(self) -> None:
-        """Release the loader and its worker processes."""
+        """Release the loader and its torch worker processes."""
         source, self._source = self._source, None
         if source is not None:
             source.drop()
 
     def aggregate(self, states: list[Any]) -> Any:
-        """Return one state made of all workers' states."""
+        """Return one state made of all workers' states by the loader's aggregate_state_dict."""
         source = self._ready()
         with self._globals.in_place():
             return source.aggregate(states)
@@ -210,7 +211,8 @@ class InProcessSlot:
         return self._rebuilt(position.epoch, position.total) if self._lost else self._source
 
     def _rebuilt(self, epoch: int, total: int) -> RestorableLoader:
-        """Return a second loader, brought to this loader's position in the way of a runner that takes the slot over."""
+        """Replace the loader by a new one, brought to batch `total` in epoch `epoch` as a runner that takes the slot
+        over would do. Return it."""
         if self._source is not None:
             self._source.drop()
         self._globals, noted = ProcessGlobals(), self._log.get(total)
@@ -223,7 +225,7 @@ class InProcessSlot:
         return source
 
     def _recover(self, source: RestorableLoader, target: Target) -> None:
-        """Bring a loader back to the slot's position."""
+        """Bring a new loader to the position `target` by a replay from the start of the stream."""
         plan = (
             None
             if self._start_data is None
@@ -237,7 +239,7 @@ class InProcessSlot:
         catch_up(source, target.epoch)
 
     def _keep(self, source: RestorableLoader, point: RestartPoint, begins: bool) -> None:
-        """Keep the start of the stream; other restart points, which a runner keeps, are ignored here."""
+        """Keep the restart point if the attempt begins there. A runner keeps later ones too; they are ignored here."""
         if not begins:
             return
         self._unsaved = source.unsaved
@@ -277,7 +279,7 @@ class InProcessSlot:
     # ---- states
 
     def state(self, epoch: int, delivered: int, total: int, step: int) -> SlotState:
-        """Return the slot's part of the state at a position that it has reached, which is the box's `step`."""
+        """Return the slot's part of a state at a position that the loader has reached. `step`: the box's step there."""
         source = self._ready()
         if self._unsaved is not None and self.capabilities.state_methods:
             raise self._unsaved
@@ -309,7 +311,8 @@ class InProcessSlot:
         return SlotState(data, at.samples, at.digest, following.digest, following.epoch > epoch)
 
     def _replayed(self, epoch: int, delivered: int, total: int, step: int) -> SlotState:
-        """Return the state of a second loader that is replayed to the position, as in a helper process."""
+        """Return the slot's part of a state, taken from a second loader that is replayed to the position, as in a
+        helper process."""
         assert self._start_data is not None
         point = RestartPoint.decode(self._start_data)
         fields = {

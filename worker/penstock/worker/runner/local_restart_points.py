@@ -1,4 +1,5 @@
-"""A runner's own record of its restart points, and its plan to return to where the loop abandoned an epoch."""
+"""A runner's own copies of its newest restart points, and its plan to return to where the training loop abandoned an
+epoch."""
 
 from __future__ import annotations
 
@@ -12,18 +13,18 @@ from penstock.worker.loader.restart_plan import Target
 __all__ = ["EncodedPoint", "LocalRestartPoints", "Return"]
 
 KEPT_POINTS = 16
-"""Number of epoch starts, and of snapshots, that are kept."""
+"""Number of newest epoch starts that are always kept, and of snapshots that are kept at most."""
 KEPT_BYTES = 64 << 20
-"""Bytes of epoch starts up to which more than KEPT_POINTS are kept: one for each epoch that the runner may be ahead of
-the loop."""
+"""Total size up to which more than KEPT_POINTS epoch starts are kept, in bytes: one for each epoch that the runner may
+be ahead of the training loop."""
 CHECKED_BATCHES = 4
-"""Batches between a snapshot and the position to return to; all of them are compared, because the snapshot is not
-verified."""
+"""Smallest number of batches from a snapshot to the position to return to. The replay compares all of them, because the
+snapshot is not verified."""
 
 
 @dataclass(frozen=True)
 class EncodedPoint:
-    """A restart point, encoded."""
+    """Encoded restart point, and its position."""
 
     epoch: int
     total: int
@@ -32,31 +33,33 @@ class EncodedPoint:
 
 @dataclass(frozen=True)
 class Return:
-    """Plan to go back to a position in an epoch that the runner ran ahead of."""
+    """Plan for returning to a position in an epoch, after the runner ran ahead of it."""
 
     inside: EncodedPoint | None
-    """Newest snapshot in the position's epoch, at least CHECKED_BATCHES before the position so that the replay compares
-    batches."""
+    """Newest snapshot in the position's epoch that lies at least CHECKED_BATCHES before the position, so that the
+    replay compares batches."""
     epoch_start: EncodedPoint | None
-    """Newest start of the position's epoch."""
+    """Newest start of the position's epoch that lies at or before the position."""
     earlier: EncodedPoint | None
-    """Newest start of an earlier epoch."""
+    """Newest restart point before the position's epoch: a snapshot, or the start of the run's first epoch."""
     first: EncodedPoint | None
-    """Newest earlier start to use if `epoch_start` is in doubt; that of the run's first epoch only for a position in
-    the second."""
+    """Newest restart point before the position's epoch that is used if `epoch_start` is in doubt. One in the run's
+    first epoch counts only if the position lies in the second epoch."""
     there: EncodedPoint | None
-    """Newest snapshot that was taken exactly at the position to return to."""
+    """Newest snapshot taken exactly at the position to return to."""
     probe: Target | None = None
-    """Position that a replay from `epoch_start` must reach before `epoch_start` is trusted. Set if the loop took no
-    batch of the epoch, because then no batch of the replay itself can be compared."""
+    """Position to which a replay from `epoch_start` must lead before `epoch_start` is trusted; None: no test. Set if
+    the training loop took no batch of the epoch: the return itself then replays no batch that could be compared."""
 
     def ways(self, *, origin_doubted: bool) -> list[EncodedPoint]:
         """Return the restart points to try, the best first; empty if none is kept.
 
         The first is a snapshot before the position. The second is the epoch's start, which is wrong for a loader that
         begins an epoch in its first next(). The third is a point before the epoch. The last is a snapshot of exactly
-        the position: a loader that was just loaded and has yielded nothing may not know that it is in the middle of
-        an epoch, and would continue it when the next one is opened.
+        the position: a loader that was just loaded and has yielded nothing may not know that it is in the middle of an
+        epoch, and would continue it when the next one is opened.
+
+        origin_doubted: the epoch's start has failed its test (`probe`). Then a point before the epoch is tried first.
         """
         doubted = origin_doubted and self.inside is None
         order = [self.first if doubted else None, self.inside, self.epoch_start, self.earlier, self.there]
@@ -64,15 +67,15 @@ class Return:
 
 
 class LocalRestartPoints:
-    """The newest epoch starts and snapshots."""
+    """Newest epoch starts and snapshots of a runner's loader."""
 
     def __init__(self) -> None:
         self._origins: deque[EncodedPoint] = deque()
         self._snapshots: deque[EncodedPoint] = deque(maxlen=KEPT_POINTS)
 
     def add(self, point: EncodedPoint, *, epoch_start: bool) -> None:
-        """Add a restart point, and drop the oldest. Several epochs are kept, because a slot with short or empty epochs
-        may be many epochs ahead of the loop, which may abandon any of them."""
+        """Add a restart point, and drop the oldest ones above the limits. Starts of several epochs are kept: a slot
+        with short or empty epochs may be many epochs ahead of the training loop, which may abandon any of them."""
         (self._origins if epoch_start else self._snapshots).append(point)
         epoch_starts = self._origins
         while len(epoch_starts) > KEPT_POINTS and (
@@ -82,18 +85,18 @@ class LocalRestartPoints:
             epoch_starts.popleft()
 
     def forget_after(self, epoch: int) -> None:
-        """Drop the restart points of later epochs."""
+        """Drop the restart points of epochs after `epoch`."""
         for points in (self._origins, self._snapshots):
             while points and points[-1].epoch > epoch:
                 points.pop()
 
     def plan_return(self, target: Target, *, exact: bool, following: int = 0) -> Return:
-        """Plan the replay back to a position.
+        """Plan how to return to the position `target`.
 
         Args:
             exact: the loader's snapshots need no verification.
-            following: digest of the batch that came next in the same epoch; 0 if it is not known, or if the loader must
-                not be tried.
+            following: digest of the batch after the position in the same epoch; 0 if it is not known, or if the epoch
+                start must not be tested.
         """
         epoch, total, left, snapshots = target.epoch, target.total, target.left, self._snapshots
         near = total - (1 if exact else CHECKED_BATCHES)

@@ -39,7 +39,7 @@ __all__ = ["run_task", "state_at"]
 _log = logging.getLogger("penstock.worker")
 
 MOST_MODULES = 8192
-"""Largest number of module names in a report."""
+"""Largest number of module names that a helper process reports."""
 
 
 class _Answer(Protocol):
@@ -47,8 +47,8 @@ class _Answer(Protocol):
 
 
 class _ReportingAnswer:
-    """Answer that also reports the modules imported for the task, which warm helpers then import
-    (helper_process.py)."""
+    """Channel wrapper that adds to an answer the modules imported for the task. Warm helpers then import the same
+    modules (helper_process.py)."""
 
     def __init__(self, channel: ControlChannel, known: set[str]) -> None:
         self._channel, self._known = channel, known
@@ -59,8 +59,7 @@ class _ReportingAnswer:
 
 
 def run_task(channel: ControlChannel) -> None:
-    """Do one task. The messages received are `assign`, any number of `point`, and the task; the answer is `done` or
-    `failed`."""
+    """Do one task. Receive the messages `assign`, any number of `point`, and the task; send `done` or `failed`."""
     forks.host_user_code()
     forks.keep(channel)
     known = set(sys.modules)
@@ -106,11 +105,18 @@ def _verify(
 ) -> dict[str, Any]:
     """Return whether the restart point leads to the delivered batches, and if not, which batch differs.
 
-    `digests`: total -> [epoch, digest] of the batches after the restart point. If some of them are of later epochs, the
-    loader's crossing is determined too (see epoch_crossing.py). `crossing`: the crossing known so far. `opened`: a
-    snapshot of the streaming loader after the first batch of the next epoch. `generators`: see _compare. `early`: like
-    `digests`, for the slot's first batches, or empty. If the restart point does not lead to the delivered batches, a
-    new loader is compared with the early ones.
+    Args:
+        source: a newly built loader.
+        point: the restart point to verify.
+        fields: fields of the task.
+            `digests`: total -> [epoch, digest] of the delivered batches after the restart point. If some are of later
+                epochs, the loader's crossing is found too (see epoch_crossing.py).
+            `crossing`: the crossing known so far.
+            `left`: whether the training loop abandoned the restart point's epoch after the last of its batches.
+            `generators`: see _compare.
+            `early`: like `digests`, for the slot's first batches, or empty. If the restart point is wrong, they are
+                compared with the batches of a new loader.
+        opened: a snapshot of the streaming loader after the first batch of the next epoch.
     """
     delivered = {int(total): (epoch, digest) for total, (epoch, digest) in fields["digests"].items()}
     source.restore(point)
@@ -141,8 +147,8 @@ def _find_crossing(
     known: str,
     opened: RestartPoint | None,
 ) -> str:
-    """Return the crossing by which the loader, at the end of its epoch, continues with these batches of later epochs:
-    the known crossing if it is still right, otherwise a more careful one."""
+    """Return the crossing by which the loader, at the end of its epoch, continues with the batches `beyond` of later
+    epochs. Return the known crossing if it is still right, otherwise a more careful one."""
     end, position = source.rng(), source.position.copy()
     for way in to_try(known):
         source.position = position.copy()
@@ -163,8 +169,11 @@ def _leads_on(
     replay_digest: ReplayDigest,
     opened: RestartPoint | None,
 ) -> bool:
-    """Return whether the loader, between two epochs, continues with these batches. After the first of them its state
-    must also equal that of the streaming loader, because later epochs may depend on that state."""
+    """Return whether the loader, between two epochs, continues with the batches `beyond`.
+
+    opened: snapshot of the streaming loader after the first of these batches. The loader's state must then be the same,
+    because later epochs may depend on it.
+    """
     for epoch in sorted({epoch for epoch, _ in beyond.values()}):
         while source.position.epoch < epoch:
             if not source.is_open:
@@ -185,9 +194,12 @@ def _compare(
     generators: int = 0,
     opened: RestartPoint | None = None,
 ) -> tuple[int, str]:
-    """Return the number of the first batch of this epoch that differs from the delivered one, and how; or 0 and "".
-    `generators`: hash of the generators after the first batch, 0 if not known. `opened`: snapshot of the loader that
-    streamed, after one of the batches."""
+    """Make the delivered batches of this epoch again. Return the number of the first one that differs, and how; 0 and
+    "" if none does.
+
+    generators: hash of the random generators after the first batch, 0 if not known. opened: snapshot of the streaming
+    loader after one of the batches; the loader must be in the same state there.
+    """
     while (expected := delivered.get(source.position.total + 1)) is not None and expected[0] == epoch:
         batch = source.next()
         if batch is END:
@@ -205,13 +217,14 @@ def _compare(
 
 
 def _equals(source: RestorableLoader, point: RestartPoint) -> bool:
-    """Return whether the loader's state and the random generators equal those of the snapshot."""
+    """Return whether the states of the loader and of the random generators equal those in the snapshot."""
     state = source.state(point.step or point.position.total)[0]
     return source.rng() == point.rng and encode_state(state) == encode_state(point.state)
 
 
 def _advanced(point: RestartPoint, assignment: records_pb2.WorkerAssignment, fields: dict[str, Any]) -> bytes:
-    """Return the state that the loader's class computes for a later position in the restart point's epoch."""
+    """Return the encoded state for a later position in the restart point's epoch, computed by the loader's class
+    (`advance_state`)."""
     loader = load_class(fields["loader"], assignment.loader)
     position = StreamPosition(point.position.epoch, fields["delivered"], fields["total"], fields["samples"])
     state = loader.advance_state(point.state, position.total - point.position.total)
@@ -219,8 +232,8 @@ def _advanced(point: RestartPoint, assignment: records_pb2.WorkerAssignment, fie
 
 
 def _no_batch_before(source: RestorableLoader, epoch: int) -> bool:
-    """Return whether no batch comes before epoch `epoch`. If one does, the loop abandoned an epoch that is not known
-    here, and a resume from this state would continue that epoch."""
+    """Return whether the loader reaches epoch `epoch` without yielding a batch. If it yields one, the training loop
+    abandoned an epoch that this process does not know of, and a resume from this state would continue that epoch."""
     while source.position.epoch < epoch:
         if not source.is_open:
             source.open_epoch()
@@ -232,9 +245,14 @@ def _no_batch_before(source: RestorableLoader, epoch: int) -> bool:
 def state_at(
     source: RestorableLoader, point: RestartPoint, fields: dict[str, Any], replay_digest: ReplayDigest
 ) -> tuple[dict[str, Any], bytes]:
-    """Replay the slot from the restart point until it has made `fields["total"]` batches over the run, in epoch
-    `fields["epoch"]`, and save the loader's state for the box's step `fields["step"]`. If the restart point does not
-    lead to that position, replay from the beginning of the run. Return the fields of the position, and the state."""
+    """Replay the slot from the restart point to a position, and save the loader's state there. If the restart point
+    does not lead to the position, replay from the beginning of the run.
+
+    Returns the fields that describe the position, and the state.
+
+    fields: fields of the task. `total`: the slot's batches over the run at the position. `epoch`: its epoch. `step`:
+    the box's step for which the state is saved.
+    """
     try:
         source.restore(point)
         return _replayed(source, point, point.position.epoch, fields, replay_digest)
@@ -252,8 +270,11 @@ def state_at(
 def _replayed(
     source: RestorableLoader, point: RestartPoint, known_until: int, fields: dict[str, Any], replay_digest: ReplayDigest
 ) -> tuple[dict[str, Any], bytes]:
-    """Return the fields that describe the replay from a restart point to the source's position, and the state taken
-    there. `known_until`: epoch before which the history names all abandoned epochs."""
+    """Replay from a restart point, at which the loader is, to the position in `fields`, and take the state there.
+    Return the fields that describe the position, and the state.
+
+    known_until: epoch before which the history lists all abandoned epochs.
+    """
     delivered = {int(total): digest for total, digest in fields["digests"].items()}
     replayed: deque[tuple[int, int, int]] = deque(maxlen=ENTRIES)
 

@@ -1,11 +1,11 @@
 """The program of a runner: one slot's loader, in the main thread of its own process.
 
     next(loader) -> flatten into a ring entry -> digest, progress page -> snapshot, if one is due -> descriptor to the
-    consumer
+        consumer
 
 The process has no thread of Penstock and no gRPC, because user code may fork in it. It polls its two sockets, the
-lane's and the daemon's, only between two batches, and only if the ring is half full, the batch was slow, or the runner
-is idle.
+lane's and the daemon's, only between two batches. It does so only if the ring is half full, the batch was slow, or the
+runner is idle.
 """
 
 from __future__ import annotations
@@ -61,19 +61,19 @@ __all__ = ["run_slot"]
 _log = logging.getLogger("penstock.worker")
 
 SLOW_BATCH_S = 0.001
-"""Seconds that a batch must take for the sockets to be polled after it; a poll costs 2 us."""
+"""Smallest number of seconds for a batch after which the sockets are polled at once. A poll takes 2 us."""
 LONGEST_DEAF_S = 0.1
-"""Largest number of seconds between two polls while batches are fast."""
+"""Largest number of seconds between two polls of the sockets while batches are fast."""
 KEPT_LEFT = 64
-"""Number of newest abandoned epochs that a runner keeps; each has at least one epoch start."""
+"""Number of newest abandoned epochs that a runner remembers."""
 
 
 class _StopError(Exception):
-    """Raised when the daemon asks this slot to end."""
+    """Signal that the daemon has asked this slot to end."""
 
 
 def run_slot(channel: ControlChannel, progress_page: ProgressPage) -> None:
-    """Run a slot, from its assignment to its end."""
+    """Run a slot in this process, from its assignment to its end."""
     message = cast(ControlMessage, channel.receive())
     assignment = assignment_of(message)
     runner = _Runner(assignment, channel, progress_page)
@@ -92,12 +92,12 @@ def run_slot(channel: ControlChannel, progress_page: ProgressPage) -> None:
 
 @dataclass
 class _Start:
-    """Data from the daemon for the start of the slot, besides the assignment."""
+    """Data that the daemon sends after the assignment, for the start of the slot."""
 
     resume: dict[str, Any] | None
     points: list[RestartPoint]
     begins: bool = False
-    """Flag that the restart point of the attempt's beginning is not among `points`, so it must be made again."""
+    """Flag that the restart point at the attempt's beginning is not among `points` and must be made again."""
 
 
 class _Runner:
@@ -120,20 +120,20 @@ class _Runner:
         self._cadence = SnapshotCadence()
         self._own = LocalRestartPoints()
         self._start_data = b""
-        """Encoded start of the stream."""
+        """Encoded restart point from which this runner's stream starts."""
         self._counts = False
-        """Flag that states of the loader lead to wrong batches, so restart points are numbers of batches from the
-        start."""
+        """Flag that the loader's own states lead to wrong batches. Restart points are then saved as numbers of batches
+        after the stream's start."""
         self._left: dict[int, int] = {}
-        """Epoch -> the slot's batches when the loop abandoned it."""
+        """Epochs that the training loop abandoned: number of the epoch -> the slot's total where it was abandoned."""
         self._hello: lane_pb2.Hello | None = None
         self._points: list[RestartPoint] = []
-        """Restart points that arrived after the start; the previous runner, which continued meanwhile, made them."""
+        """Restart points received after the start, which the slot's previous runner made meanwhile."""
         self._looked = False
         self._begun = False
         self._generators_at = 0
-        """Number of the batch after which the generators are reported: the first batch after the newest restart point,
-        whose verification compares them."""
+        """Number of the batch after which a hash of the random generators is sent to the daemon: the first batch after
+        the newest restart point. The verification of that restart point compares it."""
         self._last_look = 0.0
         self._poll = select.poll()
         self._poll.register(channel.fileno(), select.POLLIN)
@@ -147,8 +147,7 @@ class _Runner:
     # ---- starting
 
     def prepare(self) -> None:
-        """Build the loader and bring it to where the slot starts; a failure is reported to the daemon and ends the
-        process."""
+        """Make the loader and bring it to the slot's start position. A failure is reported and ends the slot."""
         source = self.source
         self._doing("starting")
         try:
@@ -189,8 +188,8 @@ class _Runner:
         return sent
 
     def _recover(self, points: list[RestartPoint]) -> None:
-        """Bring the loader of a slot that another runner had before to the batch after the last delivered one, and
-        compare the replayed batches."""
+        """Bring the loader of a slot that another runner had before to the position after the last delivered batch.
+        Compare the batches that are replayed on the way with the delivered ones."""
         self._doing("waiting")
         while self._hello is None:
             self._serve(None)
@@ -207,15 +206,14 @@ class _Runner:
         catch_up(source, hello.epoch)
 
     def _await_resume(self) -> dict[str, Any]:
-        """Request the state from which the launch resumed from the daemon, which does not send it at the start, and
-        return it."""
+        """Request the state that the launch resumed from, which the daemon does not send in a recovery. Return it."""
         self._channel.send("wants_resume")
         while (message := cast(ControlMessage, self._channel.receive())).kind != "resume":
             self._handle(message)
         return cast(dict[str, Any], decode_state(payload_of(message)))
 
     def _open_epoch(self) -> None:
-        """Open the next epoch, and keep its epoch start."""
+        """Open the next epoch of the loader, and keep its epoch start as a restart point."""
         source = self.source
         self._keep(source.open_epoch(step=self._step_of(source.position.total)))
 
@@ -244,7 +242,7 @@ class _Runner:
     # ---- streaming
 
     def stream(self) -> None:
-        """Stream epoch after epoch, as far as the consumer opens them, until the daemon ends the slot."""
+        """Stream one epoch after the other, as soon as the consumer opens it, until the daemon ends the slot."""
         source = self.source
         try:
             while True:
@@ -345,7 +343,7 @@ class _Runner:
                     return
 
     def _next(self) -> Any:
-        """Return the next batch or END; the user's code may build it in a ring entry."""
+        """Return the loader's next batch, or END. User code may build the batch in a ring entry meanwhile."""
         self._lease.offered = True
         try:
             return self.source.next()
@@ -355,7 +353,8 @@ class _Runner:
                 raise self._interrupt
 
     def _learn(self, structure: Structure) -> int:
-        """Return a number for a structure. The table keeps the structure alive, so that no other object gets its id."""
+        """Give a new batch structure a number, and announce it to consumers. Return the number. The table keeps the
+        structure alive, so that no other object gets its id."""
         self._structures += 1
         self._numbers[id(structure)] = self._structures, structure
         if len(self._numbers) > KNOWN_STRUCTURES:
@@ -364,7 +363,7 @@ class _Runner:
         return self._structures
 
     def _reserve(self, flat: FlatBatch) -> FreeEntry | None:
-        """Wait for a ring entry and return it; None if the loop abandoned this epoch meanwhile."""
+        """Wait for a free ring entry and return it; None if the training loop abandons the epoch meanwhile."""
         producer = self.producer
         need = flat.nbytes + (8 * len(flat.shapes) if len(flat.shapes) > LONG_SHAPES else 0)
         entry = self._lease.take(flat, need) or producer.reserve(need)
@@ -380,8 +379,8 @@ class _Runner:
         return entry
 
     def _wait_in_user_code(self) -> bool:
-        """Wait for a ring entry in which user code will build a batch. Return False if the loop abandoned this epoch
-        meanwhile, or after an error. The error is raised only after user code has returned, because user code might
+        """Wait for a free ring entry while user code builds a batch. Return False if the training loop has abandoned
+        the epoch, or after an error. The error is raised only after user code has returned, because user code might
         catch it."""
         if self._interrupt is None and not self.producer.abandoned:
             self._doing("sending")
@@ -395,8 +394,8 @@ class _Runner:
     # ---- snapshots
 
     def _snapshot(self) -> None:
-        """Save the loader after this batch. A loader that cannot be saved continues to stream; the save reports the
-        error."""
+        """Take a snapshot of the loader at its present position, and send it to the daemon. If that fails, report the
+        error and take no more snapshots; the stream continues, and the next save raises the error."""
         source, producer = self.source, self.producer
         total = source.position.total
         steps = producer.wanted.pop(total, None)
@@ -425,14 +424,16 @@ class _Runner:
         return self._counts and point.behind is not None
 
     def _step_of(self, total: int) -> int:
-        """Return the box's step that delivers this batch, if all slots of the box are still in the epoch."""
+        """Return the box's step of the slot's batch `total`, if all slots of the box have batches left in the epoch."""
         return self._first_step + (total - self._first_total - 1) * self._stride
 
     def _keep(
         self, point: RestartPoint, start: bool = False, *, epoch_start: bool = True, begins: bool = False
     ) -> None:
-        """Keep a restart point. `start`: this runner's stream starts from it, so it needs no verification. `begins`:
-        the attempt began there, too."""
+        """Encode a restart point, keep it, and send it to the daemon.
+
+        start: this runner's stream starts from it, so it needs no verification. begins: the attempt begins there too.
+        """
         error = self.source.unsaved
         if error is None:
             try:
@@ -454,7 +455,7 @@ class _Runner:
         self._channel.send("unsaved", error=plain_detail(error))
 
     def _send_restart_point(self, point: RestartPoint, data: bytes, *, epoch_start: bool, **given: bool) -> None:
-        """Send a restart point to the daemon. `given`: further flags, see StoredSnapshot in snapshots.py."""
+        """Keep a restart point and send it to the daemon. `given`: further flags, see StoredSnapshot (snapshots.py)."""
         position, flags = (
             point.position,
             cast(dict[str, Any], {"start": False, "wanted": False, "begins": False} | given),
@@ -474,8 +475,8 @@ class _Runner:
         )
 
     def _go_back(self) -> None:
-        """Return to where the loop abandoned the epoch, and close the epoch there. The loader and its random generators
-        had run ahead, and later batches must not depend on how far."""
+        """Return to where the training loop abandoned an epoch, and close the epoch there. The loader and its random
+        generators had run ahead, and later batches must not depend on how far they ran."""
         source, producer = self.source, self.producer
         epoch, delivered = producer.abandoned.popleft(), producer.delivered
         position = source.position
@@ -532,8 +533,8 @@ class _Runner:
             raise StateMismatchError(mismatch.message) from mismatch
 
     def _is_doubted(self, plan: Return) -> bool:
-        """Return whether the epoch start is in doubt: a loader restored from it does not continue with the batch that
-        followed there."""
+        """Return whether the epoch start is wrong: a loader restored from it does not continue with the batch that
+        followed it before."""
         if plan.probe is None or plan.epoch_start is None:
             return False
         try:
@@ -543,8 +544,9 @@ class _Runner:
         return False
 
     def _leave_unsaved(self, epoch: int, total: int) -> None:
-        """Abandon the epoch of a loader without states. It cannot be rewound: what it read ahead, for example from a
-        queue, is lost. From here on its random numbers depend only on the position."""
+        """Abandon an epoch with a loader that has no state methods. The loader cannot be restored to an earlier
+        position: data that it read ahead, for example from a queue, is lost. Seed its random generators by the
+        position."""
         source, delivered = self.source, self._progress_page.entry(total)
         source.reseed("left", epoch, total)
         source.position.epoch, source.position.total = epoch, total
@@ -554,7 +556,8 @@ class _Runner:
     # ---- the two sockets
 
     def _serve(self, timeout_s: float | None) -> None:
-        """Wait for the daemon or the consumer, and handle their messages."""
+        """Wait for a message of the daemon or the consumer, at most `timeout_s` seconds, and handle all messages that
+        have arrived."""
         producer, poll = self.producer, self._poll
         producer.flush()
         consumer = producer.fileno(), select.POLLIN | (select.POLLOUT if producer.blocked else 0)

@@ -1,1 +1,1 @@
-"""The slots of a worker: their runners, restart points, verifications, reports."""
+"""Slots on a worker: their runners, their restart points and the verification of these, answers and reports."""

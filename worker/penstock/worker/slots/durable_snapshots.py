@@ -1,8 +1,8 @@
-"""Durable restart points of a slot: those that the coordinator keeps for a runner that takes over elsewhere.
+"""Durable restart points of a slot: copies that the coordinator keeps. A runner on another worker continues from them.
 
 The first restart point, where the attempt began, is durable before any batch can be fetched, so that every delivered
-batch can be recovered. A later runner can reach it like the first one: by input_fn, and by the state that the attempt
-resumed from, which the coordinator has anyway. So a large first restart point is kept without its bytes.
+batch can be recovered. Any later runner can make this restart point again: by input_fn, and by the state that the
+attempt resumed from, which the coordinator has anyway. So if it is large, only its position is kept.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from penstock.worker.slots.snapshots import StoredSnapshot
 __all__ = ["NOT_OURS", "DurableSnapshots"]
 
 NOT_OURS = (CoordinatorUnavailableError, DeadlineError, JournalError)
-"""Errors of the coordinator that are temporary."""
+"""Temporary errors whose cause is the coordinator, after which a call is tried again."""
 LARGE = 1 << 20
-"""Size in bytes above which the first restart point of an attempt is kept without its content."""
+"""Size above which the first restart point of an attempt is kept without its bytes, in bytes."""
 AGAIN_S = 0.2
 """Seconds between two calls while the coordinator is unreachable."""
 
 
 class DurableSnapshots:
-    """The durable restart points of one slot."""
+    """Sender of one slot's restart points to the coordinator, which makes them durable."""
 
     def __init__(self, slot: SlotContext) -> None:
         self._slot = slot
         self.refused = ""
-        """Reason for which the coordinator refused the last snapshot; "" = not refused."""
+        """Reason why the coordinator refused the last restart point; "" = it accepted it."""
 
     async def keep_up(self) -> None:
-        """Make the newest restart point durable, as often as the slot's quota allows."""
+        """Make the newest restart point durable again and again, as often as the slot's quota allows."""
         slot = self._slot
         await slot.ready.wait()
         # The slots of a job start together, so each begins after a random delay.
@@ -50,21 +50,28 @@ class DurableSnapshots:
             await asyncio.sleep(slot.host.share.pause_s(size))
 
     def newest(self, below: int | None = None) -> list[StoredSnapshot]:
-        """Return the newest usable restart point with fewer batches than `below`, as a list of at most one."""
+        """Return the newest usable restart point, as a list of at most one.
+
+        below: the restart point must lie before this number of batches; None: anywhere.
+        """
         slot = self._slot
         return [point for point in slot.store if slot.usable(point) and (below is None or point.total < below)][-1:]
 
     async def prepare_migration(self) -> None:
-        """Make durable the restart point from which a target worker replays least: the newest strictly before the last
-        batch that the loop took. That batch is not known exactly: it lies between the last that was reported to the
-        runner and the last that the runner made. So two restart points may be made durable."""
+        """Make durable the restart point from which a target worker must replay the fewest batches. It is the newest
+        one before the last batch that the training loop took.
+
+        That batch is not known exactly: it lies between the last one reported to the runner and the last one that the
+        runner made. So two restart points may be made durable.
+        """
         self._slot.progress_page.refresh()
         for point in self.newest(self._slot.progress_page.delivered) + self.newest():
             if not point.durable:
                 await self.make(point)
 
     async def make(self, point: StoredSnapshot) -> None:
-        """Make a restart point durable, unless the coordinator refuses it."""
+        """Send a restart point to the coordinator, which makes it durable or refuses it. Wait while the coordinator is
+        unreachable."""
         slot, logged = self._slot, False
         data = b"" if point.begins and len(point.data) > LARGE else point.data
         header = self._header(point, len(data))

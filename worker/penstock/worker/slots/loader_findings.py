@@ -1,4 +1,4 @@
-"""Findings about a run's loader, shared by the run's slots on this worker."""
+"""Findings of a worker about a run's loader. The run's slots on this worker share them."""
 
 from __future__ import annotations
 
@@ -9,29 +9,32 @@ from penstock.proto.errors import ReplayMismatchError
 __all__ = ["FIRST_DEPTH", "LoaderFindings"]
 
 FIRST_DEPTH = 16
-"""Largest number of batches that the first long verification compares, and each verification before it."""
+"""Number of batches that the first long verification compares. Before it, each verification compares at most as
+many."""
 
 
 @dataclass
 class LoaderFindings:
-    """Findings about a run's loader on this worker."""
+    """Findings about one run's loader on this worker."""
 
     crossing: str = ""
-    """See StreamHistory.crossing in restart_points.py."""
+    """Way in which the loader enters the next epoch after a restore; see StreamHistory.crossing in
+    restart_points.py."""
     depth: int = FIRST_DEPTH
-    """Batches that the next long verification compares."""
+    """Number of batches that the next long verification compares."""
     near_s: float = 0.0
-    """Seconds of processor time of the short verifications since the last long one."""
+    """Processor time of all short verifications since the last long one, in seconds."""
     far_s: float = 0.0
     """Expected processor time of the next long verification, in seconds; 0 before the first."""
     misleads: bool = False
-    """Flag that a state of the loader led first to the right batches and later to wrong ones, so no state is used."""
+    """Flag that a state of the loader led to the right batches first and to wrong ones later. No state of it is used
+    then."""
     not_used: str = ""
-    """Reason for not using the loader's snapshots, as logged once; "" = they are used."""
+    """Reason why the loader's snapshots are not used, as logged once; "" = they are used."""
     checked: bool = False
-    """Flag that a loader that declares exact_states was verified once."""
+    """Flag that the loader was verified at least once. A loader that declares exact_states is then trusted."""
     inexact: bool = False
-    """Flag that the verification of a loader that declares exact_states failed."""
+    """Flag that a verification failed, so that exact_states is not believed any more."""
     unrepeatable: ReplayMismatchError | None = None
-    """Error for a save, if the loader has no state methods and yields other batches when replayed from its
-    beginning."""
+    """Error that a save must raise; None = none. Set if the loader has no state methods and yields other batches when
+    it is replayed from its beginning."""

@@ -1,5 +1,5 @@
-"""The watch over a runner's memory, if runner_memory limits it. A runner above the limit ends at a snapshot and is
-replaced; a runner far above the limit is killed."""
+"""The watch over a runner's memory, if runner_memory limits it. A runner above the limit is replaced at a snapshot. A
+runner far above the limit is killed."""
 
 from __future__ import annotations
 
@@ -19,23 +19,26 @@ __all__ = ["HARD_LIMIT", "MemoryWatch", "killed_for_memory"]
 MEMORY_S = 1.0
 """Seconds between two measurements of a runner's memory."""
 MEMORY_SHARE = 0.02
-"""Largest share of a processor for these measurements. A large runner takes longer to measure, so it is measured more
-rarely."""
+"""Largest share of a processor that measuring one runner's memory may take. A large runner takes longer to measure, so
+it is measured more rarely."""
 HARD_LIMIT = 2
-"""Factor of the limit at which a runner is killed at once."""
+"""Multiple of the memory limit above which a runner is killed at once."""
 GAIN_S = 0.05
-"""Seconds between two checks whether a runner that will be replaced has made progress that can be saved."""
+"""Seconds between two checks whether a runner that is about to be replaced has made progress that can be saved."""
 
 
 class MemoryWatch:
-    """The memory watch of one slot."""
+    """Watch over the memory of one slot's runner."""
 
     def __init__(self, slot: SlotContext, verifier: RestartPointVerifier, durable: DurableSnapshots) -> None:
         self._slot, self._verifier, self._durable = slot, verifier, durable
 
     async def run(self, pid: int, limit: int) -> None:
-        """Watch the memory of a runner. If it exceeds the limit, end the runner at a snapshot, from which another one
-        continues."""
+        """Measure the runner's memory until the slot ends. If it exceeds the limit, save the runner's progress and
+        replace it by another runner.
+
+        pid: process id of the runner. limit: largest memory, in bytes.
+        """
         slot = self._slot
         took, most, begun, young = 0.0, 0, False, True
         handing: asyncio.Task[None] | None = None
@@ -65,9 +68,12 @@ class MemoryWatch:
                 handing = slot.spawn(self._save_progress())
 
     async def _save_progress(self) -> None:
-        """Make this runner's progress durable before it is replaced. Otherwise its replacement would replay, and leak,
-        as much. Wait until one of the runner's own snapshots is verified and the loop has taken one more batch; return
-        at once for a loader that is not saved."""
+        """Make this runner's progress durable before it is replaced. Otherwise its replacement would replay the same
+        batches, and use as much memory again.
+
+        Wait until one of the runner's own snapshots is verified and the training loop has taken one more batch. Return
+        at once if the loader is not saved.
+        """
         slot = self._slot
         await slot.begun.wait()
         while own := [
@@ -86,9 +92,11 @@ class MemoryWatch:
 
 
 def killed_for_memory(slot: SlotContext, whose: OutOfMemory, *, young: bool) -> None:
-    """Report the slot lost after the kernel killed its runner, or one of the runner's processes, because memory ran
-    out. If the limit of its control group was reached, treat the runner as the memory watch does. `young`: before the
-    runner's second batch."""
+    """Report the slot lost after the kernel killed a process of its runner because memory ran out. If the limit of the
+    runner's control group was reached, act as the memory watch does for a runner above its limit.
+
+    whose: the limit that was reached. young: the runner had not made its second batch.
+    """
     at = f"was killed by the kernel at batch {slot.progress_page.total}, because"
     if whose is OutOfMemory.OWN:
         slot.recycle = slot.outgrown = young
@@ -101,7 +109,7 @@ def killed_for_memory(slot: SlotContext, whose: OutOfMemory, *, young: bool) -> 
 
 
 def _looked_at(pid: int, limit: int) -> tuple[int, float]:
-    """Return the bytes that a runner holds, and the processor time of measuring them in seconds."""
+    """Return the memory that a runner holds in bytes, and the processor time that measuring it took in seconds."""
     began = time.thread_time()
     held = held_by(pid, limit)
     return held, time.thread_time() - began

@@ -55,17 +55,17 @@ __all__ = ["Slot"]
 _log = logging.getLogger("penstock.worker")
 
 STOP_GRACE_S = 0.5
-"""Seconds that a runner gets to end after a stop request, before its process group is killed."""
+"""Seconds that a runner gets to end after a stop request, before it is killed."""
 MAX_REPORT_BYTES = 8 << 10
-"""Largest report of a runner about its loader, in bytes: each heartbeat carries it."""
+"""Largest size of a runner's report about its loader, in bytes. Each heartbeat carries this report."""
 MAX_UNSAVED_TEXT = 1000
-"""Largest text about the loader's states that the training job gets, in characters."""
+"""Largest length of a text about the loader's states that is sent to the training job, in characters."""
 LOOK_S = 0.02
-"""Seconds between two checks whether the runner has taken a lane."""
+"""Seconds between two checks whether the runner has received the connection that was sent to it."""
 STAGE_S = 1.5
-"""Seconds between two checks whether a slot's start waits for something else than was reported."""
+"""Seconds between two checks of what a starting slot waits for. A change is then reported."""
 KILL_S = 10.0
-"""Seconds to wait for a killed process to end; a process that hangs in a driver or a file system does not."""
+"""Seconds to wait for a killed process to end. A process that hangs in a driver or a file system does not end."""
 _STAGES = {
     "input_fn": coordinator_pb2.INPUT_FN,
     "iter": coordinator_pb2.FIRST_BATCH,
@@ -74,7 +74,7 @@ _STAGES = {
     "load_state_dict": coordinator_pb2.RESTORE,
     "replay": coordinator_pb2.RESTORE,
 }
-"""Activity of a runner that starts -> what its start waits for."""
+"""Start stage to report for each activity of a starting runner."""
 _NO_ROOM = (
     "{name}: the coordinator cannot keep its first snapshot, and without one the slot could not be recovered: {why}; "
     "end jobs that are no longer needed, or give this job a coordinator of its own"
@@ -82,7 +82,7 @@ _NO_ROOM = (
 
 
 class Slot:
-    """A slot's life on this worker, from `start()` to `stop()`."""
+    """Slot on this worker for one generation, from `start()` to `stop()`."""
 
     def __init__(self, host: SlotHost, assignment: records_pb2.WorkerAssignment) -> None:
         self.assignment = assignment
@@ -97,9 +97,10 @@ class Slot:
         self.store = SlotSnapshots(self.usable)
         self.verifier = RestartPointVerifier(self)
         self.left: dict[int, int] = {}
-        """Epoch -> the slot's total where the loop abandoned it, as the runner reported."""
+        """Epochs that the training loop abandoned, as the runner reported: number of the epoch -> the slot's total
+        there."""
         self.from_before: set[tuple[int, int, int, bool, int]] = set()
-        """Positions of the restart points that an earlier runner made."""
+        """Positions of the restart points that an earlier runner of the slot made."""
         self.states = SlotStates(self, self.verifier)
         self.durable = DurableSnapshots(self)
         self._child: Child | None = None
@@ -107,7 +108,8 @@ class Slot:
         self._doing = ""
         self._stack = ""
         self.recycle = self.outgrown = False
-        """Flags that the runner held too much memory, and that it did so before its second batch."""
+        """Flags about memory. `recycle`: the runner is replaced because it held too much. `outgrown`: it did so before
+        its second batch."""
         self._making: records_pb2.Skip | None = None
         self.unsaved: records_pb2.ErrorDetail | None = None
         self.ready = asyncio.Event()
@@ -116,7 +118,7 @@ class Slot:
         self.attached = False
         self._attaching: asyncio.Future[None] | None = None
         self._lane_unread = False
-        """Flag that a lane was sent to the runner, which may not have received it yet."""
+        """Flag that a lane's connection was sent to the runner, which may not have received it yet."""
         self.begun = asyncio.Event()
         self._awaits_fork_server = False
         self._stage_told: coordinator_pb2.StartStage.ValueType = coordinator_pb2.START_STAGE_UNSPECIFIED
@@ -131,12 +133,12 @@ class Slot:
     # ---- its life
 
     def start(self) -> None:
-        """Start the slot's task."""
+        """Start the slot's task, which runs the runner."""
         self.host.tally.recoveries += self.assignment.recovery
         self._life = asyncio.ensure_future(self._run())
 
     async def _run(self) -> None:
-        """Start the runner, wait for its end, and report that."""
+        """Start the runner, wait until it ends, and report how it ended."""
         self.spawn(self._tell_start())
         try:
             await self._start()
@@ -194,7 +196,8 @@ class Slot:
         await child.send("go")
 
     async def _tell_start(self) -> None:
-        """Report what the start waits for, each time that it lasts: a quick start costs no report of its own."""
+        """Report what the slot's start waits for, each time that this has changed for STAGE_S. A quick start causes no
+        report."""
         while self.phase == coordinator_pb2.STARTING:
             await asyncio.sleep(STAGE_S)
             self.progress_page.refresh()
@@ -203,7 +206,7 @@ class Slot:
 
     @property
     def start_stage(self) -> coordinator_pb2.StartStage.ValueType:
-        """Return what the slot's start waits for, as of the progress page's last `refresh`."""
+        """Stage of the slot's start that it waits for, as of the progress page's last `refresh`."""
         if self.phase != coordinator_pb2.STARTING:
             return coordinator_pb2.START_STAGE_UNSPECIFIED
         if self._child is None:
@@ -211,8 +214,9 @@ class Slot:
         return _STAGES.get(self.progress_page.activity[0], coordinator_pb2.RUNNER)
 
     async def _fetch_restart_points(self, child: Child) -> bool:
-        """Send the runner the slot's durable snapshots from the coordinator. Return whether the attempt's first restart
-        point is kept without its bytes: see durable_snapshots.py."""
+        """Fetch the slot's durable restart points from the coordinator, and send them to the runner. Return whether the
+        attempt's first restart point is kept without its bytes, so that the runner must make it again: see
+        durable_snapshots.py."""
         run, attempt, box, slot, generation = key_of(self.assignment)
         kept = await self.host.coordinator.get_snapshots(
             coordinator_pb2.GetSnapshotsRequest(run=run, attempt=attempt, box=box, slot=slot, generation=generation)
@@ -239,7 +243,8 @@ class Slot:
         return not all(header.size for header, _ in kept)
 
     def assigned(self, assignment: records_pb2.WorkerAssignment) -> None:
-        """Record the coordinator's newest assignment for the same slot and generation."""
+        """Follow the coordinator's newest assignment for this slot and generation: begin or end to prepare a
+        migration."""
         if not assignment.prepare_migration:  # it ended: the next one makes its own restart points durable
             self._migration_task, self._migration_ready = None, False
         elif self._migration_task is None:
@@ -252,7 +257,7 @@ class Slot:
             self.host.slot_changed()
 
     async def stop(self) -> None:
-        """End the runner, its process group, and all tasks of the slot."""
+        """End the runner and all tasks of the slot."""
         self._stopping = True
         self._end_turn()
         under_way = [*self._tasks, *([self._life] if self._life is not None else [])]
@@ -268,7 +273,8 @@ class Slot:
         self.progress_page.close()
 
     def fail(self, error: records_pb2.ErrorDetail, *, lost: bool) -> None:
-        """End the slot: with this error for the training job, or if `lost`, so that another worker takes it over."""
+        """End the slot with an error. With `lost`, another worker takes the slot over; otherwise the training job gets
+        the error."""
         if self._stopping or self.phase == coordinator_pb2.FAILED:
             return
         self.phase, self.error, self.lost = coordinator_pb2.FAILED, error, lost
@@ -280,18 +286,21 @@ class Slot:
         self.host.slot_changed()
 
     def _log_failure(self, message: str, stack: str = "") -> None:
-        """Log what the training job shows too: in embedded mode, where both have one screen, at a lower level."""
+        """Log why the slot ended. In embedded mode use a lower level, because the training job shows the same error on
+        the same screen."""
         level = logging.INFO if self.host.embedded else logging.WARNING
         self.log.log(level, "%s: %.4000s%s", self.name, message, stack and f"\n{stack}")
 
     def _end_turn(self) -> None:
-        """End the slot's turn in the queue of starts."""
+        """End the slot's turn in the queue of starting runners."""
         if self._turn is not None:
             self._turn.end()
 
     def lose(self, how: str, stack: str = "") -> None:
-        """Report the runner lost: another one is to continue. `how`: sentence without its subject, the runner;
-        `stack`: its stack at the crash."""
+        """Report the runner lost, so that another runner continues the slot.
+
+        how: how the runner ended, a sentence without its subject. stack: the runner's stack when it crashed.
+        """
         making = self.progress_page.making
         if making is not None:
             self._making = records_pb2.Skip(epoch=making[0], total=self.progress_page.total, count=making[1])
@@ -301,7 +310,8 @@ class Slot:
     # ---- its health
 
     async def _watch(self) -> None:
-        """Detect and report a runner that is in one activity for long."""
+        """Report a runner that stays in one activity for long or is stopped by a signal, with its stack. Run until
+        cancelled."""
         after = hang_s(self.assignment.loader.options.timeout_s)
         while True:
             await asyncio.sleep(min(5.0, after / LOOKS))
@@ -418,7 +428,8 @@ class Slot:
         return await self.host.blobs.read(self.assignment.resume.blob)
 
     async def _become_ready(self) -> None:
-        """Make the first snapshot durable before any batch can be fetched, so that every batch can be recovered."""
+        """Make the first restart point durable, then let consumers fetch batches. So every delivered batch can be
+        recovered."""
         for point in list(self.store):
             if not point.durable and point.verified:
                 await self.durable.make(point)
@@ -473,7 +484,8 @@ class Slot:
     # ---- durable snapshots
 
     def usable(self, point: StoredSnapshot) -> bool:
-        """Return whether a loader may be restored from the point: it was verified, or needs no verification."""
+        """Return whether a loader may be restored from this restart point: it was verified, or needs no
+        verification."""
         return (
             (point.verified and (point.start or not self.findings.misleads))
             or not self.is_savable
@@ -482,20 +494,22 @@ class Slot:
 
     @property
     def is_savable(self) -> bool:
-        """Return whether a second instance of the slot's loader may be made and replayed: the loader has state methods,
-        or `replay=True` was given. A second instance of any other loader may take data from the stream, for example
-        from a queue."""
+        """True if a second instance of the slot's loader may be made and replayed: the loader has state methods, or
+        `replay=True` was given. A second instance of any other loader may take data from the stream, for example from a
+        queue."""
         return self.capabilities.state_methods > 0 or self.assignment.loader.options.replay_without_state
 
     @property
     def findings(self) -> LoaderFindings:
-        """Findings about the run's loader."""
+        """Findings about the run's loader on this worker."""
         return self.host.findings(self.assignment)
 
     def _oldest_wanted(self) -> tuple[int, int]:
-        """Return the smallest total for which a state may be requested (the slot's share of the retention window), and
-        the first such epoch: the epoch of that batch, but at most `retention_steps` epochs back, because the loop takes
-        at least one batch in each epoch."""
+        """Return the smallest total, and the smallest epoch, for which a state may still be requested.
+
+        The total follows from the slot's share of the retention window. The epoch is that of this batch, but at most
+        `retention_steps` epochs back, because the training loop takes at least one batch in each epoch.
+        """
         progress_page = self.progress_page
         progress_page.refresh()
         steps = self.assignment.loader.options.retention_steps
@@ -505,7 +519,8 @@ class Slot:
         return total, max(epoch, progress_page.begun - EPOCHS_AHEAD - steps - 1)
 
     def step_of(self, total: int) -> int:
-        """Return the box's step that delivered this batch, if all slots of the box were still in the epoch."""
+        """Return the box's step that delivered the slot's batch `total`, if all slots of the box still had batches in
+        the epoch."""
         point = self.assignment.start
         turns = list(point.live)
         ahead = (turns.index(self.assignment.slot) - point.cursor) % len(turns) if self.assignment.slot in turns else 0
@@ -513,7 +528,7 @@ class Slot:
 
     @property
     def runner(self) -> int:
-        """Process id of the slot's runner, 0 if it has none."""
+        """Process id of the slot's runner; 0 if it has none."""
         child = self._child
         return 0 if child is None or child.exited.done() else child.pid
 
@@ -523,12 +538,12 @@ class Slot:
         return self._child is not None and self._child.exited.done()
 
     def drain(self) -> None:
-        """Process the messages that the runner has sent by now."""
+        """Process all messages that the runner has sent so far."""
         if self._child is not None:
             self._child.drain()
 
     async def answer(self, request: coordinator_pb2.StateRequest) -> tuple[coordinator_pb2.StateAnswer, bytes] | None:
-        """Answer a state request, see SlotStates.answer. Return None, too, if the slot ends meanwhile."""
+        """Answer a state request; see SlotStates.answer. Return None also if the slot ends meanwhile."""
         answering = asyncio.ensure_future(self.states.answer(request))
         self._tasks.add(answering)
         answering.add_done_callback(self._tasks.discard)
@@ -538,7 +553,8 @@ class Slot:
     async def helper(
         self, points: list[bytes], task: str, deadline_s: float = DEADLINE_S, **fields: Any
     ) -> ControlMessage:
-        """Run a task with the loader in a helper process; see run_task."""
+        """Run a task with the slot's loader in a helper process, and return the answer; see run_task in
+        replayers.py."""
         if task == "state" and by_own_methods(self.capabilities) and self.assignment.resume.blob:
             points = [*points, await self._resume_blob()]
         return await run_task(
@@ -546,7 +562,7 @@ class Slot:
         )
 
     async def learn_findings(self) -> None:
-        """Send the runner the findings about its loader."""
+        """Send the runner what was found out about its loader."""
         if self._child is not None:
             await self._send_findings(self._child)
 

@@ -23,46 +23,49 @@ SlotKey = tuple[str, int, int, int, int]
 
 
 def key_of(assignment: records_pb2.WorkerAssignment | coordinator_pb2.TakenSlot) -> SlotKey:
-    """Return (run, attempt, box, slot, generation)."""
+    """Return the key of a slot's generation: (run, attempt, box, slot, generation)."""
     a = assignment
     return a.run, a.attempt, a.box, a.slot, a.generation
 
 
 @dataclass
 class DaemonCounters:
-    """Counters of a daemon over all its slots, including those that are gone."""
+    """Counters of a daemon over all its slots, including those that have ended."""
 
     snapshots: int = 0
-    """Snapshots received from runners."""
+    """Number of snapshots received from runners."""
     snapshots_sent: int = 0
-    """Snapshots that were made durable."""
+    """Number of snapshots that the coordinator has made durable."""
     snapshots_refused: int = 0
     snapshot_sent_bytes: int = 0
     recoveries: int = 0
-    """Slots that runners here took over from other runners."""
+    """Number of slots that this worker took over from other runners."""
     losses: int = 0
-    """Runners that were lost here."""
+    """Number of runners on this worker that were lost."""
 
 
 @dataclass(frozen=True)
 class SnapshotQuota:
-    """A slot's quota of durable snapshots, set by the coordinator: interval in seconds and bytes per second."""
+    """Limit on a slot's durable snapshots, set by the coordinator.
+
+    every_s: seconds between two snapshots. bytes_per_s: bytes per second.
+    """
 
     every_s: float
     bytes_per_s: float
 
     def pause_s(self, size: int) -> float:
-        """Return the seconds to wait after a snapshot of `size` bytes."""
+        """Return the seconds to wait after a durable snapshot of `size` bytes."""
         return max(self.every_s, size / self.bytes_per_s)
 
 
 class SlotHost(ReplayHost, Protocol):
-    """Interface of the daemon that a slot needs."""
+    """Interface of the daemon that its slots use."""
 
     name: str
     coordinator: AsyncCoordinatorClient
     runner_memory: int
-    """Bytes that a runner may hold; 0 = any."""
+    """Largest number of bytes that a runner may hold; 0 = no limit."""
     share: SnapshotQuota
     tally: DaemonCounters
     starts: TurnQueue
@@ -77,7 +80,8 @@ class SlotHost(ReplayHost, Protocol):
 
 
 class SlotContext(Protocol):
-    """Interface of a slot for its parts: durable_snapshots.py, memory_watch.py, slot_states.py and verification.py."""
+    """Interface of a slot that its parts use: durable_snapshots.py, memory_watch.py, slot_states.py and
+    verification.py."""
 
     name: str
     log: SubjectLogger
@@ -88,15 +92,16 @@ class SlotContext(Protocol):
     progress_page: ProgressPage
     store: SlotSnapshots
     left: dict[int, int]
-    """Epoch -> the slot's total where the loop abandoned it, as the runner reported."""
+    """Epochs that the training loop abandoned, as the runner reported: number of the epoch -> the slot's total
+    there."""
     from_before: set[tuple[int, int, int, bool, int]]
-    """Positions of the restart points that an earlier runner made."""
+    """Positions of the restart points that an earlier runner of the slot made."""
     unsaved: records_pb2.ErrorDetail | None
     ready: asyncio.Event
     begun: asyncio.Event
     attached: bool
     recycle: bool
-    """Flag that its runner held too much memory."""
+    """Flag that the slot's runner is replaced because it held too much memory."""
     outgrown: bool
     """Flag that the runner held too much memory before its second batch."""
 
@@ -110,24 +115,30 @@ class SlotContext(Protocol):
     def runner_gone(self) -> bool: ...
 
     def usable(self, point: StoredSnapshot) -> bool:
-        """Return whether a loader may be restored from the point: it was verified, or needs no verification."""
+        """Return whether a loader may be restored from this restart point: it was verified, or needs no
+        verification."""
 
     def step_of(self, total: int) -> int:
-        """Return the box's step that delivered this batch, if all slots of the box were still in the epoch."""
+        """Return the box's step that delivered the slot's batch `total`, if all slots of the box still had batches in
+        the epoch."""
 
     def fail(self, error: records_pb2.ErrorDetail, *, lost: bool) -> None:
-        """End the slot: for good, or if `lost`, so that another worker takes it over."""
+        """End the slot with an error. With `lost`, another worker takes the slot over; otherwise the training job gets
+        the error."""
 
     def lose(self, how: str, stack: str = "") -> None:
-        """Report the runner lost: another one is to continue. `how`: sentence without its subject, the runner."""
+        """Report the runner lost, so that another runner continues the slot.
+
+        how: how the runner ended, a sentence without its subject. stack: the runner's stack when it crashed.
+        """
 
     def drain(self) -> None:
-        """Process the messages that the runner has sent by now."""
+        """Process all messages that the runner has sent so far."""
 
     async def helper(
         self, points: list[bytes], task: str, deadline_s: float = DEADLINE_S, **fields: Any
     ) -> ControlMessage:
-        """Run a task with the loader in a helper process."""
+        """Run a task with the slot's loader in a helper process, and return the answer."""
 
     def spawn(self, work: Awaitable[None]) -> asyncio.Task[None]:
-        """Run a task of the slot, which ends with it."""
+        """Run `work` as a task that is cancelled when the slot ends."""

@@ -1,4 +1,5 @@
-"""Answers to state requests: a slot's state at a position, from its restart points or by replay in a helper process."""
+"""Answers to state requests: the state of a slot at a position, from its restart points or by replay in a helper
+process."""
 
 from __future__ import annotations
 
@@ -20,19 +21,19 @@ __all__ = ["POLL_S", "SlotStates"]
 POLL_S = 0.005
 """Seconds between two reads of the progress page while a request waits for a batch to be produced."""
 POLLERS = 8
-"""Number of requests that read every POLL_S. With more, each reads more rarely, because hundreds of requests would
-otherwise keep the event loop busy."""
+"""Number of waiting requests up to which each reads the progress page every POLL_S. With more, each reads more rarely,
+because hundreds of requests would otherwise keep the event loop busy."""
 NEXT_S = 0.5
-"""Seconds to wait for the batch after a state, if a resume will be compared with that batch."""
+"""Seconds to wait until the batch after a state is made, so that a resume can be compared with it."""
 CHEAP_S = 5.0
-"""Largest work since the launch, in seconds, that a helper process may replay to make the batch after a state."""
+"""Seconds of work since the launch up to which a replay counts as cheap."""
 HELPER_SHARE = 0.7
-"""Share of the time left to a state request that its helper process may take. The rest is for the report of a helper
-that takes longer: its stack must reach the caller before the request's deadline."""
+"""Share of the time left to a state request that its helper process may take. The rest is for a helper that takes
+longer: its stack must reach the caller before the request's deadline."""
 
 
 class _Pauses:
-    """Pauses between two reads of a progress page, which grow with the number of answers that wait for a batch."""
+    """Pauses of requests that wait for a batch. They get longer with the number of these requests."""
 
     def __init__(self) -> None:
         self._waiting = 0
@@ -53,19 +54,24 @@ def _share(until: float) -> float:
 
 
 def _left(request: coordinator_pb2.StateRequest) -> dict[int, int]:
-    """Return epoch -> the slot's total where the loop abandoned it, as far as the coordinator knows."""
+    """Return the abandoned epochs that the coordinator names in the request: number of the epoch -> the slot's total
+    there."""
     return {end.epoch: end.total for end in request.abandoned}
 
 
 class SlotStates:
-    """The answers of one slot."""
+    """Answers to the state requests for one slot."""
 
     def __init__(self, slot: SlotContext, verifier: RestartPointVerifier) -> None:
         self._slot, self._verifier = slot, verifier
 
     async def answer(self, request: coordinator_pb2.StateRequest) -> tuple[coordinator_pb2.StateAnswer, bytes] | None:
-        """Return the slot's state at a position once the runner has reached it, or report where the epoch ended before.
-        Return None if the runner died meanwhile: the slot's next worker gets the request."""
+        """Answer a state request: wait until the runner has reached the position, and return the slot's state there. If
+        the epoch ended before the position, the answer says where.
+
+        Returns the answer and the bytes of the state; None if the runner died meanwhile, because the slot's next worker
+        then gets the request.
+        """
         answer = coordinator_pb2.StateAnswer(request=request.request, worker=self._slot.host.name)
         data = b""
         until = time.monotonic() + request.deadline_s
@@ -129,8 +135,8 @@ class SlotStates:
         return await self._advance(request, answer, until) or await self._materialise(request, answer, until)
 
     async def _nearest(self, request: coordinator_pb2.StateRequest, until: float) -> StoredSnapshot | None:
-        """Return the nearest restart point before a position, preferably in the position's epoch: a restart point there
-        is verified now if possible."""
+        """Return the usable restart point nearest before the requested position. If none lies in the position's epoch,
+        try to verify one there first."""
         store, left = self._slot.store, _left(request)
         point = store.nearest(request.epoch, request.position.total, left=left)
         if point is not None and point.epoch == request.epoch:
@@ -144,9 +150,12 @@ class SlotStates:
     async def _note_next(
         self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer, until: float
     ) -> None:
-        """Record the digest of the batch after the position; a resumed loader must continue with that batch. For a
-        loader that resumes by its own methods, wait up to NEXT_S for the batch, because nothing else verifies such a
-        resume."""
+        """Put the digest of the batch after the position into the answer, because a resumed loader must continue with
+        that batch.
+
+        For a loader that resumes by its own methods, wait up to NEXT_S for the batch: nothing else verifies such a
+        resume.
+        """
         slot, total = self._slot, request.position.total
         patience = min(until, time.monotonic() + (NEXT_S if self._by_own and not self._waits_for_loop else 0.0))
         while True:
@@ -163,13 +172,15 @@ class SlotStates:
 
     @property
     def _by_own(self) -> bool:
-        """Return whether the loader resumes by its own methods, which only the batch after the position can verify."""
+        """True if the loader resumes by its own methods. Only the batch after the position can verify such a resume."""
         return self._slot.capabilities.state_methods == 4 and not self._slot.capabilities.exact_states
 
     def _lacks_next(self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer) -> bool:
-        """Return whether a helper process must make the batch after the position, because the batch's digest is not
-        known here. At the end of an epoch, where no batch may follow, return True only if a replay is cheap, or if the
-        next launch may begin with a slot other than worker 0."""
+        """Return whether a helper process must make the batch after the position, because its digest is not known here.
+
+        No batch may follow at the end of an epoch. Return True there only if a replay is cheap, or if the next launch
+        may begin with a slot other than worker 0.
+        """
         if not self._by_own or answer.next_digest:
             return False
         if not answer.next_epoch or self._slot.progress_page.worked_s <= CHEAP_S:
@@ -179,13 +190,13 @@ class SlotStates:
 
     @property
     def _waits_for_loop(self) -> bool:
-        """Return whether the runner has taken the slot over and has not been informed yet where the training loop
-        continues: its progress page is empty."""
+        """True if the runner has taken the slot over and does not know yet where the training loop continues. Its
+        progress page is then empty."""
         return self._slot.assignment.recovery and not self._slot.attached
 
     def _lacks(self, point: StoredSnapshot, request: coordinator_pb2.StateRequest) -> bool:
-        """Return whether only a replay in a helper process can answer: an earlier runner made the restart point, so
-        this worker has no record of batches skipped since, or of digests."""
+        """Return whether only a replay in a helper process can answer the request. This is so if an earlier runner made
+        the restart point: this worker then has no record of batches skipped since, or of digests."""
         if not point.inherited:
             return False
         if self._slot.assignment.skips:
@@ -194,8 +205,8 @@ class SlotStates:
         return self._waits_for_loop and start is not None and start.total <= after < request.position.total
 
     def _start(self, request: coordinator_pb2.StateRequest) -> StoredSnapshot | None:
-        """Return the restart point to replay from: the nearest one, or an earlier one in its epoch if the replay must
-        also make batches whose digests are requested."""
+        """Return the restart point from which a state is replayed: the nearest one, or an earlier one in the same epoch
+        if the replay must also make batches whose digests are requested."""
         store, left = self._slot.store, _left(request)
         point = store.nearest(request.epoch, request.position.total, left=left)
         if point is not None and self._waits_for_loop:
@@ -207,8 +218,11 @@ class SlotStates:
     def _digests(
         self, request: coordinator_pb2.StateRequest, entry_of: Callable[[int], BatchRecord | None]
     ) -> list[int]:
-        """Return the digests of the batches that lead to the position; empty if a digest is not known here, or a batch
-        belongs to an abandoned epoch."""
+        """Return the requested digests of the batches up to the position. Return an empty list if a digest is not known
+        here, or a batch belongs to an abandoned epoch.
+
+        entry_of: returns the record of the batch with this total.
+        """
         total = request.position.total
         began = total - request.position.delivered
         digests = []
@@ -232,8 +246,8 @@ class SlotStates:
             )
 
     async def _produced(self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer) -> bool:
-        """Wait until the position is reached. Return False, with the answer filled in, if its epoch or the previous one
-        ended at another batch than the request assumed."""
+        """Wait until the runner has reached the position. Return False if its epoch or the one before ended at another
+        batch than the request assumes; the answer then says where."""
         epoch, total = request.epoch, request.position.total
         began = total - request.position.delivered
         while True:
@@ -267,9 +281,11 @@ class SlotStates:
             await _pauses.next()
 
     async def _begun(self, request: coordinator_pb2.StateRequest, tried: StoredSnapshot) -> None:
-        """Wait until the runner begins the epoch after an abandoned one and takes a restart point there. `tried`: the
-        restart point that did not lead to the position. Raise StateUnavailableError if no other restart point will
-        come."""
+        """Wait until the runner has begun the requested epoch, after an abandoned one, and has taken a restart point
+        there. Raise StateUnavailableError if no other restart point than `tried` will come.
+
+        tried: the restart point that did not lead to the position.
+        """
         slot, epoch, position = self._slot, request.epoch, request.position
         waits = not (self._waits_for_loop or position.delivered)
         while waits and slot.progress_page.begun < epoch:
@@ -287,8 +303,8 @@ class SlotStates:
     async def _advance(
         self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer, until: float
     ) -> bytes:
-        """Return the state computed from an earlier one in its epoch by the loader's class (`advance_state`); b"" if it
-        cannot be computed. input_fn is not called for this."""
+        """Return the state that the loader's class computes from an earlier one in the same epoch (`advance_state`);
+        b"" if it cannot. input_fn is not called for this."""
         slot, total = self._slot, request.position.total
         point, entry = slot.store.nearest(request.epoch, total, left=_left(request)), slot.progress_page.entry(total)
         if not slot.capabilities.advances_state or point is None or point.epoch != request.epoch or entry is None:

@@ -1,8 +1,8 @@
-"""The snapshots and epoch starts that a daemon keeps of a slot: pure bookkeeping over opaque bytes.
+"""The snapshots and epoch starts that a daemon keeps for a slot. Pure: it never looks into their bytes.
 
 A state may be requested at any step of the retention window. So the newest usable restart point at or before the
 window's oldest step is kept, and all later ones while memory suffices. When memory is short, every second snapshot is
-dropped; a state between two of the others then takes a longer replay.
+dropped. A state between two of the remaining ones then takes a longer replay.
 """
 
 from __future__ import annotations
@@ -19,12 +19,17 @@ __all__ = ["SlotSnapshots", "StoredSnapshot"]
 MAX_BYTES = 64 << 20
 MAX_COUNT = 1024
 MOST = 16
-"""Factor of these limits above which epoch starts are dropped too, because user code may open epochs without end."""
+"""Multiple of MAX_BYTES and MAX_COUNT above which epoch starts are dropped too, because user code may open epochs
+without end."""
 
 
 @dataclass
 class StoredSnapshot:
-    """A restart point. `step`: the box's step on which its state depends, 0 = none."""
+    """Restart point that the daemon keeps: a snapshot or an epoch start.
+
+    step: the box's step on which its state depends, 0 = none. data: the encoded restart point. durable: whether the
+    coordinator keeps it too.
+    """
 
     epoch: int
     delivered: int
@@ -35,30 +40,32 @@ class StoredSnapshot:
     data: bytes
     durable: bool = False
     inherited: bool = False
-    """Flag that the slot's previous runner made it."""
+    """Flag that an earlier runner of the slot made this restart point."""
     verified: bool = False
-    """Flag that the restart point leads to the delivered batches: it was verified, or needs no verification. See
+    """Flag that this restart point leads to the delivered batches: it was verified, or needs no verification. See
     verification.py."""
     refuted: bool = False
-    """Flag that the restart point does not lead to the delivered batches, or that verification gave no result."""
+    """Flag that this restart point does not lead to the delivered batches, or that its verifications gave no result."""
     lapses: int = 0
-    """Number of verifications without a result."""
+    """Number of verifications of this restart point that gave no result."""
     generators: int = 0
-    """Hash of the random generators after the next batch, 0 if not known; used by the verification."""
+    """Hash of the random generators after the next batch, which the verification compares; 0 if not known."""
     start: bool = False
-    """Flag that this runner's stream begins there."""
+    """Flag that the runner's stream begins at this restart point."""
     begins: bool = False
-    """Flag that the attempt began there, so any runner of the slot can reach it without its bytes."""
+    """Flag that the attempt began at this restart point. Any runner of the slot can then make it again without its
+    bytes."""
     compared: int = 0
-    """Batches that the restart point's verification compared."""
+    """Number of batches that the verification of this restart point compared."""
     crossed: bool = False
-    """Flag that a verification from here gave a result, so it is not repeated to find the loader's crossing."""
+    """Flag that a verification of this restart point gave a result. It is then not verified again to find the loader's
+    crossing."""
     wanted: bool = False
-    """Flag that the snapshot was taken because a checkpoint at this step was announced."""
+    """Flag that this snapshot was taken because a checkpoint at its step was announced."""
 
     @property
     def began(self) -> int:
-        """Batches of the slot over all epochs when the restart point's epoch was opened."""
+        """Number of the slot's batches, over all epochs, when the restart point's epoch was opened."""
         return self.total - self.delivered
 
     @property
@@ -67,15 +74,18 @@ class StoredSnapshot:
 
     @property
     def position(self) -> tuple[int, int, int, bool, int]:
-        """Position of the restart point, as a sort key."""
+        """Key of the restart point's position. A new restart point replaces an earlier one with the same key."""
         return self.epoch, self.delivered, self.total, self.epoch_start, self.step
 
 
 class SlotSnapshots:
-    """The restart points of one slot and generation, in the order in which they were taken."""
+    """Restart points of one slot and generation, in the order in which they were taken."""
 
     def __init__(self, usable: Callable[[StoredSnapshot], bool] = lambda kept: kept.verified) -> None:
-        """Start empty. `usable`: returns whether a loader may be restored from a restart point."""
+        """Start empty.
+
+        usable: returns whether a loader may be restored from a restart point.
+        """
         self._kept: list[StoredSnapshot] = []
         self._bytes = 0
         self._usable = usable
@@ -87,9 +97,13 @@ class SlotSnapshots:
         return reversed(self._kept)
 
     def add(self, point: StoredSnapshot, oldest_wanted: int, oldest_epoch: int = position.MOST) -> None:
-        """Add a restart point; it replaces one at the same position, because a runner that took over may know of
-        skipped batches. `oldest_wanted`, `oldest_epoch`: the smallest total and epoch that may still be requested. The
-        epoch is needed for a slot without batches, whose total is the same in all epochs."""
+        """Add a restart point, and drop those that are not needed any more or do not fit into memory. A restart point
+        at the same position is replaced, because the new one may come from a later runner, which knows of more skipped
+        batches.
+
+        oldest_wanted, oldest_epoch: the smallest total and the smallest epoch for which a state may still be requested.
+        The epoch is needed for a slot without batches, whose total is the same in all epochs.
+        """
         self._keep_only([*(kept for kept in self._kept if kept.position != point.position), point])
         before = [kept for kept in self._kept if kept.total <= oldest_wanted and kept.epoch <= oldest_epoch]
         usable = [kept for kept in before if self._usable(kept)]
@@ -102,14 +116,15 @@ class SlotSnapshots:
                 self._keep_only([kept for kept in self._kept if id(kept) not in dropped])
 
     def forget_after(self, epoch: int, total: int) -> None:
-        """Drop the restart points after the end of an abandoned epoch: those of that epoch after `total`, and those of
-        later epochs."""
+        """Drop the restart points after the position where epoch `epoch` was abandoned: those of this epoch after batch
+        `total`, and those of later epochs."""
         self._keep_only(
             [kept for kept in self._kept if kept.epoch < epoch or (kept.epoch == epoch and kept.total <= total)]
         )
 
     def exactly(self, epoch: int, delivered: int, total: int, step: int) -> StoredSnapshot | None:
-        """Return the newest restart point of exactly this position and step, also if it is an epoch start."""
+        """Return the newest restart point at exactly this position and step, None if there is none. An epoch start
+        counts too."""
         for kept in reversed(self._kept):
             if (kept.epoch, kept.delivered, kept.total) == (epoch, delivered, total) and kept.step in (0, step):
                 return kept
@@ -118,9 +133,10 @@ class SlotSnapshots:
     def nearest(
         self, epoch: int, total: int, *, left: Mapping[int, int] = MappingProxyType({})
     ) -> StoredSnapshot | None:
-        """Return the restart point to replay from: the latest usable one at or before a position, in the latest epoch.
+        """Return the usable restart point from which a replay to the position is shortest, None if there is none.
 
-        `left`: epoch -> total where the loop abandoned it. See `usable` in restart_plan.py, which a runner uses too.
+        left: abandoned epochs, number of the epoch -> the slot's total there. See `usable` in restart_plan.py, by which
+        a runner chooses too.
         """
         found = usable((kept for kept in self._kept if self._usable(kept)), Target(epoch, total, left))
         return max(found, key=lambda kept: (kept.epoch, kept.total, kept.epoch_start), default=None)

@@ -1,7 +1,7 @@
-"""The watch over a runner's progress, which reports a long activity with the runner's stack.
+"""The watch over a runner's progress. It reports an activity that lasts long, with the runner's stack.
 
-An activity that takes half of the training loop's deadline is reported while it lasts, so that the loop's own timeout
-error can show what it waited for. User code may take any time: a slow runner is never killed.
+An activity that takes half of the training loop's deadline is reported while it lasts. So the loop's own timeout error
+can show what it waited for. User code may take any time: a slow runner is never killed.
 """
 
 from __future__ import annotations
@@ -12,34 +12,38 @@ from dataclasses import dataclass
 __all__ = ["HANG_S", "LOOKS", "Stall", "hang_s"]
 
 HANG_S = 60.0
-"""Seconds of one activity after which it is reported if the training loop's deadline is not known: half of the default
-deadline."""
+"""Seconds in one activity after which it is reported, if the training loop's deadline is not known. This is half of the
+default deadline."""
 SHARE = 0.5
-"""Share of the loop's deadline after which an activity is reported. The rest is for the report to arrive, and for a
-loop that began to wait before the activity."""
+"""Share of the training loop's deadline after which an activity is reported. The rest is for the report to arrive, and
+for a loop that began to wait before the activity."""
 LOOKS = 8
-"""Number of checks of an activity before it is reported."""
+"""Number of times that an activity is checked before it is reported."""
 _IDLE = ("waiting", "sending")
 _CALLS = {"input_fn": "input_fn", "iter": "iter()", "next": "next()", "state_dict": "state_dict()"}
 _CALLS["load_state_dict"] = "load_state_dict()"
 
 
 def hang_s(timeout_s: float) -> float:
-    """Return the seconds of one activity after which it is reported, for a loop with this deadline; 0 = unknown."""
+    """Return the seconds in one activity after which it is reported. `timeout_s`: the training loop's deadline, 0 =
+    unknown."""
     return SHARE * timeout_s if timeout_s > 0 else HANG_S
 
 
 @dataclass
 class Stall:
-    """Activity of a runner, as read from its progress page. Times are seconds of the monotonic clock."""
+    """Activity and batch count of a runner, and the monotonic time since which both are unchanged, in seconds."""
 
     activity: str = "starting"
     total: int = -1
     since: float = 0.0
 
     def look(self, now: float, activity: str, for_s: float, total: int) -> float:
-        """Record a reading; return how many seconds the runner has been in this activity without a new batch. `for_s`:
-        seconds in the activity, as the progress page shows them."""
+        """Record what the progress page shows. Return the seconds that the runner has been in this activity without a
+        new batch.
+
+        for_s: seconds in this activity, as the progress page shows them.
+        """
         if (activity, total) != (self.activity, self.total):
             self.activity, self.total, self.since = activity, total, now
         self.since = max(self.since, now - for_s)
@@ -47,11 +51,14 @@ class Stall:
 
     @property
     def idle(self) -> bool:
-        """True while the runner waits for others: for the loop to take batches, to open an epoch."""
+        """True while the runner waits for others: for the training loop to take batches or to open an epoch."""
         return self.activity in _IDLE
 
     def text(self, now: float, wall: float) -> str:
-        """Return a text such as "in next() of batch 17 since 12:03:41 UTC"."""
+        """Return a text about the activity, such as "in next() of batch 17 since 12:03:41 UTC by the worker's clock".
+
+        now: monotonic time, seconds. wall: Unix time, seconds.
+        """
         what = _CALLS.get(self.activity, self.activity)
         batch = f" of batch {self.total + 1}" if self.activity == "next" else ""
         clock = time.strftime("%H:%M:%S", time.gmtime(wall - (now - self.since)))

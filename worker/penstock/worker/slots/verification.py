@@ -4,10 +4,10 @@ A loader may count after its `yield`, prefetch in the background, draw from gene
 fast-forward twice once it was restored. Then its state describes another position than that of the batches it has
 yielded, and without verification only a wrong resume would show that. So each state is verified before it is used: a
 helper process restores it in a loader that input_fn has just made, while the stream continues. The next batches are
-compared with those that were delivered, and so are the random generators after the first of them, from which the next
-epoch may draw its order. Only verified states become durable, are saved, and are used for recovery; later positions are
-reached by replaying a number of batches from one. Each restart point is verified separately, because the next one may
-come from a loader that was restored.
+compared with those that were delivered. The random generators after the first of them are compared too, because the
+next epoch may draw its order from them. Only verified states become durable, are saved, and are used for recovery. A
+later position is reached by replaying a number of batches from a verified state. Each restart point is verified
+separately, because the next one may come from a loader that was restored.
 
 The beginning of the stream needs no verification, because the stream is made from it. A snapshot that leads to other
 batches is not an error: it is not used, and that is logged once in a run. It is an error only if the beginning leads to
@@ -38,36 +38,37 @@ from penstock.worker.slots.snapshots import StoredSnapshot
 __all__ = ["CHECKED_BATCHES", "RestartPointVerifier"]
 
 SHARE = 0.03
-"""Share of one core that a daemon's verifications may take, all slots together."""
+"""Share of one core that all verifications of a daemon together may take."""
 FIRST_BATCHES = 8
-"""Batches after which the first verification begins: before that, a loader that prefetches in a thread may not have
-run ahead."""
+"""Number of batches of a runner before the first verification. A loader that prefetches in a thread may not have run
+ahead before."""
 CHECKED_BATCHES = 4
-"""Batches after a restored restart point that are compared; if its epoch ends earlier, also as many of the next epoch.
-"""
+"""Number of batches after a restart point that a verification compares at least. If the epoch ends before, as many
+batches of the next epoch are compared too."""
 MOST_DEPTH = ENTRIES // 2
 LOOK_S = 0.05
-"""Seconds between two checks for a first restart point to verify."""
+"""Seconds between two checks whether a restart point can be verified, before the first verification."""
 LATER_LOOK_S = 0.5
 LAPSES = 2
-"""Verifications without a result (the helper process was late, or died) after which a restart point is not used."""
+"""Number of verifications without a result after which a restart point is not used. There is no result if the helper
+process takes too long or dies."""
 RARELY = 8
-"""Largest factor of the pause after failed verifications."""
+"""Largest factor by which failed verifications lengthen the pause before the next one."""
 
 
 class RestartPointVerifier:
-    """The verifications of one slot."""
+    """Verifier of one slot's restart points."""
 
     def __init__(self, slot: SlotContext) -> None:
         self._slot = slot
         self._failed = 0
-        """Failed verifications in a row."""
+        """Number of failed verifications since the last one that succeeded."""
         self._done = 0
         self._hurried = asyncio.Event()
         self._verifying = asyncio.Lock()
 
     async def run(self) -> None:
-        """Verify one restart point after the other until the slot ends."""
+        """Verify one restart point after the other until the slot ends, with pauses between them."""
         await self._slot.ready.wait()
         if not self._verifiable:
             return
@@ -89,7 +90,8 @@ class RestartPointVerifier:
         await asyncio.sleep(LOOK_S)  # a request that waits repeats its call of `hurry` meanwhile
 
     def hurry(self) -> bool:
-        """Verify the newest restart point now, because a request waits for it. Return False if that does not help."""
+        """End the pause before the next verification, because a request waits for a verified restart point. Return
+        False if that does not help."""
         self._hurried.set()
         return self._verifiable and not self._failed
 
@@ -105,8 +107,8 @@ class RestartPointVerifier:
     # ---- which one
 
     def _next(self) -> StoredSnapshot | None:
-        """Return the newest restart point that has no result yet and whose following batches are known; a restart point
-        at an announced checkpoint step goes first."""
+        """Return the restart point to verify next, None if there is none. Usually it is the newest one that has no
+        result yet and whose following batches are known. Restart points at an announced checkpoint step go first."""
         slot = self._slot
         slot.progress_page.refresh()
         store = list(slot.store)
@@ -130,7 +132,7 @@ class RestartPointVerifier:
         return next(reversed(wanted or open_ones), None)
 
     def _beginning(self, store: list[StoredSnapshot]) -> StoredSnapshot | None:
-        """Return the beginning of a loader without state methods, once in a run.
+        """Return the beginning of the stream if the loader has no state methods and was not verified yet in this run.
 
         The beginning needs no verification for a recovery. But a loader that does not yield the same batches again
         cannot be saved at all. If it is verified now, the next save reports that; otherwise only a resume would.
@@ -140,12 +142,13 @@ class RestartPointVerifier:
         return next((point for point in store if point.total == point.epoch == 0 and self._followers(point)), None)
 
     def _unjudged(self, store: list[StoredSnapshot]) -> list[StoredSnapshot]:
-        """Return the usable candidates that are newer than all verified ones."""
+        """Return the restart points that can be verified, have no result yet, and are newer than all verified ones."""
         newest = max((index for index, point in enumerate(store) if point.verified), default=-1)
         return [point for point in store[newest + 1 :] if not point.refuted and self._followers(point)]
 
     def _crossing(self, store: list[StoredSnapshot]) -> StoredSnapshot | None:
-        """Return the last snapshot before the end of an epoch, if the loader's crossing is not known."""
+        """Return the last snapshot before an epoch's end, with which the loader's crossing can be found. Return None if
+        the crossing is known or cannot be found yet."""
         slot = self._slot
         capabilities = slot.capabilities
         if slot.findings.crossing or capabilities.is_iterator or capabilities.exact_states or self._failed:
@@ -159,8 +162,8 @@ class RestartPointVerifier:
         return None
 
     def _far(self, store: list[StoredSnapshot]) -> StoredSnapshot | None:
-        """Return the newest restart point followed by enough batches for the next long verification, if that is due. A
-        restored loader may be right for as long as a buffer, a shard or an epoch lasts, and wrong later."""
+        """Return the restart point for a long verification, if one is due: the newest one that is followed by enough
+        batches. A restored loader may be right for as long as a buffer, a shard or an epoch lasts, and wrong later."""
         if self._failed or not self._far_is_due:
             return None
         depth, known = self._slot.findings.depth, self._slot.progress_page.total
@@ -169,19 +172,19 @@ class RestartPointVerifier:
 
     @property
     def _far_is_due(self) -> bool:
-        """Return whether a long verification is due: they take half of the time for verifications."""
+        """True if a long verification is due. Long ones get half of the processor time for verifications."""
         return self._slot.findings.near_s >= self._slot.findings.far_s
 
     def _most(self, point: StoredSnapshot) -> int:
-        """Return the largest number of batches that the point's verification compares."""
+        """Return the largest number of batches that a verification of this restart point compares."""
         findings = self._slot.findings
         if self._far_is_due and point.total + findings.depth <= self._slot.progress_page.total:
             return findings.depth
         return CHECKED_BATCHES if findings.far_s else FIRST_DEPTH
 
     def _followers(self, point: StoredSnapshot, most: int = CHECKED_BATCHES) -> dict[str, list[int]]:
-        """Return total -> [epoch, digest] of the batches right after a restart point, also of later epochs; empty while
-        there are too few."""
+        """Return the batches right after a restart point as total -> [epoch, digest], also those of later epochs.
+        Return nothing while there are too few."""
         ends, epoch = self._slot.progress_page.ends(), point.epoch
         end = ends.get(epoch)
         least, last = point.total + CHECKED_BATCHES, point.total + most
@@ -209,8 +212,8 @@ class RestartPointVerifier:
     # ---- verification
 
     async def verify_now(self, point: StoredSnapshot, deadline_s: float = DEADLINE_S) -> bool:
-        """Return whether the restart point is verified, or can be by the deadline; also False if the batches after it
-        are not known yet."""
+        """Verify the restart point now if possible, within the deadline. Return whether it is verified. The result is
+        False also if the batches after it are not known yet."""
         if not point.verified and self._verifiable and self._followers(point):
             with suppress(TimeoutError):
                 async with asyncio.timeout(deadline_s):  # includes the rest of a verification under way
@@ -218,7 +221,8 @@ class RestartPointVerifier:
         return point.verified
 
     async def verify(self, point: StoredSnapshot) -> float:
-        """Verify the restart point in a helper process and record the result; return the seconds that it took there."""
+        """Verify the restart point in a helper process, and record the result. Return the processor time that it took
+        there, in seconds."""
         slot = self._slot
         async with self._verifying:
             most = self._most(point)
@@ -266,8 +270,8 @@ class RestartPointVerifier:
             return float(fields["took"])
 
     def _opened(self, point: StoredSnapshot, followers: dict[str, list[int]]) -> list[bytes]:
-        """Return the stored snapshot (loader state and random generators) after the first batch of the next epoch;
-        empty if it is not kept."""
+        """Return the encoded snapshot that was taken after the first batch of the next epoch, as a list of at most
+        one."""
         beyond = next(((int(count), epoch) for count, (epoch, _) in followers.items() if epoch > point.epoch), None)
         fits = [kept for kept in self._slot.store if (kept.total, kept.epoch) == beyond and not kept.epoch_start]
         return [kept.data for kept in fits[-1:]]

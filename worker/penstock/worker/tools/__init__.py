@@ -1,1 +1,3 @@
-"""The only two modules of a worker that `penstock.deploy` may use: they run users' loaders outside of a worker."""
+"""Modules with which `penstock doctor` and `penstock replay` run users' loaders outside of a worker. Besides them,
+`penstock.deploy` imports of the worker only what starts a daemon.
+"""

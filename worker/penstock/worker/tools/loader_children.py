@@ -1,6 +1,7 @@
-"""Starting, and exchanging messages with, child processes in which tools run users' loaders as a worker does.
+"""Child processes in which command-line tools run users' loaders as a worker does: starting them, and exchanging
+messages with them.
 
-Needs no torch: the command line imports it.
+Needs no torch, because the command line imports it.
 """
 
 from penstock.worker.processes import control_groups

@@ -1,6 +1,6 @@
-"""Users' loaders as runners run them: built, opened, restored and replayed, by the code that workers use.
+"""Users' loaders for command-line tools: made, opened, restored and replayed by the same code as in a runner.
 
-Imports torch, so only child processes of tools import it (loader_children.py).
+Imports torch, so only child processes of the tools import it (loader_children.py).
 """
 
 from penstock.worker.loader.crossing_kinds import REPLAY

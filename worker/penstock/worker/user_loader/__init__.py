@@ -1,1 +1,2 @@
-"""Surroundings of a user's loader in its process: generators, worker information, skipped and synthetic batches."""
+"""Environment of a user's loader in its process: random generators, worker information, skipped and synthetic
+batches."""

@@ -1,5 +1,5 @@
-"""States of the random generators that a loader draws from, as bytes: the process's own, and those that the loader
-holds."""
+"""States of the random generators that a loader draws from, as bytes. They are the process's own generators, and those
+that the loader was given."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COUNT = struct.Struct("<I")
 
 
 def given_to(loader: Any) -> list[torch.Generator]:
-    """Return the generators that torch's loaders and samplers keep (`generator=`), each once."""
+    """Return the generators that were given to a torch loader or its samplers (`generator=`), each once."""
     holders = [loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
     holders.append(getattr(holders[-1], "sampler", None))
     found = {id(g): g for h in holders if isinstance(g := getattr(h, "generator", None), torch.Generator)}
@@ -24,13 +24,13 @@ def given_to(loader: Any) -> list[torch.Generator]:
 
 
 def captured(loader: Any) -> bytes:
-    """Return the states of the process's generators, and of those of the loader."""
+    """Return the states of the process's random generators and of those that were given to the loader."""
     states = [generator.get_state().numpy().tobytes() for generator in given_to(loader)]
     return b"".join([_COUNT.pack(len(states)), *(_COUNT.pack(len(s)) + s for s in states), capture_rng()])
 
 
 def restore(loader: Any, data: bytes) -> None:
-    """Set all generators to the captured states."""
+    """Set the random generators of the process and of the loader to states from `captured`."""
     (count,) = _COUNT.unpack_from(data)
     at = _COUNT.size
     states = []

@@ -1,5 +1,5 @@
-"""Process-wide globals of a worker, for workers that share one process: set before each call of user code, and restored
-after it."""
+"""Global state of a process that several workers share. Each worker's own values are set before its user code is
+called, and the earlier ones are restored afterwards."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ __all__ = ["ProcessGlobals"]
 
 
 class ProcessGlobals:
-    """The random generators, the assignment, and the answers of torch's get_worker_info() of one worker.
+    """Global state of one worker: the random generators, the assignment, and the answers of torch's get_worker_info().
 
-    Workers still share PYTHONHASHSEED, environment variables, the working directory, and globals of the user's modules.
+    Workers in one process still share PYTHONHASHSEED, environment variables, the working directory, and globals of the
+    user's modules.
     """
 
     def __init__(self) -> None:
@@ -26,7 +27,8 @@ class ProcessGlobals:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Run this worker's code in this block. Takes 0.2 ms, most of it for the generators."""
+        """Use this worker's global state while the `with` block runs. Takes 0.2 ms, most of it for the random
+        generators."""
         generators = capture_rng()
         if self._generators is not None:
             restore_rng(self._generators)

@@ -1,8 +1,9 @@
-"""Skipping a batch without making it: a quarantined batch needs this, because making it kills the process.
+"""Skipping a batch without making it. A quarantined batch needs this, because making it kills the process.
 
-A loader can skip a batch itself, by a method `skip_batch` on it or its iterator. In a DataLoader of torch, or a
-StatefulDataLoader, that makes its batches in this process over a map-style dataset, the fetcher is replaced for one
-`next()` by one that fetches nothing. So sampler, counters and everything else advance as for any batch.
+A loader can skip a batch itself, by a method `skip_batch` on it or its iterator. Otherwise torch's DataLoader and
+StatefulDataLoader are supported if they make their batches in this process over a map-style dataset. Their fetcher is
+replaced for one `next()` by one that fetches nothing. So sampler, counters and everything else advance as for any
+batch.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ __all__ = ["CannotSkipError", "skip_batch"]
 
 
 class CannotSkipError(Exception):
-    """Error with the reason why a batch cannot be skipped."""
+    """Error for a batch that cannot be skipped; its text is the reason."""
 
 
 class _FetchesNothing:
-    """Fetcher that fetches nothing."""
+    """Replacement of a torch loader's fetcher, which fetches nothing."""
 
     def fetch(self, index: Any) -> None:
         return None
 
 
 def skip_batch(loader: Any, iterator: Any) -> None:
-    """Skip the next batch.
+    """Skip the next batch of a loader.
 
     Raises:
         StopIteration: the epoch has no more batches.

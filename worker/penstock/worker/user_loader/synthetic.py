@@ -1,4 +1,4 @@
-"""A loader's first batch in place of its stream: `Appliance(synthetic=True)`."""
+"""Replacement of a loader's stream by its first batch, again and again: `Appliance(synthetic=True)`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ NOT_SAVED = (
 
 
 class FirstBatch:
-    """A loader's first batch, repeated `len(loader)` times in each epoch, or without end if the loader has no length.
+    """Loader that yields another loader's first batch again and again: `len(loader)` times in each epoch, or without
+    end if that loader has no length.
 
-    The loader makes that one batch, and is then dropped with its worker processes.
+    That loader makes one batch, and is then dropped with its worker processes.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:

@@ -3,11 +3,11 @@ run.
 
 Datasets that shard by get_worker_info() work unchanged. In the worker processes of a torch DataLoader, torch's own
 answer is returned, and the call does not count as a read of the assignment. Calls by torch's default_collate do not
-count either, and return None: otherwise it would build each batch in new shared memory, which costs more than the
-batch.
+count either, and return None. Otherwise default_collate would build each batch in new shared memory, which costs more
+than the batch.
 
-A loader with worker processes is saved in the main process, where torch answers None. Some loaders refuse to be saved
-anywhere else (litData's StreamingDataLoader); their state methods get None, too.
+If a loader has worker processes, its state is saved in the main process, where torch answers None. Some loaders refuse
+to be saved if the answer is not None (litData's StreamingDataLoader). Their state methods get None, too.
 """
 
 from __future__ import annotations
@@ -32,34 +32,35 @@ _TORCH_COLLATE = "torch.utils.data._utils.collate"
 
 
 class Answers:
-    """Answer of get_worker_info() to one worker's code."""
+    """Answers of get_worker_info() to the code of one worker."""
 
     def __init__(self) -> None:
         self.seed = 0
         self.infos: dict[int, torch_worker.WorkerInfo] = {}
         self.given = 0
-        """Number of answers so far that named a worker."""
+        """Number of answers so far that were not None."""
         self.hidden = False
         self.refused = False
-        """Flag that a state method raised when the answer named a worker, and succeeded when the answer was None."""
+        """Flag that a state method raised when the answer named a worker, and succeeded when it was None. State methods
+        then always get None."""
 
 
 _current: Answers | None = None
-"""Answers for the worker whose code runs here; None = torch's own answer is returned."""
+"""Answers for the worker whose code runs now; None = torch's own answer is returned."""
 _offered = 0
 """Process id of the process in which get_worker_info() is replaced; 0 = none."""
 
 
 def exchange(answers: Answers | None) -> Answers | None:
-    """Set the answers for another worker's code, in a process that several workers share in turn; return those set
-    before."""
+    """Set the answers of get_worker_info() for another worker, in a process that several workers share in turn. Return
+    the answers set before."""
     global _current
     before, _current = _current, answers
     return before
 
 
 def offer_worker_info(a: records_pb2.WorkerAssignment) -> None:
-    """Let get_worker_info() in this process return the worker index with which the loader was made."""
+    """Replace get_worker_info() in this process, so that it returns the worker index with which the loader was made."""
     global _current, _offered
     if _current is None:
         _current = Answers()
@@ -91,8 +92,9 @@ def offer_worker_info(a: records_pb2.WorkerAssignment) -> None:
 
 
 def as_main_process(method: Callable[[], T]) -> T:
-    """Call a state method of the loader. If it calls get_worker_info() and raises, call it again with get_worker_info()
-    returning None, as in a main process; if it then succeeds, do so from now on."""
+    """Call a state method of the loader, and return its result. If the method calls get_worker_info() and raises, call
+    it again with get_worker_info() returning None, as in a main process. If that succeeds, do the same for all later
+    calls."""
     answers = _current if _current is not None else Answers()
     if not answers.refused:
         before = answers.given

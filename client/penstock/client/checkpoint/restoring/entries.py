@@ -1,8 +1,9 @@
-"""Targets of a restore. For each target: the values that it needs of a checkpoint, whether they fit, and loading them.
+"""Entries of the state to restore, such as a module or an optimizer. An entry knows which saved values it needs, checks
+that they fit, and loads them.
 
-A restore has three steps, so that nothing is changed before everything is known to be good. `wanted` returns the values
-to read, and into which tensors. `fit` takes the values that were read, and raises an error if they do not fit. `put`
-loads them; it is called once every rank has reached that point.
+A restore has three steps, so that no target is changed before all values are read and checked. `wanted` returns the
+values to read, and into which tensors. `fit` takes the values that were read, and raises an error if they do not fit.
+`put` loads them; it is called once every rank has reached that point.
 """
 
 from __future__ import annotations
@@ -43,25 +44,25 @@ EXTRA = "_extra_state"
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """A value to read."""
+    """Request to read one saved value."""
 
     tensor: torch.Tensor | None
-    """Tensor to fill; None for an object."""
+    """Tensor to fill; None if the value is an object."""
     own: bool
-    """True if the restore made this tensor. Such a tensor may be filled before everything is known to be good."""
+    """True if the restore made this tensor. It may then be filled before all other values are checked."""
 
 
 @dataclass(frozen=True)
 class SavedEntries:
-    """Contents of a checkpoint, by its index."""
+    """Values that a checkpoint contains, according to its index."""
 
     path: Path
     metadata: Metadata
     paths: dict[str, KeyPath]
-    """Name -> the keys that led to it."""
+    """Name of a saved value -> the keys that lead to it in the nested state."""
 
     def under(self, key: str) -> dict[str, KeyPath]:
-        """Return name -> path below the key, of all values saved under the key."""
+        """Return all values saved under a top-level key: name of the value -> its path below the key."""
         found = {name: path[1:] for name, path in self.paths.items() if path[0] == key}
         if not found:
             there = ", ".join(sorted({repr(path[0]) for path in self.paths.values()}))
@@ -72,7 +73,8 @@ class SavedEntries:
         return found
 
     def empty(self, name: str, like: torch.Tensor | None = None) -> ReadRequest:
-        """Return a request for a new tensor. It gets the layout of `like` if that has the same size."""
+        """Return a request that reads a value into a new tensor. If `like` has the saved size, the tensor gets its
+        layout."""
         saved = self.metadata.state_dict_metadata[name]
         if not isinstance(saved, TensorStorageMetadata):
             return ReadRequest(None, True)
@@ -81,7 +83,8 @@ class SavedEntries:
         return ReadRequest(torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu"), True)
 
     def filled(self, name: str, tensor: torch.Tensor) -> ReadRequest:
-        """Return a request that fills this tensor. Raises CheckpointError if the saved value does not fit."""
+        """Return a request that reads a value into the given tensor. Raises CheckpointError if the saved value does not
+        fit."""
         saved = self.metadata.state_dict_metadata[name]
         if not isinstance(saved, TensorStorageMetadata):
             raise CheckpointError(
@@ -106,36 +109,39 @@ class SavedEntries:
 
 @dataclass
 class RestoreContext:
-    """Values that entries need besides their own."""
+    """Saved data that entries need in addition to their own values."""
 
     containers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Descriptions of dicts by path, see `with_containers`."""
+    """Descriptions of the original dicts: path, joined by dots -> description (see `with_containers`)."""
     notes: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
-    """Results of `optimizers.notes` at the save, merged over all ranks, by the optimizer's key."""
+    """Results of `optimizers.notes` when the checkpoint was saved, merged over all ranks: key of the optimizer ->
+    notes."""
     orders: dict[int, list[int]] = field(default_factory=dict)
-    """Results of `group_order`, by the optimizer's id. Optimizers are restored before the entries that need them."""
+    """Results of `group_order`: id() of the optimizer -> order. Entries that need it are restored after the
+    optimizers."""
 
 
 class StateEntry(ABC):
-    """Entry of the state to restore: one key and its value."""
+    """Entry of the state to restore: a top-level key and its value."""
 
     comes_first = False
-    """True if other entries need the result of this one, so that it comes before them."""
+    """True if this entry is restored before others, because they need its result."""
 
     def __init__(self, key: str, value: Any, saved: SavedEntries) -> None:
         self.key = key
         self.value = value
         self.saved = saved
         self.names = saved.under(key)
-        """Name -> path below the key, of the values to read."""
+        """Values to read: name -> path below the key."""
         self.loaded: Any = None
 
     @abstractmethod
     def wanted(self) -> dict[str, ReadRequest]:
-        """Return the values to read, by name."""
+        """Return the requests for the values to read, by name."""
 
     def fit(self, values: dict[str, Any], around: RestoreContext) -> None:
-        """Take the values that were read, by the names of `wanted`."""
+        """Check and keep the values that were read. values: by the names that `wanted` returned. Raises an error if
+        they do not fit."""
         root: dict[str, Any] = {}
         for name, path in self.names.items():
             set_element(root, (self.key, *path), values[name])
@@ -302,7 +308,7 @@ class _PlainEntry(StateEntry):
 
 
 def _replace(target: MutableMapping[str, Any], loaded: Mapping[str, Any]) -> None:
-    """Replace values by loaded ones, except tensors, which are filled already."""
+    """Replace the values of a dict in place by loaded ones. Tensors are left alone, because they are filled already."""
     for key, value in loaded.items():
         if isinstance(target.get(key), MutableMapping) and isinstance(value, Mapping):
             _replace(target[key], value)

@@ -4,9 +4,9 @@ The writer hashes each archive of a file by itself (`CheckpointFile.parts`), so 
 archives that it needs. A few threads read neighbouring archives in one call each: both reading and hashing release the
 interpreter lock.
 
-Values for the user's tensors are kept until everything is read and verified (`FillRequest`), which takes as much
-additional memory as these tensors have, like a save. Values for new tensors (an optimizer's states) are copied into
-them at once.
+Values for the user's tensors are kept until everything is read and verified (`FillRequest`). Like a save, this takes as
+much additional memory as these tensors take. Values for new tensors (an optimizer's states) are copied into them at
+once.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ from penstock.runtime.files.plain_files import open_plain
 __all__ = ["FillRequest", "read", "read_file"]
 
 RUN = 16 << 20
-"""Bytes of neighbouring archives that are read at a time; a larger archive is read alone."""
+"""Bytes of neighbouring archives that one call reads at most; a larger archive is read by a call of its own."""
 SMALL = 8 << 20
-"""Largest number of bytes of a checkpoint that is read without threads, because Python's work for each entry takes
-longer than reading."""
+"""Number of bytes up to which a restore reads without threads. Python's work for each entry then takes longer than the
+reading."""
 MAX_UNNEEDED_BYTES = 4 << 10
-"""Largest number of unneeded bytes, for each tensor to fill, in a read buffer that is kept."""
+"""Largest number of unneeded bytes in a read buffer, for each tensor to fill, for which the buffer is kept until the
+tensors are filled. Otherwise the values are copied out of it."""
 GAP = 64 << 10
-"""Largest gap between archives, in bytes, that is read together with them to save another read."""
+"""Largest gap in bytes between two archives for which both are read in one call, together with the gap."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class FillRequest:
 
     @staticmethod
     def check(fills: list[FillRequest]) -> None:
-        """Raise CheckpointError if one tensor would get two different values."""
+        """Raise CheckpointError if two requests would fill one tensor with different values."""
         seen: dict[tuple[Any, ...], FillRequest] = {}
         fills = [fill for fill in fills if fill.target.numel()]
         if len({fill.target.data_ptr() for fill in fills}) == len(fills):
@@ -81,7 +82,7 @@ class FillRequest:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Copy of saved values to a target tensor. item: range of the values in both; None: all values."""
+    """Copy of saved values into a target tensor. item: range of the values in source and target; None: all values."""
 
     target: torch.Tensor
     own: bool
@@ -89,13 +90,13 @@ class _Piece:
 
     @property
     def is_new(self) -> bool:
-        """Return True if the target can be filled at once, because the restore made it in CPU memory."""
+        """True if the target can be filled at once, because the restore made it in CPU memory."""
         return self.own and self.target.device.type == "cpu"
 
 
 @dataclass
 class _Archive:
-    """Bytes that were saved as one archive, and are read together."""
+    """Bytes that torch.save wrote as one archive for one saved value. They are read together."""
 
     name: str
     offset: int
@@ -113,13 +114,13 @@ def read(
     load: Callable[[str, bytes], Any],
     threads: int,
 ) -> tuple[dict[str, Any], list[FillRequest]]:
-    """Read the requested values.
+    """Read the requested values from a checkpoint's files.
 
     Args:
         folder: descriptor of the checkpoint's folder.
         files: the manifest's files, by name.
         wanted: requests, by name.
-        load: name and bytes -> an object.
+        load: function that makes an object from its name and its bytes.
 
     Returns tensors and objects by name, and the requests that still have to be filled.
 
@@ -170,7 +171,7 @@ def read_file(folder: int, file: CheckpointFile) -> bytes:
 
 
 def _archives(metadata: Metadata, wanted: dict[str, ReadRequest]) -> Iterator[tuple[str, _Archive]]:
-    """Yield (file, archive) for everything to read."""
+    """Yield (name of the file, archive) for all archives to read."""
     stored = {index.fqn: info for index, info in metadata.storage_data.items()}  # tensors that were saved in one part
     pieces: dict[MetadataIndex, list[_Piece]] = defaultdict(list)
     for name, want in wanted.items():
@@ -275,8 +276,8 @@ def _is_kept(run: list[_Archive], nbytes: int) -> bool:
 
 
 def _values(archive: memoryview, name: str, shape: tuple[torch.dtype, tuple[int, ...]]) -> torch.Tensor:
-    """Return a tensor that torch.save wrote, as a view of its values. They lie in one piece between bytes that are
-    known."""
+    """Return a tensor that torch.save wrote, as a view of its values in the archive. The bytes before and after the
+    values are compared with those that torch.save writes."""
     frame, (dtype, sizes) = frame_of(*shape), shape
     before = len(frame.before)
     if len(archive) == frame.length and archive[:before] == frame.before:

@@ -53,8 +53,8 @@ from penstock.proto.state.checkpoint_files import (
 __all__ = ["LoadedCheckpoint", "PinnedCheckpoint", "chosen", "load"]
 
 SILENCE_S = 8.0
-"""Seconds without a sign of life from another process's save, after which a restore stops waiting for it: the machine
-of that process may be gone."""
+"""Seconds without a sign of life from another process's save, after which a restore no longer waits for it, because the
+machine of that process may be gone."""
 TRIES = 20
 """Number of attempts to choose a checkpoint. An attempt fails if the checkpoint is deleted before it can be pinned."""
 
@@ -66,12 +66,13 @@ class PinnedCheckpoint:
     path: Path
     step: int
     save: str
-    """Id of the save that made it."""
+    """Id of the save that made this checkpoint."""
 
 
 @contextmanager
 def chosen(folder: Path, step: int | None, timeout_s: float, verify: bool) -> Iterator[PinnedCheckpoint | None]:
-    """Yield the checkpoint to restore, see AsyncCheckpointer.restore. Waits for a save of another process."""
+    """Yield the checkpoint to restore (see AsyncCheckpointer.restore), pinned against deletion; None if there is none.
+    Waits for a running save of another process."""
     _settle(folder, timeout_s)
     for turn in range(TRIES):
         found = _choose(folder, step)
@@ -110,18 +111,19 @@ def _choose(folder: Path, step: int | None) -> FoundCheckpoint | None:
 
 
 def _saved_by(metadata: Metadata, name: str) -> int:
-    """Return the rank that saved an object. The file's name contains the rank."""
+    """Return the rank that saved an object, from the name of the file that holds it."""
     path: str = metadata.storage_data[MetadataIndex(name)].relative_path
     return int(path.rpartition("__")[2].partition("_")[0])
 
 
 def _through(handle: int) -> Path:
-    """Return a path of a descriptor's folder that stays valid after the folder is renamed."""
+    """Return a path to the folder of a descriptor that stays valid when the folder is renamed."""
     return Path(f"/proc/self/fd/{handle}")
 
 
 def _settle(folder: Path, timeout_s: float) -> None:
-    """Undo a replacement that a stopped save left unfinished. Waits until no save is running."""
+    """Restore a checkpoint that was being replaced by a save that stopped before its end. Waits until no save is
+    running."""
     try:
         with locked(folder, timeout_s, silence_s=SILENCE_S):
             put_back(folder)
@@ -148,7 +150,7 @@ def _damaged(path: Path, wrong: str) -> CheckpointCorruptError:
 
 @dataclass
 class LoadedCheckpoint:
-    """Checkpoint that was read and fits, and is not loaded yet."""
+    """Checkpoint whose values were read and fit the targets, but are not loaded into them yet."""
 
     _entries: list[StateEntry]
     _fills: list[FillRequest]

@@ -1,5 +1,5 @@
-"""Reader of torch's index of a checkpoint, `.metadata`. The index is a pickle; it is read so that no code in it can
-run, and compared with the files."""
+"""Reader of torch's index of a checkpoint, `.metadata`. The index is a pickle. It is read in a way that no code in it
+can run, and compared with the checkpoint's files."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ ALLOWED = {
         "_MEM_FORMAT_ENCODING",
     },
 }
-"""Module -> names of which torch's index consists."""
+"""Classes and functions that a pickled index may name: module -> names."""
 PATH_KEYS = {str, int}
 """Types of the keys that lead to a value in the state. torch writes no other types."""
 LARGE = 1 << 30
-"""Number of bytes above which all bytes of a tensor must have been written. A smaller tensor may repeat values that
-were written once."""
+"""Size in bytes above which a tensor must have as many bytes in the files. A smaller tensor may be an expanded one,
+whose repeated values were written once."""
 
 
 def read_index(data: bytes, where: Path, files: Mapping[str, int]) -> Metadata:
@@ -67,8 +67,8 @@ def read_index(data: bytes, where: Path, files: Mapping[str, int]) -> Metadata:
 def _check(metadata: Metadata, files: Mapping[str, int]) -> None:
     """Raise ValueError or TypeError for an index from which nothing can be restored.
 
-    Nothing in the index is hashed, printed or multiplied before its type is known, because that could take centuries
-    for nested tuples, and `bounded` has checked only the keys of dicts.
+    No value of the index is hashed, printed or multiplied before its type is known. For nested tuples that could take
+    centuries, and `bounded` has checked only the keys of dicts.
     """
     written: Counter[str] = Counter()
     for index, info in metadata.storage_data.items():
@@ -126,7 +126,7 @@ class _Index(pickle.Unpickler):
 
 
 def _member(kind: Any, name: Any) -> Any:
-    """Return a member of an enum. A getattr of any other object is refused, because it could lead to arbitrary code."""
+    """Return a member of an enum. Refuse getattr on any other object, because it could lead to code of any kind."""
     if not isinstance(kind, EnumType) or type(name) is not str or name not in kind.__members__:
         raise pickle.UnpicklingError("it names an attribute that is not a member of an enum")
     return kind[name]

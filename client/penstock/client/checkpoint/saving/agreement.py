@@ -1,7 +1,7 @@
-"""Agreement of the ranks before each save: on the step, and on what each rank writes and how long it is.
+"""Agreement of the ranks before each save: on the step, on the values that each rank writes, and on their lengths.
 
 The agreement is one exchange of a few hundred bytes, unless a rank's state has another structure than at the last save.
-Every rank decides by itself from the same answers, so either all continue or all raise an error.
+Every rank decides by itself from the same data of all ranks, so either all ranks continue or all raise an error.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class AgreedSave:
     """Id of the save, hexadecimal."""
     plan: GlobalPlan
     lengths: list[dict[Key, int]]
-    """Bytes of each unframed item (see LocalItem.frame), by rank."""
+    """Bytes of each unframed item (see LocalItem.frame): one dict for each rank."""
     collected: CollectedState
     objects: dict[Key, bytes]
     """Contents of this rank's unframed items."""
@@ -44,10 +44,11 @@ class AgreedSave:
 
 
 class Agreement:
-    """Plan on which the ranks agreed, kept as long as it holds.
+    """Agreement of the ranks on a plan of what each saves. The plan is kept while the structure of the state stays the
+    same.
 
     Args:
-        threads, hint: files of each rank; see `assign`.
+        threads, hint: number of files of each rank, and prefix of names that go into separate files; see `assign`.
         check_replicas: see AsyncCheckpointer.
     """
 
@@ -62,12 +63,12 @@ class Agreement:
         self._plan: GlobalPlan | None = None
         self._warned: set[str] = set()
         self._tried: set[str] = set()
-        """Names of objects for which a trial load was made."""
+        """Names of objects that were loaded once as a trial, to find out whether a restore can load them."""
 
     def on(
         self, step: int, folder: Path, state: Mapping[str, Any], earlier: list[CheckpointError], in_flight: list[str]
     ) -> AgreedSave:
-        """Agree on a save.
+        """Agree with the other ranks on a save, and return it.
 
         Args:
             earlier: failures of this rank's earlier saves that no rank has raised yet; emptied when they are raised.
@@ -123,7 +124,7 @@ class Agreement:
         return AgreedSave(answers[0]["save"], self._plan, lengths, collected, objects, everywhere)
 
     def _warn_of_opaque(self, collected: CollectedState, objects: dict[Key, bytes]) -> None:
-        """Log once, at the save, the objects that a restore loads only with allow_unsafe_types."""
+        """Log each object that a restore loads only with allow_unsafe_types, once for each name."""
         for name, kind in collected.opaque.items():
             if name in self._tried or (name, None) not in objects:
                 continue

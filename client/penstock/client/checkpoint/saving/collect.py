@@ -1,7 +1,7 @@
 """Collection of the state to save as a flat dict of named values, with torch.distributed.checkpoint's names.
 
-Modules and optimizers get names that fit any number of ranks (parameter_names.py, optimizers.py). A loader's state is
-one object, whatever it contains (loader_states.py).
+Modules and optimizers get names that fit any number of ranks (parameter_names.py, optimizers.py). The state of a data
+loader is saved as one object, whatever it contains (loader_states.py).
 """
 
 from __future__ import annotations
@@ -41,29 +41,29 @@ __all__ = [
 ]
 
 OURS = "__penstock__"
-"""Top-level key for data that restore the state exactly as it was."""
+"""Top-level key of Penstock's own data in a checkpoint, by which a restored state gets exactly its original form."""
 CONTAINERS, RECIPES, OPTIMIZERS = "containers", "recipes", "optimizers"
-"""Tables of each rank under that key: kinds and keys of dicts, recipes of encoded values, and the parts of optimizers'
-states that torch's `load_state_dict` would change."""
+"""Names of tables that each rank saves under OURS: kinds and keys of dicts, recipes of encoded values, and the parts of
+optimizers' states that torch's `load_state_dict` would change."""
 KINDS: dict[str, Any] = {"Counter": Counter, "OrderedDict": OrderedDict}
-"""Mappings that are restored with their own type; others become dicts."""
+"""Mapping types that are restored with their own type; other mappings become dicts."""
 
 
 @dataclass
 class CollectedState:
-    """Values of this rank, by name."""
+    """Values that this rank could save, by name."""
 
     values: dict[str, Any]
     paths: dict[str, tuple[Any, ...]]
-    """Name -> the keys that lead to it."""
+    """Name of a value -> the keys that lead to it in the nested state."""
     signature: list[Any]
-    """Structure of the state. While it stays the same, the plan stays the same."""
+    """Structure of the state. The plan of a save is kept while it does not change."""
     loaders: dict[str, tuple[int, int]]
-    """Key of a loader -> its box, and the number of boxes of its run."""
+    """Key of a loader -> (its box, number of boxes of its run)."""
     recipes: dict[str, Any]
-    """Name -> recipe by which a value that was saved as plainer values is made again (plain_values.py)."""
+    """Name of a value that is saved as plainer values -> the recipe that makes the value again (plain_values.py)."""
     opaque: dict[str, str]
-    """Name of a value that cannot be saved as plainer values -> the class without a recipe in the value."""
+    """Name of a value that cannot be saved as plainer values -> the class in it for which there is no recipe."""
 
     def items(self) -> list[LocalItem]:
         """Return all values as write items."""
@@ -78,13 +78,14 @@ class CollectedState:
         return found
 
     def tensor(self, one: LocalItem) -> torch.Tensor:
-        """Return the tensor that an item saves, or its part of a tensor."""
+        """Return the tensor, or the part of a tensor, that an item saves."""
         value = self.values[one.key[0]]
         found: torch.Tensor = value if type(value) in LEAVES else find_state_dict_object(self.values, one.torch_index)
         return found
 
     def _by_torch(self, name: str) -> list[LocalItem]:
-        """Return torch's items for a tensor that is split over ranks, or that has its own rules for saving."""
+        """Return the items that torch's planner makes for a tensor that is split over ranks, or that has its own rules
+        for saving."""
         plan = create_default_local_save_plan({name: self.values[name]}, is_coordinator=True)
         return [
             LocalItem.of(
@@ -147,8 +148,8 @@ def collect(state: Mapping[str, Any], rank: int, ranks: int) -> CollectedState:
 
 
 def _flatten(value: Any, path: tuple[Any, ...], values: dict[str, Any], paths: dict[str, tuple[Any, ...]]) -> None:
-    """Add the leaves of a nested value under the names of torch's `flatten_state_dict`. (torch's function takes four
-    times as long.)"""
+    """Add the leaves of a nested value to `values` and `paths`, under the names that torch's `flatten_state_dict` gives
+    them. (torch's function takes four times as long.)"""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             _flatten_into(inner, (*path, str(key)), values, paths)
@@ -168,15 +169,16 @@ def _flatten_into(value: Any, path: tuple[Any, ...], values: dict[str, Any], pat
 
 
 def _is_flattened(value: Any) -> bool:
-    """Return True if torch names the contents of a value, as it does for dicts, and for lists of tensors or dicts."""
+    """Return True if torch saves the contents of a value under separate names, as it does for dicts, and for lists of
+    tensors or dicts."""
     return isinstance(value, Mapping) or (
         isinstance(value, list) and any(isinstance(inner, torch.Tensor) or _is_flattened(inner) for inner in value)
     )
 
 
 def _made_plain(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Replace objects by the values that are saved for them. Return recipes by name, and the objects that could not be
-    replaced.
+    """Replace objects in `values` by the plain values that are saved for them. Return recipes by name, and a dict of
+    the objects that could not be replaced, with their classes.
 
     Raises InvalidArgumentError for tensors that cannot be restored.
     """
@@ -220,7 +222,7 @@ def _empty(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
 
 
 def _containers(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (path, description) of dicts that flattening changes: those with keys other than texts, and those of
+    """Yield (path, description) of dicts that flattening changes: those with keys that are not strings, and those of
     another type than dict."""
     if isinstance(value, Mapping):
         keys = {str(key): key for key in value if type(key) is not str and _is_plain(key)}
@@ -244,7 +246,7 @@ def _container(value: Mapping[Any, Any]) -> str:
 
 
 def _coded(key: Any, path: tuple[Any, ...]) -> list[Any]:
-    """Return a dict's key as plain values, and its recipe. Raises InvalidArgumentError for a key without a recipe."""
+    """Return a dict's key as [plain value, recipe]. Raises InvalidArgumentError for a key without a recipe."""
     encoded = encode(key)
     if encoded.opaque:
         raise InvalidArgumentError(
@@ -255,14 +257,15 @@ def _coded(key: Any, path: tuple[Any, ...]) -> list[Any]:
 
 
 def _is_plain(key: Any) -> bool:
-    """Return True if a key other than a text is a plain value, or a tuple of plain values."""
+    """Return True if a key that is not a string is a plain value, or a tuple of plain values."""
     if type(key) is tuple:
         return all(type(part) is str or _is_plain(part) for part in key)
     return type(key) in (int, float, bool, type(None))
 
 
 def with_containers(value: Any, containers: dict[str, dict[str, Any]], path: tuple[Any, ...] = ()) -> Any:
-    """Return a nested state with its original dicts. containers: path, joined by dots -> description of the dict."""
+    """Return a nested state in which dicts have their original types and keys. containers: path, joined by dots ->
+    description of the dict."""
     if not containers:
         return value
     if isinstance(value, dict):
@@ -278,7 +281,7 @@ def with_containers(value: Any, containers: dict[str, dict[str, Any]], path: tup
 
 
 def _state_of(key: str, value: Any, state: Mapping[str, Any]) -> Any:
-    """Return the state of one entry of the dict to save."""
+    """Return the state of one entry of the dict to save: its state_dict, or the value itself."""
     if isinstance(value, torch.optim.Optimizer):
         return named_state(value, parameter_names(value, state, key))
     if isinstance(value, nn.Module):
@@ -289,7 +292,7 @@ def _state_of(key: str, value: Any, state: Mapping[str, Any]) -> Any:
 
 
 def module_state(module: nn.Module) -> dict[str, Any]:
-    """Return a module's state_dict. Names in it do not contain the names of wrappers inside the module."""
+    """Return a module's state_dict, without the names of wrappers inside the module (such as DDP)."""
     plain = module.state_dict()
     clean = clean_keys(module, list(plain))
     return type(plain)((clean[name], value) for name, value in plain.items())
@@ -306,7 +309,7 @@ def _kind(value: Any) -> Any:
 
 
 def object_bytes(collected: CollectedState, items: list[LocalItem]) -> dict[Key, bytes]:
-    """Return torch.save's bytes for each value that is not a plain tensor.
+    """Return the bytes that torch.save writes for each item that is not a plain tensor.
 
     Raises InvalidArgumentError, with the name, for a value that cannot be saved.
     """

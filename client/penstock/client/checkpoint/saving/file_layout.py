@@ -1,9 +1,9 @@
 """Assignment of a rank's items to files: pure arithmetic over names and sizes.
 
-Tensors go by size, the largest first, each into the file with the fewest bytes so far. So files have nearly equal
-lengths, and threads that write one each finish together. (The longest is at most 4/3 of the best possible: R. L.
-Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17, 1969.) Objects go into the files in turn,
-because they are small.
+Tensors are assigned in order of size, the largest first, each to the file with the fewest bytes so far. So files have
+nearly equal lengths, and threads that write one each finish together. (The longest is at most 4/3 of the best possible:
+R. L. Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17, 1969.) Objects go into the files in
+turn, because they are small.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ SUFFIX = ".distcp"
 
 
 class Item(NamedTuple):
-    """An item to save."""
+    """Item to save: a tensor, a part of a tensor, or an object."""
 
     name: str
     nbytes: int | None
-    """Bytes of the part of a tensor that is saved; None for an object, whose size the plan does not need."""
+    """Bytes of the tensor or its part; None for an object, whose size the plan does not need."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """File, with the items in it."""
+    """File of a rank, and the items in it."""
 
     name: str
     items: tuple[int, ...]
-    """Indexes in the list of items: tensors, the largest first, and then objects."""
+    """Indexes of the file's items in the list given to `assign`: tensors, the largest first, then objects."""
 
 
 def assign(items: Sequence[Item], prefix: str, buckets: int, hint: str | None = None) -> list[Bucket]:

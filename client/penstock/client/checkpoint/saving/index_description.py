@@ -23,13 +23,15 @@ from penstock.proto.state.checkpoint_index import ATTRIBUTES, DescribedIndex
 __all__ = ["Stored", "described"]
 
 Stored = tuple[tuple[str, tuple[int, ...] | None], int | None, int, int]
-"""An archive: name, offset in the tensor and hint of torch's MetadataIndex; then offset and bytes in its file."""
+"""Description of one archive: the name, offset in the tensor and hint of torch's MetadataIndex, then its offset and
+bytes in the file."""
 PROTOCOL = 3
-"""The last pickle protocol without frames, which cannot be embedded in another pickle."""
+"""Pickle protocol of the index. Newer protocols use frames, which cannot be embedded in another pickle."""
 
 
 class _Parts:
-    """Values that are pickled together. Each object gets one number, however often it is used."""
+    """List of values that are pickled together. Each object is added once and gets one number, however often it is
+    used."""
 
     def __init__(self) -> None:
         self._values: list[Any] = []
@@ -52,7 +54,7 @@ class _Parts:
 
 
 def described(metadata: Metadata, files: Iterable[tuple[str, Iterable[Stored]]]) -> bytes:
-    """Return the description of `metadata`, with the contents of these files as its `storage_data`."""
+    """Return the description of torch's index `metadata`. Its `storage_data` describe the archives in these files."""
     parts = _Parts()
     number = parts.number
     for one in (Metadata, TensorStorageMetadata, MetadataIndex, StorageInfo, *ATTRIBUTES):

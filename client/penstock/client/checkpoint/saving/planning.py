@@ -1,17 +1,17 @@
 """Plan of what each rank saves and where: torch's plan, made once and kept while the state keeps its structure.
 
 torch.distributed.checkpoint plans each save anew: a write item for each tensor on each rank, a gather of all of them, a
-scatter. For an unchanged model the result is the same, so here the ranks agree on it once (`agree`) and then only
-compare signatures (`CollectedState.signature`). Only the lengths of objects differ from save to save, and each rank
-sends those of its own objects.
+scatter. For an unchanged model the resulting plan is the same, so here the ranks agree on a plan once (`agree`) and
+then only compare signatures (`CollectedState.signature`). Only the lengths of objects differ from save to save, and
+each rank sends those of its own objects.
 
 A layout is complete before anything is written, because the length of a tensor's archive follows from its dtype and
-shape (torch_frames.py). So torch's `.metadata` can also be described before (index_description.py), without reports
-from the writers.
+shape (torch_frames.py). So torch's `.metadata` can also be described before the writing (index_description.py), without
+reports from the writers.
 
-A state has thousands of entries, and the first save plans each of them while the training waits. So an entry is one
-tuple, tensors of one dtype and shape share one description, and torch's slower kinds of items are made only for torch's
-planner.
+A state has thousands of entries, and the first save plans each of them while the training waits. To keep that short, an
+entry is one tuple, tensors of one dtype and shape share one description, and torch's slower kinds of items are made
+only for torch's planner.
 """
 
 from __future__ import annotations
@@ -54,25 +54,25 @@ DCP_VERSION = "1.0.0"
 """Version of torch's checkpoint format, as FileSystemWriter writes it."""
 
 Key = tuple[str, tuple[int, ...] | None]
-"""Name of a saved item, and the offset of a part of a tensor; None for a whole tensor or an object."""
+"""Key of a saved item: name of the value, and offset of a part of a tensor (None for a whole tensor or an object)."""
 
 
 class LocalItem(NamedTuple):
-    """An item that one rank could save."""
+    """Item that this rank could save. If several ranks have it, one of them saves it."""
 
     key: Key
     hint: int | None
-    """Index at which torch's reader looks first for the part among the tensor's parts."""
+    """Hint of torch's MetadataIndex: position of the part in torch's list of the tensor's parts."""
     data: TensorWriteData | None
     """Description of a tensor; None for an object."""
     frame: TorchFrame | None
-    """Frame of a plain tensor, whose archive consists of the frame and the values. None: the item is unframed; its
-    archive is torch.save's bytes, whose length may change."""
+    """Bytes around the values in the archive of a plain tensor (see torch_frames.py). None: the item is unframed; its
+    archive is what torch.save writes, and its length may change from save to save."""
     kind: WriteItemType
 
     @classmethod
     def of(cls, item: WriteItem, framed: bool) -> LocalItem:
-        """Return the item for one of torch's write items. framed: True for a plain tensor."""
+        """Return the item for a write item of torch. framed: True for a plain tensor, whose archive has a frame."""
         index, data = item.index, item.tensor_data
         frame = frame_of(data.properties.dtype, tuple(data.chunk.sizes)) if framed and data is not None else None
         return cls((index.fqn, index.offset), index.index, data, frame, item.type)
@@ -83,17 +83,17 @@ class LocalItem(NamedTuple):
 
     @property
     def torch_index(self) -> MetadataIndex:
-        """Return torch's name of the item."""
+        """Torch's name of the item."""
         return MetadataIndex(*self.key, self.hint)
 
     @property
     def item(self) -> WriteItem:
-        """Return the item for torch's planner."""
+        """Item in the form that torch's planner takes."""
         return WriteItem(self.torch_index, self.kind, tensor_data=self.data)
 
 
 class TensorItems:
-    """Maker of items of whole plain tensors, like torch's planner.
+    """Maker of the items for whole plain tensors, with the same contents as torch's planner makes.
 
     Tensors of one dtype and shape share one description: it is made once, pickled once, and loaded once.
     """
@@ -145,17 +145,18 @@ def decode_items(value: dict[str, Any]) -> tuple[list[LocalItem], dict[str, tupl
 
 @dataclass(frozen=True)
 class FileLayout:
-    """File of one rank: its archives one after the other, the framed ones first."""
+    """Layout of one file of a rank: archives one after the other, those of framed items first."""
 
     name: str
     framed: tuple[tuple[LocalItem, int], ...]
     """Framed items, each with its offset in the file."""
     framed_bytes: int
     others: tuple[LocalItem, ...]
-    """Items whose lengths differ from save to save."""
+    """Unframed items, whose lengths may differ from save to save."""
 
     def places(self, lengths: dict[Key, int]) -> tuple[list[int], int]:
-        """Return the offset of each item in `others`, and the length of the file. lengths: bytes of these items."""
+        """Return the offset of each item in `others`, and the length of the file. lengths: bytes of each unframed
+        item."""
         places, offset = [], self.framed_bytes
         for one in self.others:
             offset = _aligned(offset)
@@ -164,7 +165,7 @@ class FileLayout:
         return places, offset
 
     def stored(self, lengths: dict[Key, int]) -> Iterator[Stored]:
-        """Yield the entry of torch's index for each archive."""
+        """Yield the description of each archive in the file, for torch's index."""
         for one, offset in self.framed:
             assert one.frame is not None
             yield one.key, one.hint, offset, one.frame.length
@@ -174,22 +175,20 @@ class FileLayout:
 
 @dataclass(frozen=True)
 class RankLayout:
-    """The files of one rank."""
-
     files: tuple[FileLayout, ...]
 
 
 @dataclass
 class GlobalPlan:
-    """Plan on which all ranks agreed."""
+    """Plan of what each rank saves and where, on which all ranks agreed."""
 
     layouts: list[RankLayout]
     metadata: Metadata
     """torch's index without `storage_data`."""
     shared: dict[Key, list[int]]
-    """Key that several ranks have and one of them saves -> those ranks."""
+    """Key of an item that several ranks have and one of them saves -> those ranks."""
     _made: tuple[Any, bytes] | None = field(default=None)
-    """Lengths of items, and the index description made for them; None before the first."""
+    """Lengths of items for which `index` was called last, and its result; None before the first call."""
 
     def files(self, lengths: Sequence[dict[Key, int]]) -> list[list[tuple[str, int]]]:
         """Return (name, bytes) of each rank's files. lengths: bytes of the unframed items, by rank."""
@@ -199,7 +198,8 @@ class GlobalPlan:
         ]
 
     def index(self, lengths: Sequence[dict[Key, int]]) -> bytes:
-        """Return the description of `.metadata` for the writer. It is made again only after a length has changed."""
+        """Return the description of `.metadata` for the writer. It is made anew only if a length has changed since the
+        last call."""
         if self._made is None or self._made[0] != lengths:
             files = [
                 (file.name, file.stored(lengths[rank]))
@@ -233,7 +233,8 @@ def agree(
 
 
 def _plan_alone(items: list[LocalItem], paths: dict[str, tuple[Any, ...]]) -> Metadata | None:
-    """Return the index of a single rank that saves only whole tensors and objects; None for anything else.
+    """Return torch's index for a job of one rank that saves only whole tensors and objects. Return None for any other
+    job.
 
     torch's planner has the same result, and takes four times as long.
     """
@@ -254,8 +255,8 @@ def _plan_alone(items: list[LocalItem], paths: dict[str, tuple[Any, ...]]) -> Me
 def _plan_together(
     by_rank: Sequence[tuple[list[LocalItem], dict[str, tuple[Any, ...]]]],
 ) -> tuple[list[list[LocalItem]], Metadata]:
-    """Return the items that each rank saves, and the index, from torch's planner. If several ranks have the same item,
-    one of them saves it."""
+    """Return the items that each rank saves, and torch's index, both from torch's planner. If several ranks have the
+    same item, one of them saves it."""
     plans = [SavePlan([one.item for one in items], planner_data=paths) for items, paths in by_rank]
     try:
         deduplicated, metadata = DefaultSavePlanner().create_global_plan(plans)
@@ -287,7 +288,7 @@ def _compare(by_rank: Sequence[tuple[list[LocalItem], Any]]) -> dict[Key, list[i
 
 
 def lay_out(items: Sequence[LocalItem], prefix: str, buckets: int, hint: str | None) -> RankLayout:
-    """Return the files of one rank, with the offsets of its items; arguments as for `assign`."""
+    """Return the layout of one rank's files, with the offsets of its items; arguments as for `assign`."""
     sizes = [Item(key[0], None if frame is None else frame.length) for key, _, _, frame, _ in items]
     files = []
     for bucket in assign(sizes, prefix, buckets, hint):

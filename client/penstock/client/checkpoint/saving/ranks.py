@@ -28,9 +28,10 @@ class Ranks:
     Args:
         group: process group of the ranks; None: all ranks of the job, or only this process if torch.distributed is not
             initialised.
-        timeout_s: seconds that a rank may be busy before it takes part; the others wait MARGIN_S longer.
+        timeout_s: seconds that a rank may be busy before it takes part in an exchange. The other ranks wait for it
+        MARGIN_S longer.
 
-    Every rank of the group makes one, at the same point of the program.
+    Every rank of the group makes a Ranks, at the same point of the program.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout_s: float) -> None:
@@ -86,8 +87,8 @@ class Ranks:
         """Run `part` on every rank and return all results, by rank; raise on all ranks if one raised.
 
         Args:
-            call: name of the method, which must be the same on all ranks.
-            what: beginning of the error: "step 5 was not saved".
+            call: name of the public method that runs. It is an error if ranks run different ones.
+            what: beginning of the error message, such as "step 5 was not saved".
         """
         own: dict[str, Any] = {}
         failure: BaseException | None = None
@@ -122,7 +123,7 @@ def _initialized() -> bool:
 
 
 def _fitting(name: str) -> type[PenstockError]:
-    """Return the class of an error that another rank raised if it is a class of checkpoint errors, else
-    CheckpointError."""
+    """Return the class of errors with this name, which another rank raised, if it is one of the checkpoint errors.
+    Return CheckpointError for any other name."""
     kind = CATALOGUE[name].error if name in CATALOGUE else CheckpointError
     return kind if issubclass(kind, CheckpointError) else CheckpointError

@@ -1,9 +1,9 @@
 """Comparison of values that several ranks have under one name, of which a checkpoint keeps one copy.
 
-torch.distributed.checkpoint assumes that they are equal and keeps any one of them, so a random state or a counter that
-differs by rank is lost silently. Here objects are compared whole, by value, and so are small tensors, such as a
-generator's state. Of larger tensors 16 values are compared, spread over the tensor: weights that have drifted apart
-differ nearly everywhere, and comparing all of them would take as long as saving.
+torch.distributed.checkpoint assumes that such values are equal and keeps any one of them, so a random state or a
+counter that differs by rank is lost silently. Here objects are compared whole, by value, and so are small tensors, such
+as a generator's state. Of larger tensors 16 values are compared, spread over the tensor. Weights that have drifted
+apart differ nearly everywhere, and a comparison of all values would take as long as a save.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ __all__ = ["compare", "digests", "summary"]
 
 SAMPLES = 16
 WHOLE = 16 << 10
-"""Largest number of bytes of a tensor that is compared whole."""
+"""Size in bytes up to which a tensor is compared whole. Of a larger one only samples are compared."""
 OBJECT, TENSOR = "object", "tensor"
 
 
 def digests(
     collected: CollectedState, items: Sequence[LocalItem], objects: dict[Key, bytes], shared: dict[Key, list[int]]
 ) -> dict[Key, tuple[str, str]]:
-    """Return key -> (kind, digest) for the values that other ranks have too."""
+    """Return the digests of values that other ranks have too: key -> (kind, digest)."""
     found: dict[Key, tuple[str, str]] = {}
     groups: dict[tuple[torch.device, torch.dtype], list[tuple[Key, torch.Tensor]]] = defaultdict(list)
     for one in items:
@@ -78,7 +78,7 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def summary(known: dict[Key, tuple[str, str]]) -> str:
-    """Return one digest over all digests of a rank."""
+    """Return one digest of all the values' digests of a rank."""
     hasher = xxhash.xxh3_64()
     for key in sorted(known, key=str):
         hasher.update(f"{key}{known[key]}".encode())
@@ -86,7 +86,7 @@ def summary(known: dict[Key, tuple[str, str]]) -> str:
 
 
 def compare(answers: list[dict[str, Any]]) -> tuple[list[str], dict[str, str]]:
-    """Return texts for the values that differ: a list for objects, and a dict by name for tensors.
+    """Return texts that describe the differing values: a list for objects, and a dict by name for tensors.
 
     answers: rows of name, offset, kind, digest, by rank.
     """

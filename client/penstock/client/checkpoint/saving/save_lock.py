@@ -1,10 +1,10 @@
 """Lock that allows one call into a checkpointer at a time, across threads and signal handlers.
 
 A signal handler runs between any two instructions of the main thread, also within a `save`, and may call `save` itself,
-as handlers for preemption do. It would find data that are half changed. So while a call holds the checkpointer, signals
-are recorded, and their handlers run at the end of the call, on the same thread and before the call returns. The call
-holds it for milliseconds only: during waits for a save or another thread, handlers run at once. The handler of a second
-signal of one kind runs at once at any time, so that a second Ctrl-C always works.
+as handlers for preemption do. That second call would find data that are half changed. So while a call holds the lock,
+signals are recorded, and their handlers run at the end of the call, on the same thread and before the call returns. The
+call holds the lock for milliseconds only: during waits for a save or another thread, handlers run at once. The handler
+of a second signal of one kind runs at once at any time, so that a second Ctrl-C always works.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Handler = Callable[[int, Any], Any]
 
 
 class CallLock:
-    """Lock of one checkpointer: one call at a time."""
+    """Lock of one checkpointer, which one call of a method holds at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -37,13 +37,14 @@ class CallLock:
 
     @contextmanager
     def one(self, call: str, *, hold: bool = True) -> Iterator[None]:
-        """Hold the lock.
+        """Hold the lock during the `with`.
 
         Args:
             call: name of the method, for errors.
             hold: record signals during the whole call; False: only while it begins and ends.
 
-        Raises CheckpointError if this thread holds it already: in a signal handler, or in a `state_dict` that saves.
+        Raises CheckpointError if this thread holds the lock already: the call is made by a signal handler, or by a
+        `state_dict` that is being saved.
         """
         held = self._enter(call)
         try:
@@ -79,7 +80,7 @@ class CallLock:
 
 
 class _HeldSignals:
-    """Recorder of signals. It replaces the program's handlers until `restore_handlers`."""
+    """Recorder of signals. It replaces the handlers of all signals until `restore_handlers`."""
 
     def __init__(self) -> None:
         self._handlers: dict[int, Handler] = {}
@@ -128,8 +129,8 @@ class _HeldSignals:
 
 
 class SignalWatch:
-    """Recorder of signals for a loop that checks after each step. A second signal has the effect that it has without a
-    recorder."""
+    """Recorder of signals for a loop that checks after each step whether one has arrived. A second signal has the
+    effect that it has without a recorder."""
 
     def __init__(self, numbers: int | Iterable[int]) -> None:
         """Install the handlers. Raises InvalidArgumentError for an invalid signal, or outside the main thread."""

@@ -1,4 +1,4 @@
-"""Shared memory with the files of a checkpoint as they will lie on the disk.
+"""Image of a checkpoint's files in shared memory: the bytes that the writer process will write to the disk.
 
 Staging copies each tensor to its position in a file, between the bytes that torch.save would write before and after it,
 so that the writer process only has to write. Everything except the tensors' values stays the same from save to save.
@@ -58,7 +58,7 @@ class SharedImage:
 
     @classmethod
     def received(cls, fd: int, nbytes: int) -> Self:
-        """Return the image of another process. Takes ownership of `fd`."""
+        """Map the image that another process made and sent as `fd`. Takes ownership of `fd`."""
         image = cls.__new__(cls)
         image.number, image.nbytes, image.fd = next(_numbers), nbytes, fd
         image._map(0)

@@ -19,8 +19,9 @@ from penstock.client.stream.cuda import PageLocks, take_error
 __all__ = ["CudaCopies", "Staged", "StagingBuffer"]
 
 SLACK = 16 * PAGE
-"""Smallest number of spare bytes in a region, into which its objects can grow before everything is laid out anew.
-Larger objects get as many spare bytes as they have bytes, so that steady growth costs a constant share."""
+"""Smallest number of spare bytes in a region of the image, into which the objects of its file can grow before all
+regions are laid out anew. For larger objects as many bytes are spare as they have, so that the cost of steady growth
+stays a constant share."""
 
 Staged = tuple[list[tuple[str, int, int, list[int]]], tuple[int, int]]
 """Files in the image, each with name, offset, bytes and the offsets of its archives; then offset and bytes of the
@@ -28,7 +29,7 @@ metadata."""
 
 
 class StagingBuffer:
-    """Shared memory for one save at a time."""
+    """Shared memory for the image of one save at a time."""
 
     def __init__(self) -> None:
         self.image: SharedImage | None = None
@@ -45,8 +46,8 @@ class StagingBuffer:
         metadata: bytes,
         tensor_of: Callable[[LocalItem], torch.Tensor],
     ) -> Staged:
-        """Copy everything that this rank saves into the image, as it will lie in the files. Afterwards nothing refers
-        to live values.
+        """Copy everything that this rank saves into the image, byte for byte as in the files. Afterwards the training
+        loop may change its values again.
 
         Args:
             objects: bytes of the unframed items.

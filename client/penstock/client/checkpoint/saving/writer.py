@@ -1,7 +1,7 @@
-"""The checkpoint writer: writes shared memory to files and commits them as a checkpoint.
+"""The checkpoint writer: a process that writes shared memory to files and commits them as a checkpoint.
 
-A small process beside each rank, without torch, gRPC or CUDA. Shared memory holds the files as they will lie on the
-disk (shared_image.py), so the writer only writes, hashes and commits. It makes torch's index itself, from the training
+Each rank has one. It is small, without torch, gRPC or CUDA. Shared memory holds the files as they will lie on the disk
+(shared_image.py), so the writer only writes, hashes and commits. It makes torch's index itself, from the training
 process's description (proto/state/checkpoint_index.py). It starts in 0.1 s, takes 12 to 14 MiB, shares no interpreter
 lock with the training loop, and lives as long as its checkpointer. writer_process.py starts it by its file's path,
 because `python -m` would import penstock.client, and with it torch.
@@ -10,19 +10,19 @@ Requests are JSON after their length, over a Unix socket, and may carry the memf
 JSON.
 
 **Files** are written past the page cache where possible (O_DIRECT). For 1 GiB that took 0.01 to 0.06 s of processor
-time in the kernel instead of 0.35 to 4.7, which the training loop keeps, and 0.5 to 0.75 s in all instead of 0.7 to 5.5
-(12 runs of each, with 4 and 16 MiB a call, 1 and 2 threads, fsync included).
+time in the kernel instead of 0.35 to 4.7 s, so the training loop has the difference. The whole write took 0.5 to 0.75 s
+instead of 0.7 to 5.5 s (12 runs of each, with 4 and 16 MiB a call, 1 and 2 threads, fsync included).
 
-**Commit.** Every rank's writer writes its files into one temporary folder, makes them durable, and then reports that in
-a file of its own there. Rank 0's writer waits for all reports, compares sizes with the plan, adds the manifest and, as
-the last file, torch's `.metadata`; then it renames the folder. The others wait for that, or for the file with the
-causes of a failure. So ranks agree without a collective, which would need the training loops' threads, and with nothing
-but the folder that they share anyway.
+**Commit.** Every rank's writer writes its files into one temporary folder, makes them durable, and then writes a report
+file there. Rank 0's writer waits for all reports, compares sizes with the plan, adds the manifest and, as the last
+file, torch's `.metadata`; then it renames the folder. The others wait for that, or for the file with the causes of a
+failure. So ranks agree through the folder that they share anyway. A collective would need the threads of the training
+loops.
 
 **End.** When the training process has ended, the writer finishes the save in flight or abandons it, as the save asks,
-and ends. A save has a deadline, which also ends a writer without a training process. That process may have ended with
-its machine, and another rank's writer with it, while a restarted job waits for the folder. So a writer without a
-training process gives a save up once a rank that it waits for shows no sign of life.
+and ends. A save has a deadline, which also ends a writer without a training process. The training process may have
+ended because a machine failed, and then another rank's writer may be gone too, while a restarted job waits for the
+folder. So a writer without a training process abandons a save once a rank that it waits for shows no sign of life.
 """
 
 from __future__ import annotations
@@ -82,19 +82,20 @@ from penstock.runtime.process.watch import wait_for_parent_end
 
 PROGRESS_S = 0.2
 SIGN_S = 1.0
-"""Seconds between signs of life, once rank 0 requests them."""
+"""Seconds between the signs of life of a writer, once rank 0's writer requests them."""
 SILENCE_S = 5.0
-"""Seconds without a sign of life, after which a writer without a training process gives a save up."""
+"""Seconds without a sign of life from a rank, after which a writer without a training process abandons a save."""
 PROBE_S = 0.5
-"""Seconds without a folder to write into, after which a rank tests whether it is able to write there."""
+"""Seconds without a temporary folder, after which a rank tests whether it can write into the folder of the
+checkpoints."""
 LENGTH = 8
-"""Bytes of the length before a request."""
+"""Bytes of the length field before each request."""
 NICENESS = 10
-"""Niceness of the writer. On a busy processor the training loop and its input have priority."""
+"""Niceness of the writer process, by which the training loop and its input have priority on a busy processor."""
 
 
 class WriteFailed(Exception):
-    """Error of a save that was given up. causes: rank -> reason."""
+    """Error of a save that has failed. causes: rank -> reason."""
 
     def __init__(self, causes: dict[int, str]) -> None:
         super().__init__("; ".join(f"rank {rank}: {cause}" for rank, cause in sorted(causes.items())))
@@ -102,7 +103,7 @@ class WriteFailed(Exception):
 
 
 class SaveJob:
-    """Part of a rank in a save. `request`: the JSON value that writer_process.py sends."""
+    """Part of one rank in a save. `request`: the JSON value that writer_process.py sends."""
 
     def __init__(
         self,
@@ -126,15 +127,16 @@ class SaveJob:
         self.cancelled = False
         self._begun = False
         self._orphaned = orphaned
-        """Returns True once the training process has ended."""
+        """Function that returns True once the training process has ended."""
         self._signs: dict[int, tuple[int, float]] = {}
-        """Rank -> its last sign of life, and the time at which that sign changed."""
+        """Rank -> its last sign of life, and the time at which this writer first saw that sign."""
         self._signed_at = 0.0
         self._send_reply = send_reply
         self._reported_at = time.monotonic()
 
     def run(self) -> None:
-        """Write and commit, or wait for the commit. Raises WriteFailed if this leaves no checkpoint."""
+        """Write this rank's files, and commit the checkpoint or wait for the commit. Raises WriteFailed if the save
+        fails."""
         try:
             self._run()
         finally:
@@ -174,15 +176,15 @@ class SaveJob:
             self._give_up(failed.causes)
 
     def _check_final(self) -> None:
-        """Raise WriteFailed if the checkpoint would replace anything other than a Penstock checkpoint."""
+        """Raise WriteFailed if the save would replace something that is not a Penstock checkpoint."""
         if self.final.exists() and not (self.final / MANIFEST).exists() and any(self.final.iterdir()):
             raise WriteFailed({0: f"{self.final} exists and is not a Penstock checkpoint: move it away"})
 
     # ---- this rank's files
 
     def _report(self, write: Callable[[Path], list[CheckpointFile]]) -> dict[str, Any]:
-        """Write this rank's part and return its report: files, or an error. Ranks above 0 also write it to the
-        folder."""
+        """Write this rank's files and return its report, which names the files or an error. On ranks above 0, also
+        write the report into the folder."""
         report: dict[str, Any] = {"save": self.save, "files": [], "error": self.request["error"]}
         try:
             if self.rank:
@@ -280,10 +282,10 @@ class SaveJob:
         self._delete(surplus([self.request["step"], *older], self.request["keep_last"], self.request["keep_every"]))
 
     def _delete(self, steps: list[int]) -> None:
-        """Delete surplus checkpoints. They are first renamed durably, so that a stopped deletion does not leave half a
-        checkpoint.
+        """Delete the checkpoints of these steps, which are no longer to be kept. Each is first renamed durably, so that
+        an interrupted deletion does not leave half a checkpoint.
 
-        A checkpoint that is being read stays, until a later save finds it surplus again.
+        A checkpoint that is being read is not deleted now. A later save tries again.
         """
         with suppress(OSError), ExitStack() as claims:
             free = [step for step in steps if claims.enter_context(claimed(self.folder / step_name(step)))]
@@ -296,8 +298,8 @@ class SaveJob:
                 shutil.rmtree(aside, ignore_errors=True)
 
     def _gather(self) -> dict[int, dict[str, Any]]:
-        """Return the reports of the other ranks. At the deadline, raises WriteFailed that names the ranks without a
-        report."""
+        """Return the reports of the other ranks. Raises WriteFailed at the deadline, with the names of the ranks that
+        have sent no report."""
         reports: dict[int, dict[str, Any]] = {}
 
         def all_there() -> bool:
@@ -318,7 +320,7 @@ class SaveJob:
         return reports
 
     def _expect_signs(self, late: list[int]) -> None:
-        """Raise WriteFailed for the ranks whose writers show no sign of life."""
+        """Raise WriteFailed if the writers of ranks whose reports are late show no sign of life."""
         now = time.monotonic()
         if not self._signs:
             sign_of_life(self._inside.path / ASKED)
@@ -332,7 +334,7 @@ class SaveJob:
             )
 
     def _give_up(self, causes: dict[int, str]) -> None:
-        """Report the causes to the other ranks, free the disk, and raise WriteFailed."""
+        """Report the causes of the failure to the other ranks, free the space on the disk, and raise WriteFailed."""
         failed = WriteFailed(causes)
         with suppress(OSError):
             if self.ranks > 1:
@@ -355,7 +357,8 @@ class SaveJob:
     def _await_folder(self) -> None:
         """Wait for the temporary folder, which rank 0 makes once it has the lock.
 
-        Raises OSError if this rank is not able to write there. The same reason may keep rank 0 from making the folder.
+        Raises OSError if this rank cannot write into the folder of the checkpoints. Rank 0 may be unable to make the
+        temporary folder for the same reason.
         """
         probed_at = time.monotonic()
 
@@ -375,7 +378,8 @@ class SaveJob:
             raise WriteFailed({0: f"its writer had not begun the save after {self.request['timeout_s']:g} s"})
 
     def _given_up(self) -> bool:
-        """Return True if rank 0 has given the save up and cleared the folder. `_await_verdict` finds out the reason."""
+        """Return True if rank 0 has abandoned the save and emptied the folder. `_await_verdict` then reads the
+        reason."""
         return self._begun and ((self.temporary / FAILED).exists() or not self.temporary.exists())
 
     def _await_verdict(self) -> None:
@@ -430,7 +434,7 @@ class SaveJob:
         return self.deadline - time.monotonic()
 
     def _expect_first_rank(self) -> None:
-        """Raise WriteFailed if no living writer has the lock that rank 0's writer has or waits for."""
+        """Raise WriteFailed if rank 0's writer shows no sign of life (in the file of the save lock)."""
         sign, now = last_sign(self.folder / LOCK), time.monotonic()
         if self._signs.setdefault(0, (sign, now))[0] != sign:
             self._signs[0] = sign, now
@@ -463,8 +467,8 @@ def _saved(value: dict[str, Any]) -> Any:
 
 
 def _sync_name(folder: Path) -> None:
-    """Make the names of a folder and its parents durable, because a stopped process may have made them. Takes 0.1 ms
-    each."""
+    """Make the names of a folder and its parents durable, because a process that stopped before it synced them may have
+    made them. Takes 0.1 ms for each."""
     while not os.path.ismount(folder) and folder != folder.parent:
         folder = folder.parent
         with suppress(PermissionError):  # this user cannot read the folder, so this process did not make it
@@ -472,7 +476,7 @@ def _sync_name(folder: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder or a file as far as possible."""
+    """Delete a folder or a file. Errors are ignored."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -515,8 +519,8 @@ class Parent:
         return bytes(data)
 
     def end(self) -> None:
-        """End the connection after the data that were sent already, even if forked children of the training process
-        have it open."""
+        """End the connection once all sent data are delivered, even if forked children of the training process hold it
+        open."""
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RD)
 
@@ -526,7 +530,7 @@ class Parent:
 
 
 def exit_after_parent(parent: Parent, watched: list[SaveJob], parent_watch: int) -> None:
-    """Wait until the training process has ended. Then end this process when its save is done, at the latest at the
+    """Wait until the training process has ended. Then end this process once its save has ended, and no later than the
     save's deadline."""
     wait_for_parent_end(parent_watch)
     parent.gone.set()

@@ -41,12 +41,12 @@ _log = logging.getLogger("penstock.checkpoint")
 WRITER = Path(__file__).with_name("writer.py")
 LENGTH = 8
 START_S = 30.0
-"""Seconds in which the process must start. On an idle machine a start takes 0.1 s."""
+"""Seconds within which the writer process must be ready. On an idle machine a start takes 0.1 s."""
 GRACE_S = 10.0
-"""Seconds after a save's deadline at which the writer is killed. Unless it hangs, the writer has given up and reported
-it by then."""
+"""Seconds after a save's deadline at which the writer is killed. A writer that does not hang has reported the failure
+by then."""
 LEAVE_S = 5.0
-"""Seconds in which a writer without work must end."""
+"""Seconds within which a writer without work must end."""
 
 
 class PendingSave:
@@ -55,10 +55,10 @@ class PendingSave:
     def __init__(self, request: dict[str, Any], buffer: StagingBuffer) -> None:
         self.request = request
         self.buffer = buffer
-        """Buffer from which the save is written; in use until the save has ended."""
+        """Buffer with the data of the save. It must not change until the save has ended."""
         self.step: int = request["step"]
         self.written = 0
-        """Bytes that this rank has written."""
+        """Bytes that this rank has written so far."""
         self.error: CheckpointError | None = None
         self.ended = threading.Event()
         self.began = time.monotonic()
@@ -67,7 +67,7 @@ class PendingSave:
 
     @property
     def total(self) -> int:
-        """Bytes that this rank writes."""
+        """Bytes that this rank has to write."""
         return sum(size for _, _, size, _ in self.request["files"])
 
     def end(self, causes: dict[int, str]) -> None:
@@ -87,7 +87,7 @@ class PendingSave:
 
 
 class WriterProcess:
-    """Writer of one rank. `submit` starts one if none runs."""
+    """Writer process of one rank. `submit` starts a process if none runs."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -96,7 +96,7 @@ class WriterProcess:
 
     @property
     def pid(self) -> int | None:
-        """Return the running writer's process id."""
+        """Process id of the running writer; None if none runs."""
         running = self._running
         return running.process.pid if running is not None and running.alive else None
 
@@ -110,8 +110,8 @@ class WriterProcess:
         """Submit a save.
 
         Args:
-            image: memory with the save's files; None for a save that failed in this process, and is only reported to
-                the other ranks.
+            image: memory with the save's files. None: the save has failed in this process already, and the writer only
+                reports that to the other ranks.
             images: all images in use, including this one.
         """
         with self._lock:
@@ -128,7 +128,8 @@ class WriterProcess:
                 raise
 
     def wait(self, pending: PendingSave, timeout_s: float | None = None) -> bool:
-        """Wait until a save has ended. Kill a writer that exceeds its deadline. Return False after `timeout_s`."""
+        """Wait until a save has ended. At its deadline, kill the writer. Return False if `timeout_s` passes before
+        that."""
         if _ended(pending, _left(pending.deadline, timeout_s)):
             return True
         if time.monotonic() < pending.deadline:
@@ -144,7 +145,8 @@ class WriterProcess:
             running.kill(why)
 
     def stop(self, *, finish: bool = False) -> None:
-        """End a writer. With `finish` it ends after its last save. It is killed if it does not end in time."""
+        """End the writer. With `finish` it first completes the saves in flight. It is killed if it does not end in
+        time."""
         with self._lock:
             running, self._running = self._running, None
         if running is not None:
@@ -159,7 +161,7 @@ class WriterProcess:
 
 
 class _Running:
-    """A writer process, from its start to its end."""
+    """Writer process, from its start to its end. WriterProcess makes a new one after a writer has ended."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -251,8 +253,8 @@ class _Running:
         ready.set()  # the last action: code that waits for it finds everything cleaned up
 
     def _lines(self) -> Iterator[bytes]:
-        """Yield the writer's replies until it ends. Only the process shows its end, because a child that was forked
-        during the start may also hold the writer's end of the socket."""
+        """Yield the writer's replies until the process ends. The end of the socket does not show that, because a child
+        that was forked during the start may also hold the writer's end of the socket."""
         replies, process = LineReader(self._sock.fileno()), self.process.fileno()
         # without pidfds only the socket is watched
         watched = [replies.fileno(), process] if process >= 0 else [replies.fileno()]
@@ -295,8 +297,8 @@ class _Running:
 
 
 def _give_up(pending: PendingSave, rank: int, why: str) -> None:
-    """Fail a save on which no writer will report. A file reports it to the other ranks' writers, as this rank's writer
-    would."""
+    """Fail a save for which no writer will write a report. This process writes the report file for the other ranks
+    instead."""
     request = pending.request
     temporary = Path(request["folder"]) / temporary_name(request["step"], request["save"])
     if request["ranks"] > 1:
@@ -327,7 +329,8 @@ def wait_all(writer: WriterProcess, pendings: list[PendingSave], timeout_s: floa
 
 
 def _ended(pending: PendingSave, timeout_s: float) -> bool:
-    """Wait for a save by polling. The wait of a threading.Event holds a lock that a signal handler may need too."""
+    """Wait for a save by polling, and return True if it has ended. The wait() of a threading.Event is not used, because
+    it holds a lock that a signal handler may need too."""
     until, pause = time.monotonic() + timeout_s, 0.0005
     while not pending.ended.is_set():
         if time.monotonic() >= until:

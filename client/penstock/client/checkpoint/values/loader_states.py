@@ -4,10 +4,10 @@ torch.distributed.checkpoint saves each leaf of a nested state under a name of i
 as a loader's may, could only be loaded into a state with the same parts. Here the loader's state is one value of bytes
 (Penstock's own encoding, with a checksum) under one name.
 
-The state of a run with several boxes covers all of them, so only the rank with box 0 fetches and saves it. Ranks with a
-run each (with an embedded appliance, for example) have separate states, under names with the rank in them, which can be
-loaded only on the same number of ranks. If there is a single such state, it belongs to a run with one box, whose model
-was split over several ranks; any rank can load it.
+The state of a run with several boxes covers all of them, so only the rank with box 0 fetches and saves it. If each rank
+has a run of its own (with an embedded appliance, for example), there is a state for each rank, whose name contains the
+rank. Such states can be loaded only on the same number of ranks. A single state of this kind belongs to a run with one
+box whose model was split over several ranks; any rank can load it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ __all__ = ["Loader", "load_loader", "loader_leaves", "names_for"]
 Loader = DataLoader | Lookahead
 
 SHARED = "all"
-"""Key below a loader's key for a state that covers all boxes. It takes the position of a box's own key."""
+"""Key, below a loader's key, of a state that covers all boxes. States of single ranks have the rank in its place."""
 UNIT = 4096
-"""Multiple of bytes to which states are padded. While lengths stay the same, torch's index stays the same, and making
-it anew would take as long as the rest of a save."""
+"""Multiple of bytes to which states are padded, so that their lengths rarely change. Torch's index must be made anew
+when a length changes, which takes as long as the rest of a save."""
 LENGTH = 8
 
 
@@ -45,9 +45,9 @@ def loader_leaves(loader: Loader, rank: int, ranks: int) -> dict[str, bytes]:
 
 
 def names_for(loader: Loader, rank: int, names: set[str], key: str) -> str:
-    """Return the name under which the state for this rank was saved. names: names saved under the loader's key.
+    """Return the name under which the state for this rank was saved. names: all names saved under the loader's key.
 
-    Raises StateMismatchError if the state belongs to a single rank and would have to be loaded on another one.
+    Raises StateMismatchError if several ranks saved states of separate runs, and this rank did not.
     """
     if SHARED in names:
         return SHARED
@@ -63,12 +63,12 @@ def names_for(loader: Loader, rank: int, names: set[str], key: str) -> str:
 
 
 def load_loader(loader: Loader, data: bytes) -> None:
-    """Load a state. data: bytes that `loader_leaves` returned."""
+    """Load a loader's state. data: bytes that `loader_leaves` returned."""
     length = int.from_bytes(data[:LENGTH])
     loader.load_state_dict(decode_state(data[LENGTH : LENGTH + length]))  # type: ignore[arg-type]
 
 
 def _padded(data: bytes) -> bytes:
-    """Return the length, the bytes, and zeros up to a multiple of `UNIT`."""
+    """Return the length of `data`, the bytes, and zeros up to a multiple of `UNIT`."""
     framed = len(data).to_bytes(LENGTH) + data
     return framed.ljust(-(-len(framed) // UNIT) * UNIT, b"\0")

@@ -2,7 +2,7 @@
 
 torch.save and torch.load take 0.2 to 0.8 ms for the smallest object, and a state has thousands of numbers. For values
 without tensors, torch.save writes zip archives that differ only in the pickle and its length. So the rest of the
-archive is kept for each length, and saving a number takes microseconds.
+archive is cached by the pickle's length, and a number is saved in microseconds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["load_object", "load_tensor", "plain_bytes"]
 PROTOCOL = 2
 """Pickle protocol of torch.save."""
 HEADER = 30
-"""Bytes of a file's header in a zip archive, before the name."""
+"""Bytes of a file's header in a zip archive, up to the file's name."""
 
 
 def plain_bytes(value: Any) -> bytes:
@@ -40,7 +40,8 @@ def plain_bytes(value: Any) -> bytes:
 
 @lru_cache(maxsize=4096)
 def _around(length: int) -> tuple[bytes, bytes] | None:
-    """Return torch.save's bytes before and after a pickle of this length; None if torch.save writes another pickle."""
+    """Return the bytes that torch.save writes before and after a pickle of this length; None if this torch.save writes
+    pickles differently."""
     for value in ("x" * max(length - 10, 0), None, 1, 256, 65536, 0.5, ""):
         pickled = pickle.dumps(value, PROTOCOL)
         if len(pickled) == length:
@@ -64,7 +65,7 @@ def _pickle_at(data: bytes) -> int | None:
 
 
 class _Plain(pickle.Unpickler):
-    """Unpickler of values without classes."""
+    """Unpickler that refuses all classes."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("_codecs", "encode"):
@@ -88,7 +89,8 @@ def _no_bytes() -> bytes:
 
 
 def load_object(data: bytes, name: str, where: str, *, unsafe: bool) -> Any:
-    """Return the object saved as `data`. Raises CheckpointError, with the name, for a class that is not allowed."""
+    """Return the object that torch.save wrote as `data`. Raises CheckpointError, with the name, for a class that is not
+    allowed."""
     begin = _pickle_at(data)
     if begin is not None:
         try:
@@ -111,7 +113,8 @@ def load_object(data: bytes, name: str, where: str, *, unsafe: bool) -> Any:
 
 
 def load_tensor(data: bytes, name: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> torch.Tensor:
-    """Return a tensor that torch.save wrote. Raises CheckpointCorruptError, with the name, for anything else."""
+    """Return the tensor that torch.save wrote as `data`. Raises CheckpointCorruptError, with the name, if it is
+    anything else."""
     try:
         tensor = torch.load(_stored(data), map_location="cpu", weights_only=True)
     except Exception as error:  # arbitrary bytes can raise any error
@@ -125,7 +128,8 @@ def load_tensor(data: bytes, name: str, dtype: torch.dtype, sizes: tuple[int, ..
 
 
 def _stored(data: bytes) -> io.BytesIO:
-    """Return torch.save's bytes as a file, after a check that reading it takes no more memory than its length.
+    """Return torch.save's bytes as a file object, after a check that reading the archive takes no more memory than its
+    length.
 
     Raises ValueError for anything but an archive, and for a compressed one (torch.save compresses nothing). Raises
     pickle.UnpicklingError for a pickle that `bounded` refuses.

@@ -1,10 +1,10 @@
 """An optimizer's state by the names of its parameters, and a scheduler's state by the parameters of its groups.
 
-torch's `load_state_dict` gives the first saved state to the first parameter, and so on. If parameters come in another
-order than at the save, each gets the momentum of another one, silently if the shapes agree. Here the state is first put
-into the optimizer's own order: states by name, groups by the set of their parameters. A scheduler has lists with a
-value for each group, so these are reordered too. State that depends on the order of parameters in other ways is an
-error.
+torch's `load_state_dict` gives the first saved state to the first parameter, and so on. If the parameters are in
+another order than at the save, a parameter gets the momentum of another one, without an error if the shapes agree. Here
+the state is first put into the optimizer's own order: states by name, groups by the set of their parameters. A
+scheduler has lists with a value for each group, so these are reordered too. State that depends on the order of
+parameters in other ways is an error.
 
 `load_state_dict` also converts every value to the parameter's dtype: float32 momentum of bfloat16 parameters is
 rounded, and a mask becomes numbers. And a tensor that several parameters shared becomes one tensor for each. So a
@@ -37,18 +37,19 @@ __all__ = [
 ]
 
 Path = tuple[Any, ...]
-"""Keys and numbers that lead to a value of a parameter's state. The first is the parameter's name or number."""
+"""Keys and numbers that lead to a value in the optimizer's state. The first is the parameter's name or number."""
 
 PER_GROUP = {"_last_lr", "base_lrs", "base_momentums", "lr_lambdas", "max_lrs", "max_momentums", "min_lrs"}
-"""Names, in schedulers, of lists that have one value for each group."""
+"""Names of a scheduler's lists that have one value for each parameter group."""
 OTHER_LISTS = {"_milestones", "_schedule_phases", "milestones", "_schedulers"}
-"""Names, in schedulers, of lists that do not depend on groups."""
+"""Names of a scheduler's lists that do not depend on the parameter groups."""
 
 
 def named_state(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Any]:
-    """Return the state_dict with names instead of numbers. Other keys of the state stay.
+    """Return the optimizer's state_dict with names of parameters instead of numbers. Entries that belong to no
+    parameter keep their keys.
 
-    Raises InvalidArgumentError if such a key is the name of a parameter.
+    Raises InvalidArgumentError if such a key is equal to the name of a parameter.
     """
     plain = optimizer.state_dict()
     if twice := sorted(set(names) & {key for key in plain["state"] if isinstance(key, str)}):
@@ -130,8 +131,8 @@ def _check_names(saved: set[str], own: set[str]) -> None:
 
 
 def warn_of_numbers(key: str, value: Any) -> None:
-    """Warn of optimizers' state_dicts inside a value, because they identify parameters by numbers, that is, by their
-    order.
+    """Warn of state_dicts of optimizers inside a value. They identify parameters by numbers, so they can be restored
+    only with the parameters in the same order.
 
     key: key of the value in the state that is saved or restored.
     """
@@ -161,10 +162,11 @@ def _numbered(value: Any, path: Path) -> Iterator[Path]:
 
 
 def check_order(loaded: dict[str, Any], optimizer: torch.optim.Optimizer, names: list[str], order: list[int]) -> None:
-    """Raise CheckpointError if parameters come in another order than at the save, and their state depends on it.
+    """Raise CheckpointError if the parameters are in another order than at the save and their state depends on the
+    order.
 
-    Such states are the tensors in which L-BFGS keeps the values of all parameters one after another, and settings of
-    a group with a value for each parameter.
+    Such states are the tensors in which L-BFGS keeps the values of all parameters one after another, and settings of a
+    group with a value for each parameter.
     """
     before = [name for group in loaded["param_groups"] for name in group["params"]]
     if before == names:
@@ -186,7 +188,8 @@ def check_order(loaded: dict[str, Any], optimizer: torch.optim.Optimizer, names:
 
 
 def _check_settings(saved: dict[str, Any], group: dict[str, Any], own: list[str], before: list[str]) -> None:
-    """Check lists that have a value for each parameter of a group."""
+    """Raise CheckpointError if a setting of a group has a value for each parameter and the parameters are in another
+    order."""
     for key, value in saved.items():
         if key in ("params", "param_names") or not isinstance(value, list) or len(value) != len(own):
             continue
@@ -227,21 +230,22 @@ def notes(optimizer: torch.optim.Optimizer, named: Mapping[str, Any]) -> dict[st
 
 
 def merged(one: Mapping[str, list[Any]], other: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-    """Return the notes of two ranks together."""
+    """Return the union of the notes of two ranks (see `notes`)."""
     return {key: [*one.get(key, []), *other.get(key, [])] for key in {*one, *other}}
 
 
 def load_optimizer(
     optimizer: torch.optim.Optimizer, numbered: dict[str, Any], names: list[str], noted: Mapping[str, list[Any]]
 ) -> None:
-    """Load a state, and restore the values of it that `load_state_dict` has changed.
+    """Load a state into an optimizer, and correct the values that the optimizer's `load_state_dict` has changed.
 
-    If an optimizer has its own `load_state_dict`, this may convert dtypes on purpose, so its dtypes stay.
+    An optimizer's own `load_state_dict`, in place of torch's, may convert dtypes on purpose, so its dtypes are left
+    alone.
 
     Args:
         numbered: result of `numbered_state`.
         names: names of the parameters, in the optimizer's order.
-        noted: results of `notes` at the save, of all ranks.
+        noted: results of `notes` at the save, merged over all ranks.
     """
     optimizer.load_state_dict(numbered)
     inner = optimizer
@@ -282,7 +286,7 @@ def _at(value: Any, path: Path) -> Any:
 
 
 def _put(value: Any, path: Path, new: Any) -> None:
-    """Set the value at a path; tuples on the way are replaced."""
+    """Set the value at a path inside nested containers. Tuples on the path are replaced by new ones."""
     inner = _at(value, path[:-1])
     if isinstance(inner, tuple):
         _put(value, path[:-1], type(inner)((*inner[: path[-1]], new, *inner[path[-1] + 1 :])))
@@ -291,9 +295,10 @@ def _put(value: Any, path: Path, new: Any) -> None:
 
 
 def regrouped(loaded: Any, order: list[int]) -> Any:
-    """Return a scheduler's state with lists by group in the optimizer's order. order: see `group_order`.
+    """Return a scheduler's state whose lists with a value for each parameter group are in the optimizer's order. order:
+    see `group_order`.
 
-    Raises CheckpointError for a list that may or may not be by group.
+    Raises CheckpointError for a list of which it is unknown whether its values belong to groups.
     """
     if order == sorted(order):
         return loaded

@@ -25,11 +25,11 @@ WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_forward_module", "_fsdp
 """Attributes in which torch.compile, activation checkpointing, Lightning Fabric and FSDP1 keep the wrapped module."""
 
 Place = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
-"""Memory of a tensor's values. It identifies a tensor that shares a parameter's memory."""
+"""Memory of a tensor's values, by which other tensors in the same memory are recognised."""
 
 
 def unwrapped(value: Any) -> Any:
-    """Return a module without the wrappers around it."""
+    """Return the module inside the wrappers (such as DDP) around it."""
     while True:
         if isinstance(value, DistributedDataParallel | DataParallel):
             value = value.module
@@ -40,7 +40,7 @@ def unwrapped(value: Any) -> Any:
 
 
 def clean_keys(module: nn.Module, keys: list[str]) -> dict[str, str]:
-    """Return each key of a module's state_dict -> the key without the names of wrappers inside the module."""
+    """Return, for each key of a module's state_dict, the key without the names of wrappers inside the module."""
     parallel = {
         f"{path}.module" if path else "module"
         for path, inner in module.named_modules(remove_duplicate=False)
@@ -66,10 +66,10 @@ def _clean(key: str, parallel: set[str]) -> str:
 def parameter_names(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], key: str) -> list[str]:
     """Return the names of an optimizer's parameters, in its order.
 
-    The names come from the module, or the dict of tensors, in `state` that contains all parameters. If several together
-    contain them, each name begins with the key in `state`. Parameters outside `state` have the names that the optimizer
-    got (`Adam(model.named_parameters())`). Without such names they are identified by number and shape, with a warning,
-    because these do not distinguish parameters of one shape.
+    The names come from the module, or the dict of tensors, in `state` that contains all parameters. If only several
+    modules together contain all parameters, each name begins with the key of its module in `state`. Parameters outside
+    `state` have the names that were given to the optimizer (`Adam(model.named_parameters())`). Without such names they
+    are named by number and shape, with a warning, because such names do not distinguish parameters of one shape.
 
     Raises InvalidArgumentError if two parameters have one name.
     """
@@ -89,7 +89,7 @@ def parameter_names(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], 
 
 
 Held = tuple[dict[int, str], dict[Place, str]]
-"""Names by the parameters' ids, and by the memory of their values."""
+"""Names of parameters: by the id() of the parameter, and by the memory of its values."""
 
 
 def _from_one(parameters: list[torch.Tensor], holders: dict[str, Held]) -> list[str] | None:

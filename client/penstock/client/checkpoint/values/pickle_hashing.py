@@ -1,16 +1,16 @@
 """Cost of hashing a pickle's keys, computed before Python's unpickler hashes them.
 
-A tuple is hashed anew each time, with everything in it. A tuple that contains another one twice, which contains a third
-one twice, and so on, takes 200 bytes of a pickle. As a key it takes centuries to hash, and nothing can interrupt that.
-So the pickle is replayed without making its objects: only the parts of each object are recorded. The keys that picklers
-write take a time about in proportion to their length.
+Python hashes a tuple anew each time, with everything in it. A pickle of 200 bytes can contain a tuple that contains
+another one twice, which contains a third one twice, and so on. As a dict's key this tuple takes centuries to hash, and
+nothing can interrupt that. So the pickle is replayed without making its objects: only the parts of each object are
+recorded. Ordinary keys take a time to hash that is about proportional to their length in the pickle.
 
 Replaying takes 0.8 us an opcode: 96 ms for an index of 3,000 entries, as long as all the rest of its restore. Of the
 index that Penstock writes (proto/state/checkpoint_index.py), only the head is replayed: the values that entries share,
-which are the same few hundred opcodes for any number of entries. One regular expression shows that the tail after it
-adds nothing that is shared: it stores only texts in the memo, copies nothing, and changes only objects of its own. A
-key in such a tail costs at most its own length times the heaviest shared value. Any other pickle is replayed to its
-end.
+which are the same few hundred opcodes for any number of entries. A regular expression checks that the rest of the
+pickle, its tail, adds no shared values: the tail stores only strings in the memo, and changes only objects that it
+makes itself. A key in such a tail costs at most its own length times the cost of the most expensive shared value. Any
+other pickle is replayed to its end.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ __all__ = ["check_hashing"]
 SHORTEST = 96
 """Length in bytes below which a pickle cannot contain a key that takes a second to hash."""
 COST = 64
-"""Largest number of values to hash for each byte of the pickle, beyond `FREE`. (A reference to a shared tuple has two
-bytes.)"""
+"""Largest number of values to hash for each byte of the pickle, in addition to `FREE`. (A reference to a shared tuple
+takes two bytes.)"""
 FREE = 1 << 20
 LIGHT = COST // 2
-"""Largest number of values in an object that a tail refers to: half of `COST`, because a key may contain another
-key."""
+"""Largest number of values in an object of the memo that a tail refers to: half of `COST`, because a key may contain
+another key."""
 
 _Node = list["_Node | None"]
-"""Parts of an object; None is an object without parts."""
+"""Parts of an object, each a list like this one; None for an object without parts."""
 _NO_OBJECT = {"PROTO", "FRAME", "STOP", "READONLY_BUFFER"}
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _TO_MARK = {"TUPLE", "LIST", "DICT", "INST", "OBJ", "FROZENSET"}
@@ -40,7 +40,7 @@ _NEW = {"REDUCE": 2, "NEWOBJ": 2, "NEWOBJ_EX": 3, "STACK_GLOBAL": 2, "BINPERSID"
 """Opcode -> number of objects that it pops from the stack to push one new object."""
 _EMPTY = {"EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET"}
 _INTO = {"APPEND": 1, "SETITEM": 2, "BUILD": 1}
-"""Opcode -> number of objects that it pops from the stack and adds to the object below them."""
+"""Opcode -> number of objects that it pops from the stack and adds to the object that is then on top."""
 _ALL_INTO = {"APPENDS", "SETITEMS", "ADDITEMS"}
 
 
@@ -62,10 +62,10 @@ _TAIL = _tail()
 
 
 def check_hashing(data: bytes, size: int) -> None:
-    """Raise pickle.UnpicklingError for a pickle with a key that takes longer to hash than the pickle's length
+    """Raise pickle.UnpicklingError for a pickle with a dict key that takes much longer to hash than its length
     justifies.
 
-    size: bytes of the pickle, with which `data` begins.
+    size: bytes of the pickle at the beginning of `data`.
     """
     if size < SHORTEST:
         return
@@ -85,7 +85,7 @@ def check_hashing(data: bytes, size: int) -> None:
 
 
 class _Play:
-    """The unpickler's stack and memo, with the parts of each object instead of the object."""
+    """Replay of the unpickler's stack and memo. In place of each object it has a list of the object's parts."""
 
     def __init__(self) -> None:
         self._stack: list[_Node | None] = []
@@ -98,7 +98,7 @@ class _Play:
         return not self._stack and not self._marks
 
     def step(self, name: str, argument: object) -> None:
-        """Change stack and memo as the unpickler does for this opcode."""
+        """Change stack and memo as the unpickler does for one opcode."""
         stack = self._stack
         if name == "MARK":
             self._marks.append(len(stack))
@@ -172,9 +172,9 @@ class _Play:
 
 
 def _weight(root: _Node, known: dict[int, int]) -> int:
-    """Return the number of objects in this one, including itself. A shared object counts once for each path to it.
+    """Return the number of objects inside an object, itself included. A shared object counts once for each path to it.
 
-    known: weights by id, to which new ones are added. Raises UnpicklingError for an object that contains itself.
+    known: weights by id(), to which new ones are added. Raises UnpicklingError for an object that contains itself.
     """
     above: set[int] = set()
     left: list[tuple[_Node, bool]] = [(root, False)]

@@ -2,8 +2,9 @@
 request.
 
 The unpickler allocates memory for any length, or position in its memo, that a pickle names, before it checks whether
-the data exist: five bytes make it allocate 32 GiB. A pickler never writes a number above the pickle's own length, so
-that length is the limit. The unpickler decides which classes a pickle may use (`find_class`).
+the data exist: five bytes make it allocate 32 GiB. A pickler never writes a length or position above the pickle's own
+length, so larger numbers are refused here. Which classes a pickle may use is not checked here; the unpickler's
+`find_class` does that.
 
 One regular expression skips the opcodes whose argument has a fixed length, or a length of at most 255 bytes. An index
 of 3,000 entries, with 120,000 opcodes, takes 3 ms; with Python's own `pickletools.genops` it takes 38 ms.
@@ -23,19 +24,21 @@ _LENGTHS = {pickletools.TAKEN_FROM_ARGUMENT4: 4, pickletools.TAKEN_FROM_ARGUMENT
 _LENGTHS[pickletools.TAKEN_FROM_ARGUMENT8U] = 8
 _CODES = {opcode.code.encode("latin-1"): opcode for opcode in pickletools.opcodes}
 _SIZES = {code: 0 if opcode.arg is None else opcode.arg.n for code, opcode in _CODES.items()}
-"""Opcode -> bytes of its argument; negative numbers are pickletools' constants."""
+"""Opcode -> bytes of its argument; a negative number is one of pickletools' constants for variable lengths."""
 _STOP, _PUT, _LONG_PUT = b".", b"p", b"r"
-"""Opcodes for the end of a pickle, and for storing in the memo. PUT belongs to protocol 0, which neither torch nor
-Penstock writes."""
+"""Opcodes for the end of a pickle (STOP) and for storing an object in the memo (PUT, LONG_BINPUT). PUT belongs to
+protocol 0, which neither torch nor Penstock writes."""
 _COUNTED = {code: _LENGTHS[size] for code, size in _SIZES.items() if size in _LENGTHS} | {_LONG_PUT: 4}
-"""Opcode -> bytes of its number. The number is the length of the data after it, or a position in the memo."""
+"""Opcode -> bytes of the number after it. The number is the length of the data that follow, or a position in the
+memo."""
 _LINES = {code: 2 if code in b"ci" else 1 for code, size in _SIZES.items() if size == pickletools.UP_TO_NEWLINE}
-"""Opcode -> number of its lines of text."""
+"""Opcode with arguments that are lines of text -> number of lines."""
 del _LINES[_PUT]
 
 
 def _fixed() -> re.Pattern[bytes]:
-    """Return the expression for a run of opcodes whose argument has a fixed length, or a length in a single byte."""
+    """Return the regular expression for a run of opcodes whose argument has a fixed length, or a length in a single
+    byte."""
     kinds = []
     for size in (0, 1, 2, 4, 8):
         codes = b"".join(re.escape(code) for code, known in _SIZES.items() if known == size and code not in _COUNTED)
@@ -49,10 +52,10 @@ _FIXED = _fixed()
 
 
 def bounded(data: bytes) -> bytes:
-    """Return `data` if it begins with a pickle whose length justifies the memory that it requests, and the hashing of
-    its keys.
+    """Return `data` after a check of the pickle at its beginning. Unpickling it must take no more memory, and no more
+    time for hashing keys, than the pickle's length justifies.
 
-    Raises pickle.UnpicklingError for a pickle that requests more, or has no end.
+    Raises pickle.UnpicklingError if it takes more, or if the pickle has no end.
     """
     place = 0
     while True:

@@ -26,26 +26,27 @@ __all__ = ["FACTORIES", "LEAVES", "PLAIN", "EncodedValue", "decode", "encode", "
 
 PLAIN = frozenset((type(None), bool, int, float, str, bytes))
 LEAVES = PLAIN | {torch.Tensor, torch.nn.Parameter}
-"""Types of values without parts. They are tested before other types, because `isinstance(value, Mapping)` takes a
-microsecond, and a state has thousands of values."""
+"""Types of values that contain no other values. A value's type is looked up here first, because `isinstance(value,
+Mapping)` takes a microsecond, and a state has thousands of values."""
 FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)}
-"""Names of the factories of defaultdicts that can be restored."""
+"""Name -> default factory of a defaultdict that can be restored."""
 DEPTH = 60
-"""Largest number of nested levels that are encoded."""
+"""Largest number of levels of nested values that are encoded."""
 
 
 class EncodedValue(NamedTuple):
     value: Any
     recipe: Any
     opaque: str
-    """Part of the value that has no recipe: "tensors", or the name of a class; "" if all parts have one."""
+    """Name of the class of a part that has no recipe, or "tensors" if only tensors have none; "" if all parts have a
+    recipe."""
 
 
 class _Kind(NamedTuple):
     taken: Callable[[Any], Any]
-    """Function from a value to its parts."""
+    """Function that takes a value apart into plain values."""
     made: Callable[[Any], Any]
-    """Function from the parts to the value."""
+    """Function that makes the value again from the plain values."""
 
 
 def _moment(value: Any) -> Any:
@@ -130,7 +131,8 @@ def _torch_dtype(name: str) -> torch.dtype:
 
 
 def encode(value: Any, depth: int = 0) -> EncodedValue:
-    """Return the encoding of a value. The value itself is saved if a part of it has no recipe (`opaque`)."""
+    """Return the encoding of a value. If a part of the value has no recipe (`opaque`), the encoding contains the value
+    itself."""
     kind = type(value)
     if kind in PLAIN:
         return EncodedValue(value, None, "")
@@ -153,7 +155,7 @@ def encode(value: Any, depth: int = 0) -> EncodedValue:
 
 
 def _parts(value: Any) -> tuple[str, Any] | None:
-    """Return the name in MAKE, and the parts; None for an unknown class."""
+    """Return the name of the value's kind in MAKE and the value's parts; None for an unknown class."""
     kind = type(value)
     if isinstance(value, np.generic | np.ndarray) and (value.dtype.hasobject or value.dtype.fields is not None):
         return None
@@ -191,15 +193,15 @@ def _dict(value: dict[Any, Any], depth: int) -> EncodedValue:
 
 
 def _opaque(inner: list[EncodedValue]) -> str:
-    """Return the first class without a recipe in the values; else "tensors" if there are any (they can be loaded), or
-    ""."""
+    """Return the first class without a recipe in the encoded values. If there is none, return "tensors" if there are
+    tensors (which can be loaded), else ""."""
     return next((one.opaque for one in inner if one.opaque not in ("", "tensors")), "") or next(
         (one.opaque for one in inner if one.opaque), ""
     )
 
 
 def decode(value: Any, recipe: Any) -> Any:
-    """Return the value that was given to `encode`."""
+    """Return the value that `encode` was given, made again from the encoded value and its recipe."""
     if recipe is None:
         return value
     name, inner = recipe

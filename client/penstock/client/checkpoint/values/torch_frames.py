@@ -1,8 +1,9 @@
 """Frames of torch.save around a tensor: the bytes before its values and after them.
 
 torch.distributed.checkpoint stores each tensor as torch.save writes it, as a separate zip archive. For one dtype and
-shape, archives are the same except for the values, which lie in one piece. So torch.save runs once, for a tensor of
-uninitialised memory, and later tensors are staged by copying their values between the two parts.
+shape, archives are the same except for the values, which are contiguous. So torch.save runs once, for a tensor of
+uninitialised memory. The bytes before and after the values are kept as a frame, and later tensors are staged by copying
+their values into a frame.
 
 Frames have no CRC32. torch.load ignores it, and it took 0.45 s of processor time for 1 GiB. The manifest has a checksum
 for each file instead, which takes 0.13 s outside the training process.
@@ -42,7 +43,8 @@ class TorchFrame:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return True if a tensor consists of its values only. torch.save saves all other tensors."""
+    """Return True if a tensor has a frame: it consists of its values only. Other tensors are saved by torch.save
+    itself."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
@@ -53,7 +55,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 @lru_cache(maxsize=65536)
 def frame_of(dtype: torch.dtype, shape: tuple[int, ...]) -> TorchFrame:
-    """Return the frame of a contiguous CPU tensor of this dtype and shape."""
+    """Return the frame for contiguous CPU tensors of this dtype and shape."""
     tensor = torch.empty(shape, dtype=dtype, device="cpu")  # the memory is never read
     recorder = _Recorder(tensor)
     with without_crc32():
@@ -68,14 +70,14 @@ def frame_of(dtype: torch.dtype, shape: tuple[int, ...]) -> TorchFrame:
 
 
 def saved_bytes(value: Any) -> bytes:
-    """Return torch.save's bytes for any value."""
+    """Return the bytes that torch.save writes for a value."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
 
 
 class _Recorder:
-    """File that keeps the bytes that are written to it, except the values of one tensor."""
+    """File object that keeps the bytes written to it, except the values of one tensor."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._values = (tensor.data_ptr(), tensor.nbytes)

@@ -44,5 +44,6 @@ def without_crc32() -> Iterator[None]:
 
 
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor], *, non_blocking: bool = False) -> None:
-    """Copy each source to its target. One call copies all, because a model has thousands of tensors of a few bytes."""
+    """Copy each source to the target at the same index. All copies are one call, because a model has thousands of
+    tensors of a few bytes."""
     torch._foreach_copy_(targets, sources, non_blocking)

@@ -20,7 +20,8 @@ _INPUT_FN = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")
 
 
 class _DefaultsByTarget(Group):
-    """Group that reads `penstock doctor` as `doctor machine`; `penstock doctor TARGET` as `doctor loader TARGET`."""
+    """Group of commands that reads `penstock doctor` as `doctor machine`, and `penstock doctor TARGET` as `doctor
+    loader TARGET`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if ctx.resilient_parsing and not args:  # completion in a shell, where the target is not typed yet
@@ -31,7 +32,8 @@ class _DefaultsByTarget(Group):
 
 
 def _has_target(args: list[str]) -> bool:
-    """Return whether the first or the last argument is a loader or a checkpoint, and not the value of an option."""
+    """Return whether the arguments name a loader or a checkpoint: the first or the last argument, unless it is an
+    option or an option's value."""
     if not args:
         return False
     before = args[-2] if len(args) > 1 else ""
@@ -189,7 +191,8 @@ def doctor_loader(
     the next batches: the check that every run makes, and more. Exit code 0: exact. 30: a restored loader yields
     other batches. 31: it streams, but cannot be saved as it is.
 
-    For checkpoints: reads all files and compares them with what was written. 24: one is damaged; its name is shown.
+    For checkpoints: reads all files and compares them with what was written. Exit code 24: a file is damaged;
+    its name is shown.
 
     \b
     Examples:

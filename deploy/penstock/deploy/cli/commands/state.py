@@ -17,7 +17,7 @@ __all__ = ["state"]
 
 
 class _ShowsByDefault(Group):
-    """Group that reads `penstock state RUN` as `penstock state show RUN`."""
+    """Group of commands that reads `penstock state RUN` as `penstock state show RUN`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in (*self.commands, *ctx.help_option_names):
@@ -25,7 +25,7 @@ class _ShowsByDefault(Group):
         return super().parse_args(ctx, args)
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        """Return the commands, and the completions of `show`."""
+        """Return the completions: the group's commands, and the completions of `show`."""
         completed = super().shell_complete(ctx, incomplete)
         if incomplete.startswith("-"):
             return completed
@@ -79,7 +79,8 @@ def state_show(
 ) -> None:
     """Show the state of a run at a step: one DataLoaderCheckpoint for each worker of every box.
 
-    Does not disturb the run. A step outside the retention window is an error that names the available steps (20).
+    Does not disturb the run. A step outside the retention window is an error that names the available steps
+    (exit code 20).
 
     \b
     Examples:
@@ -105,7 +106,7 @@ def state_convert(
     """Convert a saved state to another number of boxes and workers, and report the consequences.
 
     IN is written by encode_state or torch.save. It may be part of a larger checkpoint; the rest of that is
-    copied. A loader without the four state methods cannot change its topology: 22.
+    copied. A loader without the four state methods cannot change its topology (exit code 22).
 
     \b
     Examples:

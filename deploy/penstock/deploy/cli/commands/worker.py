@@ -52,7 +52,7 @@ def _worker(
 
 
 def _refuse_options_of_the_daemon(context: typer.Context) -> None:
-    """Refuse options before a subcommand, which would ignore them (--coordinator before `drain`)."""
+    """Refuse the daemon's options before a subcommand such as `drain`, which would ignore them."""
     for parameter in context.command.params:
         name = parameter.name or ""
         given = context.get_parameter_source(name)

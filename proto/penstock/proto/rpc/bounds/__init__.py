@@ -1,1 +1,1 @@
-"""Limits on what a peer may make this process hold, parse or do with one message."""
+"""Limits on the memory and time that one message of a peer can take in this process."""

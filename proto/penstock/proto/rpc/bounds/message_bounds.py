@@ -1,8 +1,9 @@
 """Limit on the number of fields in a message, checked before the message is parsed.
 
-A field of two bytes becomes an object of a hundred bytes or more: 4 MiB of empty reports took 400 MiB and nine seconds
-of the coordinator's event loop, in which every lease ended. So the fields are counted before parsing, at the levels
-that can hold repeated fields. A message that is too short to exceed the limit is not counted.
+A field of two bytes becomes an object of a hundred bytes or more. A message with 4 MiB of empty reports took 400 MiB
+and blocked the coordinator's event loop for nine seconds, in which every lease expired. So the fields are counted
+before the message is parsed, at all levels that can have repeated fields. A message that is too short to exceed the
+limit is not counted.
 """
 
 from __future__ import annotations
@@ -33,17 +34,19 @@ __all__ = [
 ]
 
 REQUEST_FIELDS = 16_384
-"""Largest number of fields in a request: 1,024 reports of slots, 256 positions, 4,096 ends of epochs, 8,192 prefixes of
-a registration. To count and parse them takes up to 10 ms of the event loop."""
+"""Largest number of fields in a request. It allows 1,024 reports of slots, 256 positions, 4,096 ends of epochs, and
+8,192 prefixes in a registration. Counting and parsing so many takes up to 10 ms of the event loop."""
 REPLY_FIELDS = 1 << 20
-"""Largest number of fields in a reply: 524,288 abandoned epochs in a history, 100,000 workers in a status."""
+"""Largest number of fields in a reply. It allows 524,288 abandoned epochs in a history, and 100,000 workers in a
+status."""
 LEVELS = 8
-"""Largest depth to which fields are counted; Penstock's messages have four levels."""
+"""Number of levels of nested messages in which fields are counted. Penstock's messages have four levels."""
 
 SMALL_REQUEST = 64 << 10
-"""Largest request that does not count as large, bytes: gRPC itself takes about as much memory for any request."""
+"""Size in bytes up to which a request does not count as large. gRPC itself takes about as much memory for any
+request."""
 LARGE_REQUESTS = 128 << 20
-"""Largest size, in bytes, of all large requests of one token that are being answered."""
+"""Largest number of bytes in all large requests of one token that are being answered at a time."""
 
 M = TypeVar("M", bound=Message)
 C = TypeVar("C")
@@ -56,13 +59,13 @@ class _TooMany(Exception):
 
 @cache
 def _holds_repeated(kind: Descriptor) -> bool:
-    """Return whether a message of this kind has a repeated message field, at any depth."""
+    """Return whether a message of this type has a repeated message field, at any depth."""
     return bool(_levels(kind)) or any(field.is_repeated for field in kind.fields)
 
 
 @cache
 def _levels(kind: Descriptor) -> _Table:
-    """Return the message fields in which fields must be counted too: field number -> kind of message."""
+    """Return the message fields inside which fields must be counted too: field number -> type of the message."""
     inner = {
         field.number: field.message_type
         for field in kind.fields
@@ -74,8 +77,8 @@ def _levels(kind: Descriptor) -> _Table:
 
 
 def check_fields(data: bytes, kind: Descriptor, most: int) -> None:
-    """Raise InvalidArgumentError for the bytes of a message with more fields than `most`. Malformed bytes pass: the
-    parser refuses them."""
+    """Raise InvalidArgumentError if the bytes of a message have more than `most` fields. Malformed bytes are accepted
+    here, because the parser refuses them."""
     if len(data) // 2 <= most:
         return
     try:
@@ -87,7 +90,7 @@ def check_fields(data: bytes, kind: Descriptor, most: int) -> None:
 
 
 def _counted(data: bytes, pos: int, end: int, kind: Descriptor, left: int, levels: int) -> int:
-    """Return how many more fields are allowed after those in these bytes."""
+    """Return `left` minus the number of fields in the bytes from `pos` to `end`."""
     inner = _levels(kind)
     if not levels:
         raise _TooMany
@@ -117,7 +120,7 @@ def _counted(data: bytes, pos: int, end: int, kind: Descriptor, left: int, level
 
 
 def _varint(data: bytes, pos: int) -> tuple[int, int]:
-    """Return the varint at this offset, and the offset behind it."""
+    """Return the varint at this offset, and the offset after it."""
     value = data[pos]
     if value < 128:
         return value, pos + 1
@@ -135,9 +138,9 @@ _METHODS = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"].methods_by
 
 
 def parsed_request(method: str, parse: Callable[[bytes], Any], data: bytes) -> Any:
-    """Return the parsed request of a method, of this service or another. Raises InvalidArgumentError.
+    """Return the parsed request of a method of any service. Raises InvalidArgumentError.
 
-    Fields that are not known here are dropped, because no limit counts them, and a stored request would keep them.
+    Unknown fields are dropped, because no limit counts them, and a stored request would keep them.
     """
     try:
         if method in _METHODS:
@@ -155,7 +158,8 @@ def parsed_request(method: str, parse: Callable[[bytes], Any], data: bytes) -> A
 async def parsed_parts(
     method: str, parse: Callable[[bytes], Any], parts: AsyncIterator[bytes], first: Callable[[int], None]
 ) -> AsyncIterator[Any]:
-    """Yield the parsed parts of a request. `first`: called with the size of the first one, which its handler keeps."""
+    """Yield the parsed parts of a streamed request. first: called with the size of the first part, which the handler
+    keeps."""
     begun = False
     async for part in parts:
         if not begun:
@@ -165,16 +169,16 @@ async def parsed_parts(
 
 
 class LargeRequests:
-    """Count of the bytes of large requests that are being answered, for each token. A long poll keeps its request in
-    memory while it is held, and there may be thousands of them."""
+    """Counter of the bytes of large requests that are being answered, for each token. A long poll keeps its request in
+    memory while it is held, and there may be thousands of long polls."""
 
     def __init__(self) -> None:
         self._bytes: Counter[str] = Counter()
 
     @contextmanager
     def answering(self, token: str) -> Iterator[Callable[[int], None]]:
-        """Yield a function that counts the bytes of the request until it is answered. It raises OverloadedError above
-        the limit of the token."""
+        """Yield a function that adds bytes of a request to the count until the request is answered. It raises
+        OverloadedError if the token's requests exceed the limit."""
         counted = 0
 
         def count(size: int) -> None:
@@ -198,14 +202,15 @@ class LargeRequests:
 
 
 def owned(message: M) -> M:
-    """Return a copy of a part of a message, because the part itself keeps the memory of the whole message."""
+    """Return a copy of a message that is part of another one. The part itself would keep the memory of the whole
+    message."""
     copy = type(message)()
     copy.CopyFrom(message)
     return copy
 
 
 def parsed_reply(method: str, data: bytes) -> Any:
-    """Return the parsed reply, or part of one, of a method. Raises ProtocolError."""
+    """Return the parsed reply of a method, or a part of a streamed reply. Raises ProtocolError."""
     kind = _METHODS[method].output_type
     try:
         check_fields(data, kind, REPLY_FIELDS)
@@ -218,8 +223,8 @@ def parsed_reply(method: str, data: bytes) -> Any:
 
 
 class _BytesChannel:
-    """Channel for the generated stub that returns replies as bytes. They are parsed only after their sender is proven;
-    besides, gRPC itself would return None for a reply that cannot be parsed.
+    """Channel for the generated stub that returns replies as bytes. They are parsed only after the server has proven
+    that it knows the token. Besides, gRPC itself would return None for a reply that cannot be parsed.
 
     channel: the channel that makes the calls.
     """

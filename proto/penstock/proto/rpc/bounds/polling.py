@@ -1,7 +1,7 @@
-"""Long polls of the coordinator: how long they may be held, and how soon the next one may follow.
+"""Limits on long polls of the coordinator: how long a poll may be held, and how soon the next one may follow.
 
-The coordinator sends both values, and a compromised coordinator may send anything: a hold of NaN seconds, a lease of
-1e300, or an immediate answer to every poll.
+The coordinator sends the hold and the lease in seconds. A compromised coordinator may send anything: a hold of NaN, a
+lease of 1e300, or an immediate answer to every poll.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Protocol
 __all__ = ["HOLD_S", "MOST", "PollPace", "intervals", "within"]
 
 HOLD_S = 1.0
-"""Seconds of a long poll until the coordinator has sent its own value, which is a third of the lease."""
+"""Seconds that a long poll is held until the coordinator has sent its own value, which is a third of the lease."""
 LONGEST_S = 3600.0
-"""Largest hold and lease that a caller accepts, in seconds; a correct coordinator sends at most 300 s."""
+"""Largest number of seconds that is accepted for a hold or a lease. A correct coordinator sends at most 300."""
 
 MOST = 1e12
-"""Largest other number in a reply that a caller accepts: seconds since 1970, or bytes per second."""
+"""Largest value that is accepted for other numbers in a reply: seconds since 1970, or bytes per second."""
 
 
 class _Reply(Protocol):
@@ -29,21 +29,22 @@ class _Reply(Protocol):
 
 
 def within(value: float, most: float, otherwise: float) -> float:
-    """Return the value if it is above 0 and at most `most`, else `otherwise` (also for NaN). For numbers from a
-    reply."""
+    """Return a number from a reply if it is above 0 and at most `most`. Return `otherwise` if it is not, also for
+    NaN."""
     return value if 0.0 < value <= most else otherwise
 
 
 def intervals(reply: _Reply) -> tuple[float, float]:
-    """Return the hold of the next poll and the lease, in seconds; a lease of 0 means not known."""
+    """Return two durations from a reply in seconds: the hold of the next poll, and the lease. A lease of 0 means that
+    it is unknown."""
     return within(reply.heartbeat_s, LONGEST_S, HOLD_S), within(reply.lease_s, LONGEST_S, 0.0)
 
 
 class PollPace:
-    """Limit on polls that are answered at once: the first `BURST` follow without a pause, later ones at `PER_S` a
-    second.
+    """Rate limit for polls that are answered at once. The first `BURST` polls follow without a pause, later ones at
+    `PER_S` a second.
 
-    clock: monotonic seconds.
+    clock: returns a monotonic time in seconds.
     """
 
     PER_S = 20.0
@@ -55,7 +56,7 @@ class PollPace:
         self._left = float(self.BURST)
 
     def delay_s(self) -> float:
-        """Return the seconds to wait before the next poll, and count it."""
+        """Count the next poll, and return the seconds to wait before it."""
         now = self._clock()
         self._left = min(self.BURST, self._left + (now - self._at) * self.PER_S) - 1.0
         self._at = now

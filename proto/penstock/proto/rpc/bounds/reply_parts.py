@@ -1,4 +1,4 @@
-"""Assembly of replies that come in parts, with limits on the memory that they take.
+"""Assembly of replies that arrive in parts, with limits on the memory that they take.
 
 A compromised coordinator must not fill the memory of workers and training jobs. So the number of values in a reply is
 limited, and so are the bytes of each value. All replies that a process receives at a time must fit into half of its
@@ -30,28 +30,28 @@ __all__ = [
 ]
 
 VALUE_MAX = 900_000_000
-"""Largest snapshot or blob that a caller accepts, and largest size of all histories of a box, in bytes: a coordinator
-stores no more."""
+"""Largest size in bytes that is accepted for a snapshot, a blob, or all histories of a box together. A coordinator
+stores no larger ones."""
 RECORDS_MAX = 16_384
-"""Largest number of records in a state, one for each worker: a run has no more workers."""
+"""Largest number of records in a state, which has one for each worker. No run has more workers."""
 SNAPSHOTS_MAX = 65_536
-"""Largest number of a slot's snapshots in one reply: one per second of a retention window of 18 hours."""
+"""Largest number of snapshots of a slot in one reply: one for each second of a retention window of 18 hours."""
 HISTORIES_MAX = 1024
-"""Largest number of a box's histories in one reply: far above those of 16 attempts and the open one, which a
-coordinator keeps."""
+"""Largest number of histories of a box in one reply. A coordinator keeps far fewer: those of 16 attempts and the open
+one."""
 CHECK_EVERY = 64 << 20
-"""Bytes of replies between two checks of the free memory."""
+"""Bytes received between two checks of the free memory."""
 
 _Header = TypeVar("_Header", pb.SnapshotHeader, pb.WorkerRecord)
 
 
 def blob_name(data: bytes) -> str:
-    """Return the name under which the coordinator keeps these bytes."""
+    """Return the name under which the coordinator stores these bytes as a blob: their SHA-256 digest."""
     return hashlib.sha256(data).hexdigest()
 
 
 class _Received:
-    """Bytes of the replies that this process is receiving."""
+    """Counter of the bytes of all replies that this process is receiving at the moment."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -81,10 +81,10 @@ _received = _Received()
 
 @contextmanager
 def receiving(method: str) -> Iterator[Callable[[int], None]]:
-    """Yield a function that counts the bytes of each part of a reply.
+    """Yield a function that must be called with the size of each part of a reply.
 
-    It raises ProtocolError for an empty part, because their number would have no limit, and for more bytes than fit
-    into memory.
+    It raises ProtocolError for an empty part, because the number of empty parts would have no limit, and for more bytes
+    than fit into memory.
     """
     size = 0
 
@@ -102,10 +102,9 @@ def receiving(method: str) -> Iterator[Callable[[int], None]]:
 
 
 class ValueParts:
-    """Bytes of one value. Raises ProtocolError for more than VALUE_MAX.
+    """Receiver of the parts of one value. Raises ProtocolError if the value is larger than VALUE_MAX.
 
-    what: the value, for messages.
-    write: called with the bytes as they arrive.
+    what: the value, for messages. write: called with the bytes of each part as it arrives.
     """
 
     def __init__(self, what: str, write: Callable[[bytes], Any]) -> None:
@@ -120,7 +119,7 @@ class ValueParts:
 
 
 class BlobParts(ValueParts):
-    """Bytes of a blob, whose name is their digest."""
+    """Receiver of the parts of a blob, whose name is the digest of its bytes."""
 
     def __init__(self, name: str, write: Callable[[bytes], Any]) -> None:
         super().__init__(f"the stored value {name}", write)
@@ -140,7 +139,7 @@ class BlobParts(ValueParts):
 
 
 class Histories:
-    """Histories of a box."""
+    """Receiver of the histories of a box."""
 
     def __init__(self) -> None:
         self.all: list[pb.History] = []
@@ -157,8 +156,8 @@ class Histories:
 
 
 class _Values(Generic[_Header]):
-    """Headers and the data parts that follow them. Raises ProtocolError when sizes do not match, and for more values
-    than `most`."""
+    """Receiver of values that are sent as a header and data parts. Raises ProtocolError if sizes do not match, or if
+    there are more than `most` values."""
 
     def __init__(self, what: str, most: int, size_of: Callable[[Any], int]) -> None:
         self._what, self._most = what, most
@@ -202,12 +201,12 @@ class _Values(Generic[_Header]):
 
 
 class StateParts:
-    """Records and positions of a state."""
+    """Receiver of the records and positions of a state."""
 
     def __init__(self) -> None:
         self._records: _Values[pb.WorkerRecord] = _Values("FetchState", RECORDS_MAX, lambda record: record.state_bytes)
         self.positions: dict[int, records_pb2.BoxPosition] = {}
-        """Box -> its position at the step."""
+        """Box -> position of the box at the step."""
 
     def add(self, part: pb.StatePart) -> None:
         for one in part.parts:
@@ -223,7 +222,7 @@ class StateParts:
 
 
 class SnapshotParts:
-    """Snapshots of a slot."""
+    """Receiver of the snapshots of a slot."""
 
     def __init__(self) -> None:
         self._snapshots: _Values[pb.SnapshotHeader] = _Values("GetSnapshots", SNAPSHOTS_MAX, lambda header: header.size)

@@ -1,4 +1,4 @@
-"""The three roles of tokens, and the map from each method of the coordinator to the roles that may call it.
+"""The three roles of tokens, and the roles that may call each method of the coordinator.
 
 A token is valid for a role. A training job's token does not allow registering a worker, which would receive other
 jobs' loaders; a worker's token does not allow opening a run, which would run code on other workers; an operator's token
@@ -36,9 +36,9 @@ METHODS: dict[str, frozenset[Role]] = {
     "Status": frozenset(("admin",)),
     "FetchHistory": frozenset(("admin",)),
 }
-"""Method of coordinator.proto -> the roles that may call it. A method that is missing here cannot be called."""
+"""Method of coordinator.proto -> roles that may call it. A method that is not listed cannot be called."""
 
 READ_ONLY: frozenset[str] = frozenset(("FetchState", "FetchHistory", "Status"))
-"""Methods that only read, and are answered for any protocol number, or none. Their messages keep their meaning in every
-release of the package penstock.proto.v1 (tests/proto/test_compatibility.py), so a program in any language keeps working
-when the protocol between the daemons changes."""
+"""Methods that only read. They are answered for any protocol number, and without one. Their messages keep their meaning
+in every release of the package penstock.proto.v1 (tests/proto/test_compatibility.py), so a program in any language
+keeps working when the protocol between the daemons changes."""

@@ -2,17 +2,16 @@
 
 The coordinator has a secret in its journal. From the secret and a slot's generation it derives the generation's lane
 key, which it sends to the worker with the assignment. From the key and an expiry it derives tickets, which it sends to
-the box with the view of the slot. So a worker can check a ticket while the coordinator is down, and a key is valid only
-for the slot that its worker runs anyway. A restarted coordinator computes the same keys and tickets.
+the box with the view of the slot. So a worker can check a ticket while the coordinator is down. A leaked key is valid
+only for the slot that its worker runs anyway. A restarted coordinator computes the same keys and tickets.
 
-Only the coordinator's clock counts. It sends its time to workers with every heartbeat, and between two heartbeats they
-advance it by a monotonic clock of their own: clocks of other machines may differ and jump. A ticket lasts one to two
-TERM_S: the expiry is the same for a whole term, and new tickets come with the views when a term begins. The expiry of a
-ticket does not close an open lane; only a reconnect needs a valid ticket.
+Only the coordinator's clock counts, because clocks of other machines may differ and jump. The coordinator sends its
+time to workers in the reply to each heartbeat, and between two heartbeats workers advance it by their own monotonic
+clock. A ticket is valid for one to two TERM_S: the expiry is the same for a whole term, and new tickets are sent with
+the views when a term begins. The expiry of a ticket does not close an open lane; only a reconnect needs a valid ticket.
 
-Tickets expire for this reason: a ticket is of no use once its slot has moved, because the generation is another one.
-But a slot may stay on a worker for weeks; with the expiry a leaked ticket (a core dump, a debugger's log) is valid for
-hours only.
+Tickets expire so that a leaked ticket (in a core dump or a debugger's log) is valid for hours only. Once its slot has
+moved, a ticket is useless anyway, because the generation is another one, but a slot may stay on a worker for weeks.
 """
 
 from __future__ import annotations
@@ -26,11 +25,12 @@ from penstock.proto.errors import AuthenticationError, SupersededError
 __all__ = ["TERM_S", "check_ticket", "expiry", "lane_key", "make_ticket", "term"]
 
 TERM_S = 6 * 3600
-"""Length of a term, seconds. A box without connection to the coordinator can reopen its lanes for at least one term."""
+"""Length of a term in seconds. A box that cannot reach the coordinator can still reopen its lanes for at least one
+term."""
 _DIGITS = 32
-"""Length of the signature, hex digits: 128 bits."""
+"""Number of hexadecimal digits of the signature in a ticket: 128 bits."""
 MAX_TICKET = 64
-"""Longest ticket, characters: the longest expiry, and the signature."""
+"""Largest number of characters in a ticket: those of the longest expiry and of the signature."""
 
 
 def term(wall_s: float) -> int:
@@ -39,12 +39,13 @@ def term(wall_s: float) -> int:
 
 
 def expiry(wall_s: float) -> int:
-    """Return the expiry of tickets of this term, seconds since the Unix epoch: the same throughout the term."""
+    """Return the expiry of tickets made at this time, in seconds since the Unix epoch. It is the same throughout a
+    term."""
     return (term(wall_s) + 2) * TERM_S
 
 
 def lane_key(secret: bytes, run: str, attempt: int, box: int, slot: int, generation: int) -> bytes:
-    """Return the key of one generation of a slot."""
+    """Return the lane key of one generation of a slot. secret: the secret in the coordinator's journal."""
     what = "\0".join(("lane", run, str(attempt), str(box), str(slot), str(generation)))
     return hmac.new(secret, what.encode(), hashlib.sha256).digest()
 
@@ -58,10 +59,11 @@ def _signature(key: bytes, expires: str) -> str:
 
 
 def check_ticket(ticket: str, key: bytes, wall_s: float, what: str) -> None:
-    """Check that the ticket opens the lane of the generation with this key, at this time of the coordinator.
+    """Check that a ticket allows opening the lane of the generation with this key. wall_s: present time of the
+    coordinator's clock. what: the slot, for messages.
 
-    Raises AuthenticationError for a ticket of another generation; SupersededError for an expired one, after which the
-    consumer waits for the next view, with a new ticket. `what`: the slot, for messages.
+    Raises AuthenticationError if the ticket is for another generation. Raises SupersededError if it has expired; the
+    consumer then waits for the slot's next view, which has a new ticket.
     """
     expires, _, signature = ticket[:MAX_TICKET].partition(".")
     if not key or not hmac.compare_digest(signature.encode(), _signature(key, expires).encode()):

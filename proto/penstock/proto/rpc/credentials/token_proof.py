@@ -1,22 +1,23 @@
 """Proof that both ends of a call know the same token, without sending the token over the network.
 
-A process that listens at the coordinator's address, for example on its port while it was down, would receive the token
-of every caller that sends it. So Penstock's own callers prove their token, with TLS or without:
+A process that listens at the coordinator's address, for example on its port while the coordinator was down, would
+receive the token of every caller that sends it. So Penstock's own callers prove that they know the token, with TLS or
+without:
 
-1. A caller that has not called the coordinator since its start sends SCHEME alone. It is refused, with a *challenge*: a
-random number that the coordinator drew when it started. 2. It makes the call again with SCHEME, the challenge, a random
-number of its own, and an HMAC of both under the token.
-   It sends the same line with all further calls, until a restarted coordinator refuses it with a new challenge.
-3. The coordinator sends an HMAC of its own with each answer; if an answer comes in parts, before the first part. A
-caller ignores an answer or an error without it.
+1. A caller that has not called the coordinator since its start sends SCHEME alone. The call is refused with a
+   *challenge*, a random number that the coordinator drew when it started.
+2. The caller makes the call again with SCHEME, the challenge, a random number of its own, and an HMAC of both under the
+   token. It sends the same line with all further calls, until a restarted coordinator refuses it with a new challenge.
+3. The coordinator sends an HMAC of its own with each answer. If an answer comes in parts, the HMAC is sent before the
+   first part. A caller ignores an answer or an error without it.
 
-The line is not valid after a restart of the coordinator, and a receiver that does not know the token cannot compute the
-answer to it. The coordinator need not store callers: the line has all that it needs. The caller proves first, so
-strangers receive nothing with which they could check guesses of the token.
+After a restart of the coordinator the line is no longer valid. A receiver that does not know the token cannot compute
+the answer to it. The coordinator need not store callers, because the line contains all that it needs. The caller proves
+first, so an unknown caller receives nothing with which it could check guesses of the token.
 
 Only TLS protects against a man in the middle, who relays the messages of both ends.
 
-This module opens no connection: penstock.proto.rpc.calls and penstock.proto.rpc.auth_interceptor are its two ends.
+This module opens no connection: penstock.proto.rpc.calls and penstock.proto.rpc.auth_interceptor use it.
 """
 
 from __future__ import annotations
@@ -33,15 +34,18 @@ from penstock.proto.rpc.credentials.tokens import Tokens, check_token
 __all__ = ["CHALLENGE_KEY", "PROOF_KEY", "TRIES", "Caller", "Challenged", "ShownProof", "TokenProver", "TokenVerifier"]
 
 SCHEME = "Penstock-Proof"
-"""First word of the header "authorization". The other scheme is Bearer, for programs without the proof, over TLS."""
+"""First word of the header "authorization" of a caller that proves its token. The other scheme, Bearer, is for programs
+that cannot make the proof, over TLS."""
 CHALLENGE_KEY = "penstock-challenge"
-"""Trailing metadata of a call that is refused until its caller answers the challenge."""
+"""Key of the trailing metadata with the challenge, in the refusal of a call."""
 PROOF_KEY = "penstock-proof"
-"""Trailing metadata of every answer to a caller that proved its token; in calls with a stream also initial metadata."""
+"""Key of the trailing metadata with the coordinator's proof, in every answer to a caller that has proven its token. In
+streamed calls the initial metadata have it too."""
 TRIES = 6
-"""Largest number of tries of a call: the coordinator may restart between two tries, or a token may be replaced."""
+"""Largest number of times that a call is made. Between two tries the coordinator may restart, or a token may be
+replaced."""
 CALLERS_KEPT = 16_384
-"""Number of callers that are recognised without computing the HMAC again."""
+"""Largest number of callers that are remembered, so that their HMAC need not be computed again."""
 
 _NONCE = re.compile(r"[0-9a-f]{32}")
 _BEARER = "Bearer "
@@ -52,7 +56,8 @@ def _nonce() -> str:
 
 
 def _hmac(token: bytes, who: str, challenge: str, nonce: str) -> str:
-    """Return an HMAC under the token. `who`: the end that makes it, so that no end can replay the other's HMAC."""
+    """Return an HMAC under the token. who: the end that makes it, so that neither end can send the other's HMAC
+    back."""
     return hmac.new(token, f"penstock {who} {challenge} {nonce}".encode(), hashlib.sha256).hexdigest()
 
 
@@ -68,14 +73,15 @@ class ShownProof:
     expected: str = ""
 
     def proven_by(self, proof: object) -> bool:
-        """Return whether the proof in an answer comes from an end that knows the token."""
+        """Return whether the proof in an answer comes from a server that knows the token."""
         if not self.expected or not isinstance(proof, str):
             return False
         return hmac.compare_digest(proof.encode(), self.expected.encode())
 
 
 class TokenProver:
-    """Caller's end of the proof, for one token. Thread safe: each call keeps the proof that it sent.
+    """Maker of proofs for the callers' end, for one token. It is thread-safe, because each call keeps the proof that it
+    sent.
 
     Raises InvalidArgumentError for an invalid token.
     """
@@ -87,8 +93,8 @@ class TokenProver:
         self.shown = ShownProof()
 
     def answers(self, challenge: object, shown: ShownProof) -> bool:
-        """Answer the challenge with which a call was refused. Return False if there was none, or if the call had
-        answered it."""
+        """Compute the proof for the challenge with which a call was refused. Return False if there was no challenge, or
+        if the call had answered this one already."""
         if not isinstance(challenge, str) or not _NONCE.fullmatch(challenge) or challenge == shown.challenge:
             return False
         mine, theirs = (_hmac(self._token, who, challenge, self._own) for who in ("caller", "coordinator"))
@@ -101,40 +107,41 @@ class TokenProver:
 
 @dataclass(frozen=True)
 class Caller:
-    """Caller of a call."""
+    """Caller of a call, recognised by its token."""
 
     roles: frozenset[Role]
     credential: str
-    """Digest of its token."""
+    """Digest of the caller's token."""
     proof: str = ""
-    """Proof that this end knows the token too; "" for a caller that sent the token itself."""
+    """Proof that the coordinator knows the token too; "" for a caller that sent the token itself."""
     alone: bool = True
-    """True if no other token is valid for training jobs, so that limits need not be shared."""
+    """True if no other token is valid for training jobs. Limits for each token then need not be shared among tokens."""
 
 
 @dataclass(frozen=True)
 class Challenged:
-    """Caller that must repeat the call with an answer to this challenge."""
+    """Result of TokenVerifier.caller for a caller that must make the call again with a response to this challenge."""
 
     challenge: str
 
 
 class TokenVerifier:
-    """Coordinator's end of the proof, for one start of the coordinator."""
+    """Verifier of proofs for the coordinator's end. Its challenge is valid until the coordinator restarts."""
 
     def __init__(self, tokens: Tokens, challenge: str | None = None) -> None:
         self.challenge = challenge or _nonce()
         self._tokens = tokens
         self._known: dict[str, Caller] = {}
-        """Header of a caller with a valid token -> the caller. Callers without one are not stored."""
+        """Header of a caller with a valid token -> the caller. Other callers are not stored."""
 
     def renew(self) -> None:
-        """Load the tokens of the file again. Callers with a removed token are refused from now on."""
+        """Read the tokens from their file again. Callers with a removed token are refused from now on."""
         if self._tokens.renew():
             self._known.clear()
 
     def caller(self, authorization: str) -> Caller | Challenged | None:
-        """Return the caller of this header; None if the token is wrong."""
+        """Return the caller for the header "authorization". Return a Challenged if the caller must answer the challenge
+        first, None if the token is wrong."""
         found = self._known.get(authorization) or self._judged(authorization)
         if isinstance(found, Caller):
             if len(self._known) == CALLERS_KEPT:

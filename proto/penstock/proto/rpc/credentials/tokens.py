@@ -1,10 +1,10 @@
-"""Tokens: their sources, and the roles of each.
+"""Tokens: where they come from, and the roles of each token.
 
 A token comes from a file or from the environment, never from a command's argument, which every user of the machine can
-read. The text is one bare token, valid for every role, or lines "role:token" (see
-penstock.proto.rpc.credentials.roles). A coordinator accepts all tokens of its text; a worker, a training job or an
-operator's command uses the token of its role. So one file can serve a whole cluster, or each machine can have only the
-line that it needs.
+read. The text is either a single token, valid for every role, or consists of lines "role:token" (see
+penstock.proto.rpc.credentials.roles). A coordinator accepts all tokens in its text. A worker, a training job or an
+operator's command uses the token of its role. So one file can be used on a whole cluster, or each machine can have a
+file with only the line that it needs.
 
 A file is read again while a process runs (`read_again`): a coordinator adds and drops tokens as the file changes, and a
 caller whose token is refused checks whether its file has another one.
@@ -30,21 +30,21 @@ __all__ = ["Tokens", "admin_tokens", "check_token", "read_again", "read_token", 
 _log = logging.getLogger("penstock.tokens")
 
 MAX_FILE = 64 << 10
-"""Largest token file, bytes: a larger file was named by mistake."""
+"""Largest size of a token file in bytes. A larger file was named by mistake."""
 MAX_TOKEN = 4096
-"""Longest token, characters, because it is sent in a header, whose limit is 64 KiB."""
+"""Largest number of characters in a token. It is sent in a header, whose limit is 64 KiB."""
 
 
 _logged: dict[str, str] = {}
-"""File -> its last logged error."""
+"""File -> error message that was logged last for it."""
 
 
 class FromFile(str):
-    """Text of tokens, or one of its tokens, from a file, which may have changed since."""
+    """Text with tokens, or a single token, that was read from a file. The file may have changed since."""
 
     file: str
     role: Role | None = None
-    """Role of the token; None for the whole text."""
+    """Role of the single token; None for the whole text."""
 
     @classmethod
     def of(cls, text: str, file: str, role: Role | None = None) -> FromFile:
@@ -54,9 +54,10 @@ class FromFile(str):
 
 
 def read_again(held: str) -> str:
-    """Return the present content of the file of this text or token; unchanged if there is no file, or an invalid one.
+    """Return the present text or token in the file that `held` was read from. Return `held` if it is from no file, or
+    if the file is invalid now.
 
-    An invalid file is logged and ignored: it may be in the middle of a replacement.
+    An invalid file is logged and ignored, because it may be in the middle of a replacement.
     """
     if not isinstance(held, FromFile):
         return held
@@ -72,15 +73,15 @@ def read_again(held: str) -> str:
 
 
 class Tokens:
-    """Tokens of a text, with their roles.
+    """Tokens in a text, with their roles.
 
-    Raises InvalidArgumentError for an invalid text; AuthenticationError for one without a token.
+    Raises InvalidArgumentError if the text is invalid, AuthenticationError if it has no token.
     """
 
     def __init__(self, text: str) -> None:
         self._text = text
         self.roles: dict[bytes, frozenset[Role]] = {}
-        """Token -> its roles."""
+        """Token -> roles for which it is valid."""
         for line in filter(None, map(str.strip, text.splitlines())):
             role, colon, token = line.rpartition(":")
             if colon and role not in ROLES:
@@ -95,7 +96,7 @@ class Tokens:
             raise AuthenticationError("the text that should hold a token is empty")
 
     def renew(self) -> bool:
-        """Load the present content of the text's file; return False if it is unchanged."""
+        """Read the text from its file again. Return False if it is unchanged."""
         text = read_again(self._text)
         if text == self._text:
             return False
@@ -104,7 +105,7 @@ class Tokens:
         return True
 
     def roles_of(self, shown: str) -> frozenset[Role]:
-        """Return the roles of a shown token; none if it is unknown. Takes constant time."""
+        """Return the roles of a token that a caller has sent; the empty set if it is unknown. Takes constant time."""
         found: frozenset[Role] = frozenset()
         for token, roles in self.roles.items():
             if hmac.compare_digest(shown.encode(), token):
@@ -112,13 +113,14 @@ class Tokens:
         return found
 
     def of(self, role: Role) -> str | None:
-        """Return the token to send as `role`, preferably one that has only this role; None if there is none."""
+        """Return the token to send as a caller in `role`, preferably one that has only this role. Return None if no
+        token has it."""
         fitting = [(len(roles), token) for token, roles in self.roles.items() if role in roles]
         return min(fitting)[1].decode() if fitting else None
 
     @property
     def about(self) -> str:
-        """Return the roles that have tokens, as text."""
+        """Return a text that names the roles for which there are tokens."""
         return _names(frozenset().union(*self.roles.values()))
 
     def __repr__(self) -> str:
@@ -130,17 +132,18 @@ def _names(roles: frozenset[Role]) -> str:
 
 
 def check_token(token: str) -> None:
-    """Raise InvalidArgumentError for a token that cannot be in a header, where programs without the proof show it."""
+    """Raise InvalidArgumentError if a token contains characters that a header cannot have. Programs that cannot make
+    the proof send it in a header."""
     if not token or not token.isascii() or not token.isprintable() or " " in token or len(token) > MAX_TOKEN:
         raise InvalidArgumentError(f"a token must be one word of 1 to {MAX_TOKEN} printable ASCII characters")
 
 
 def read_token(role: Role, token: str | None = None, file: str | os.PathLike[str] | None = None) -> str:
-    """Return the token to send as `role`: from the argument, else the file, else PENSTOCK_TOKEN, else
+    """Return the token to send as a caller in `role`: from the argument, else the file, else PENSTOCK_TOKEN, else
     PENSTOCK_TOKEN_FILE, else the file that the settings file names (token_file).
 
     Raises AuthenticationError, which names the file, if the file cannot be read, can be read by others, or has no token
-    of the role. It is raised here because a later error could not name this cause.
+    of the role. The check is made here, because a later error could not name this cause.
     """
     text, source = (token, "the token that was given") if token else _text(file)
     tokens = _parsed(text, source)
@@ -151,16 +154,18 @@ def read_token(role: Role, token: str | None = None, file: str | os.PathLike[str
 
 
 def read_tokens(file: str | os.PathLike[str] | None = None) -> str:
-    """Return the text for a coordinator's Tokens: from the file, else from the sources of `read_token`."""
+    """Return the text with tokens for a coordinator: that of `file`, else that of the sources that `read_token`
+    lists."""
     text, source = _text(file)
     _parsed(text, source)
     return text
 
 
 def admin_tokens(given: str = "", file: str | os.PathLike[str] | None = None) -> str:
-    """Return the text of the tokens for pages that other machines can reach: `given`, else that of `read_tokens`.
+    """Return the text with tokens for web pages that other machines can reach: `given`, else the result of
+    `read_tokens`.
 
-    Raises AuthenticationError if no token has the role admin, because then the pages could not be read at all.
+    Raises AuthenticationError if no token has the role admin, because nobody could read the pages then.
     """
     text, source = (given, "the token that was given") if given else _text(file)
     tokens = _parsed(text, source)
@@ -180,7 +185,7 @@ def _parsed(text: str, source: str) -> Tokens:
 
 
 def _text(file: str | os.PathLike[str] | None) -> tuple[str, str]:
-    """Return the text and its source."""
+    """Return the text with tokens, and the name of its source."""
     if file is None:
         from_environment = os.environ.get("PENSTOCK_TOKEN", "")
         if from_environment:

@@ -1,9 +1,9 @@
 """Documents of tokens, cut into pieces, and packed into lines of one length.
 
-A line is filled across documents, so a saved position lies in the middle of a document. The state contains the
-beginning of the open line: the source's token (position) before that document, and an offset in the document. After a
-resume the document is read again, and the line is made again. A state contains no text. A change of topology loses
-none, because the open line belongs to its shard and not to the worker.
+A line may contain several documents, so a saved position may lie in the middle of a document. The state contains the
+beginning of the line that is being filled: the source's token (position) before the document in which the line begins,
+and an offset in that document. After a resume the document is read again, and the line is made again. So a state
+contains no text. A change of topology loses no text either, because the line belongs to its shard and not to a worker.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ __all__ = ["Chunked", "Packed"]
 
 
 MAX_TOKEN = (1 << 63) - 1
-"""Largest token id: lines and pieces are int64."""
+"""Largest token id, because lines and pieces are int64."""
 
 
 class Chunked(Layer):
-    """Layer that splits tokenized documents into pieces of at most `length` tokens: int64 tensors of shape (tokens,),
-    with BOS before the first piece and EOS after the last one of each document. A document without tokens is left out.
+    """Layer that splits tokenized documents into pieces of at most `length` tokens. A piece is an int64 tensor of shape
+    (tokens,). BOS is put before the first piece of each document, and EOS after the last. A document without tokens is
+    left out.
 
         Packed(Chunked(documents, length=8192, eos=2), length=2048)
     """
@@ -47,15 +48,17 @@ class Chunked(Layer):
     ) -> None:
         """
         Args:
-            source: documents: tensors or arrays of integers with one dimension, or lists of integers.
-            length: most tokens of a piece, including BOS and EOS; the last piece of a document has the rest.
+            source: source whose samples are documents: tensors or arrays of integers with one dimension, or lists of
+                integers.
+            length: largest number of tokens in a piece, including BOS and EOS; the last piece of a document has the
+                rest.
             bos: token before each document; None: none.
             eos: token after each document; None: none.
-            longest: most tokens of a document, without BOS and EOS; a longer one is a DatasetError.
-            strip_tokens: tokens to remove from both ends of each document first, such as separators that the data
-                already has.
-            min_length: least tokens of a document, without BOS and EOS, after `strip_tokens`; a shorter one is left
-                out.
+            longest: largest number of tokens in a document, without BOS and EOS; a longer document raises DatasetError.
+            strip_tokens: token ids that are removed from both ends of each document first, such as separators that the
+                data already have.
+            min_length: smallest number of tokens in a document, without BOS and EOS, after `strip_tokens`; a shorter
+                document is left out.
         """
         super().__init__(source)
         self._length = at_least_one("length", length)
@@ -100,14 +103,14 @@ class Packed(Layer):
     ) -> None:
         """
         Args:
-            source: documents, or pieces of them: as for `Chunked`, which also puts the separators between them.
+            source: source of documents, as for `Chunked`; or a `Chunked`, which puts BOS and EOS between documents.
             length: tokens of each line, including BOS and EOS.
-            pad: token that fills the last line of a shard's epoch; None: the rest there is dropped. Over a Repeated
-                source no line is the last one: it continues with the next epoch.
-            bos: first token of each line; added unless the document has it there.
-            eos: last token of each line, likewise; before the `pad` of a line that is padded.
-            split: False ends a line before a document that does not fit, and fills it up with `pad`; only a document
-                longer than a line is split.
+            pad: token that fills up the last line of a shard's epoch; None: an incomplete last line is dropped. If the
+                source is a Repeated, no line is the last one: it continues with documents of the next epoch.
+            bos: first token of each line; it is added unless the document has it there already.
+            eos: last token of each line, before any `pad`; it is added unless the document has it there already.
+            split: False: a line ends before a document that does not fit into it, and is filled up with `pad`. Only a
+                document longer than a line is split then.
         """
         super().__init__(source)
         self._length, self._pad = at_least_one("length", length), _token("pad", pad)
@@ -133,7 +136,8 @@ class Packed(Layer):
 
 
 class _Documents:
-    """Documents of a shard as arrays, with the source's tokens (positions) for reading them again."""
+    """Reader of a shard's documents as arrays, with the source's tokens (positions) from which they can be read
+    again."""
 
     def __init__(
         self,
@@ -148,19 +152,19 @@ class _Documents:
     ) -> None:
         """
         Args:
-            strip: tokens to remove from both ends.
-            least: documents with fewer tokens are left out.
+            strip: token ids to remove from both ends of each document.
+            least: smallest number of tokens; documents with fewer are left out.
         """
         self._strip, self._least = strip, least
         self._name, self._inner, self._shard, self._epoch = type(layer).__name__, inner, shard, epoch
         self._limit = SearchLimit(layer.source, self._name, shard)
         self._next = index
         self._index, self._before, self.size = index, None, 0
-        """Index of the present document; the source's token before it; its number of tokens."""
+        """Index of the document that was read last, the source's token before it, and its number of tokens."""
 
     @property
     def where(self) -> str:
-        """Name of the present document, for messages."""
+        """Name of the document that was read last, for errors."""
         return f"{self._name}: document {self._index} of shard {self._shard} in epoch {self._epoch}"
 
     def read(self) -> Ints | None:
@@ -180,7 +184,7 @@ class _Documents:
             self._limit.nothing()
 
     def present(self) -> tuple[int, Token]:
-        """Return the index of the present document, and the source's token (position) before it."""
+        """Return the index of the document that was read last, and the source's token (position) before it."""
         return self._index, self._before
 
     def following(self) -> tuple[int, Token]:
@@ -188,8 +192,8 @@ class _Documents:
         return self._next, self._inner.token()
 
     def expect(self, what: str, there: int, at: int) -> None:
-        """Raise DatasetError unless the present document has an item number `at`. `there`: number of its items. `what`:
-        name of the items in the message."""
+        """Raise DatasetError unless the document that was read last has an item with index `at`. `there`: number of its
+        items; `what`: word for the items in the error ("pieces" or "tokens")."""
         if at >= there:
             raise DatasetError(
                 f"{self.where} has {there} {what}, but the state says that {at} of them were read: the data have "
@@ -238,11 +242,11 @@ class _ChunkedCursor:
         self._documents, self._length, self._longest = documents, length, longest
         self._bos, self._eos = _separator(bos), _separator(eos)
         self._document: Ints | None = None
-        """Open document with its separators; None: it still has to be read."""
+        """Document that is being cut into pieces, with BOS and EOS; None if it still has to be read."""
         self._pieces = 0
-        """Pieces of the open document."""
+        """Number of pieces of the document in `_document`."""
         self._piece = piece
-        """Number of the next piece, in the open document or in the one to be read."""
+        """Number of the next piece in its document."""
 
     def __iter__(self) -> _ChunkedCursor:
         return self
@@ -271,7 +275,7 @@ class _ChunkedCursor:
         self._documents.close()
 
     def _open(self) -> Ints | None:
-        """Return the open document; None after the last one."""
+        """Return the document that is being cut into pieces, and read it if needed; None after the last document."""
         if self._document is None and (document := self._documents.read()) is not None:
             if self._longest is not None and len(document) > self._longest:
                 raise DatasetError(
@@ -284,15 +288,16 @@ class _ChunkedCursor:
         return self._document
 
     def _advance(self, count: int) -> None:
-        """Advance by `count` pieces of the open document."""
+        """Advance by `count` pieces within the document in `_document`."""
         self._piece += count
         if self._piece == self._pieces:
             self._document, self._piece = None, 0
 
 
 class _PackedCursor:
-    """Cursor of packed lines. The open line's tokens come from some documents, of which the first may begin before the
-    line. The source's positions are kept for the first document, and for the last, in which the next line may begin."""
+    """Cursor of packed lines. The line that is being filled takes its tokens from one or more documents, and may begin
+    in the middle of the first one. The cursor keeps the source's positions before the first of them, and before the
+    last one, because the next line may begin in it."""
 
     def __init__(
         self,
@@ -307,18 +312,18 @@ class _PackedCursor:
         self._documents, self._length, self._pad, self._split = documents, length, pad, split
         self._bos, self._eos = bos, eos
         self._parts: list[Ints] = []
-        """Tokens that were read so far, from the beginning of the open line."""
+        """Tokens that were read so far, from the beginning of the line that is being filled."""
         self._have = 0
-        """Number of tokens read so far."""
+        """Number of tokens in `_parts`."""
         self._take = 0
-        """Number of tokens that the open line takes, once it is filled."""
+        """Number of document tokens that the line takes, once it is filled."""
         self._closing = False
         """True if the filled line gets an EOS."""
         self._offset = offset
-        """Offset of the open line's beginning in its first document."""
+        """Offset, in the first document, at which the line that is being filled begins."""
         self._begin: tuple[int, Token] | None = None
-        """Index of the first document, and the source's token (position) before it; None: the document still has to be
-        read."""
+        """Index of the first document of the line, and the source's token (position) before it; None: the document
+        still has to be read."""
 
     def __iter__(self) -> _PackedCursor:
         return self
@@ -346,7 +351,7 @@ class _PackedCursor:
         self._documents.close()
 
     def _fill(self) -> bool:
-        """Read a line's tokens. Return False if too few are left."""
+        """Read the tokens of the next line. Returns False if too few are left for a line."""
         while self._have < self._capacity():
             document = self._documents.read()
             if document is None:
@@ -368,11 +373,12 @@ class _PackedCursor:
         return self._take + self._closing == capacity or self._pad is not None
 
     def _needs_eos(self, last: Any) -> bool:
-        """Return True if a line gets an EOS after its last document token, `last`."""
+        """Return True if an EOS must be added to a line whose last document token is `last`."""
         return self._eos is not None and int(last) != self._eos
 
     def _capacity(self) -> int:
-        """Return the largest number of document tokens in the open line: one less than its length if it gets a BOS."""
+        """Return the largest number of document tokens that fit into the line: its length, or one less if a BOS has to
+        be added."""
         if self._bos is None or (self._parts and int(self._parts[0][0]) == self._bos):
             return self._length
         return self._length - 1
@@ -389,7 +395,7 @@ class _PackedCursor:
         return line
 
     def _advance(self) -> None:
-        """Advance past the open line. The next line begins in the document that was read last."""
+        """Advance past the line that was filled. The next line begins in the document that was read last."""
         left = self._have - self._take
         self._have, self._parts = left, [self._parts[-1][len(self._parts[-1]) - left :]] if left else []
         self._begin = self._documents.present() if left else None

@@ -1,8 +1,9 @@
-"""Common parts of layers: the shards of the source below; how tokens (positions), keys and places are passed down.
+"""Common parts of layers: the shards of a layer's source, and the tokens (positions), keys and places that a layer
+passes to its source.
 
 A layer has no state except in its cursors, so a source and its layers may be opened many times in one process. If a
 layer uses randomness, its key also contains the layer's depth in the stack. Otherwise two layers of the same kind, one
-on top of the other, would undo or repeat each other's choices.
+over the other, would undo or repeat each other's random choices.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ from penstock.proto.errors import DatasetError, InvalidArgumentError, StateCorru
 __all__ = ["Layer", "SearchLimit", "checked", "entered", "is_keyed", "placed", "title"]
 
 SEARCHED_SAMPLES = 1_000_000
-"""Largest number of samples in a row of an endless source from which a layer may yield nothing. A predicate that is
-never true would read on for ever. One that is true for one sample in 10,000 reaches this limit with probability
-e^-100."""
+"""Largest number of samples in a row of an endless source for which a layer may yield nothing. A filter whose predicate
+is never true would read on forever. With a predicate that is true for one sample in 10,000, this limit is reached with
+probability e^-100."""
 
 
 _LAYERS = ("Chunked", "Filtered", "Grouped", "Mapped", "Packed", "Repeated", "WindowShuffled")
 NUMBER_LIMIT = 1 << 62
-"""Exclusive upper bound of every number in a token."""
+"""Exclusive upper bound of every number in a token (saved position)."""
 
 
 class Layer:
-    """Base of a source that works inside each shard of another source."""
+    """Base class of a source that is made from another source, and works within each of its shards."""
 
     def __init__(self, source: ShardedSource) -> None:
         self.source = checked(source, type(self).__name__)
         self.depth = _depth(source.described()) + 1
-        """Depth of the stack of sources that ends with this one."""
+        """Number of sources stacked on each other, from the innermost one to this layer."""
 
     def __repr__(self) -> str:
         settings = "".join(f", {name}={value!r}" for name, value in self.settings().items())
@@ -59,7 +60,8 @@ class Layer:
 
 
 class SearchLimit:
-    """Limit on the samples that a layer may leave out in a row, for endless shards, which may contain nothing else."""
+    """Limit on the number of samples that a layer may leave out in a row. It applies to endless shards, which may
+    contain only such samples."""
 
     def __init__(self, source: ShardedSource, what: str, shard: int) -> None:
         self._left = self._most = SEARCHED_SAMPLES if source.endless else None
@@ -69,7 +71,7 @@ class SearchLimit:
         self._left = self._most
 
     def nothing(self, samples: int = 1) -> None:
-        """Count samples without a result. Raises DatasetError for too many in a row."""
+        """Count samples for which the layer yielded nothing. Raises DatasetError after too many in a row."""
         if self._left is None:
             return
         self._left -= samples
@@ -82,7 +84,8 @@ class SearchLimit:
 
 
 def checked(source: ShardedSource, layer: str) -> ShardedSource:
-    """Return the source. Raises InvalidArgumentError if it has no logical shards."""
+    """Return `source`. Raises InvalidArgumentError if it is not a source in logical shards. `layer`: name of the layer,
+    for the error."""
     if not isinstance(source, ShardedSource):
         raise InvalidArgumentError(
             f"{layer} needs a source in logical shards, got {type(source).__name__}: wrap it in LogicalShards or "
@@ -92,7 +95,8 @@ def checked(source: ShardedSource, layer: str) -> ShardedSource:
 
 
 def entered(token: Token | None, layer: str, *names: str) -> tuple[list[int], Token | None]:
-    """Return the integers `names` of a layer's token, and its source's token; zeros and None if `token` is None.
+    """Return the integers called `names` in a layer's token (position), and the token of the layer's source that it
+    contains; zeros and None if `token` is None.
 
     Raises StateCorruptError for an invalid token.
     """
@@ -114,8 +118,9 @@ def entered(token: Token | None, layer: str, *names: str) -> tuple[list[int], To
 
 
 def is_keyed(described: Any) -> bool:
-    """Return True if nothing in a stack of sources, given by its `described()`, draws from the process's random
-    generators: functions, pieces and streams get generators of their own. False for sources of other libraries."""
+    """Return True if no source in a stack draws from the process's random generators. Functions, pieces and streams get
+    generators of their own; sources of other libraries may use the process's. `described`: what the uppermost source's
+    `described()` returns."""
     kind = described.get("kind") if isinstance(described, Mapping) else None
     if kind in ("LogicalShards", "Savable"):
         return described["capture_rng"] is True
@@ -127,13 +132,15 @@ def is_keyed(described: Any) -> bool:
 
 
 def placed(place: Place | None, shard: int, shards: int) -> Place:
-    """Return `place`, or the default: round robin, one sample of each shard in turn."""
+    """Return `place`; if it is None, the Place of a shard that is read round robin with the others, one sample of each
+    in turn."""
     return place or (lambda index: index * shards + shard)
 
 
 def title(function: Callable[..., Any], name: str | None) -> str:
-    """Return a function's name for states. The name cannot show whether the function is unchanged. The module is left
-    out, because a main script has another module name in the process that runs it."""
+    """Return the name under which states record a function: `name`, or else the function's own. The name cannot show
+    whether the function is unchanged. The module's name is left out, because a main script has another module name in
+    the process that runs it."""
     if name is not None:
         return name
     while isinstance(function, partial):

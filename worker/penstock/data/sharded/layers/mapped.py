@@ -1,11 +1,12 @@
-"""Layers with a function of each sample, and layers that leave samples out.
+"""Layers that call a function for each sample: to convert it, or to decide whether to leave it out.
 
 A `Mapped` yields one sample for each sample of its source: the lengths are equal, and skipping samples does not call
-the function. `Filtered`, and a `Mapped` that may skip failures, may leave samples out, so they have to read every
-sample to count them. These two have cursors of their own; the cheap cursor is the default.
+the function. `Filtered`, and a `Mapped` with `skip_failures`, may leave samples out, so they have to read every sample
+in order to skip. So there are two kinds of cursors, and the first one, which skips without reading, is used where
+possible.
 
 Randomness is keyed by the sample's position in its source. So the same sample of the same epoch gets the same
-generator, whichever worker makes it, and whatever was made before.
+generator, whichever worker makes the sample, and whichever samples it made before.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ __all__ = ["Filtered", "Mapped", "SkipSample"]
 
 _Function = Callable[..., Any]
 _Taken = Callable[[Any, int], tuple[bool, Any]]
-"""Function from a sample and its index in the source to (whether it stays, its value)."""
+"""Function from a sample and its index in the source to (True if the sample stays, its converted value)."""
 
 
 class SkipSample(Exception):
-    """Exception that the function of a `Mapped(..., skip_failures=n)` raises to leave a sample out, without counting a
-    failure."""
+    """Exception with which the function of a `Mapped(..., skip_failures=n)` leaves a sample out, without counting it as
+    a failure."""
 
 
 class _PerSample(Layer):
-    """Base of a layer that calls a function for each sample of its source."""
+    """Base class of layers that call a function for each sample of their source."""
 
     def __init__(self, source: ShardedSource, function: _Function, random: bool, name: str | None) -> None:
         super().__init__(source)
@@ -73,13 +74,16 @@ class Mapped(_PerSample):
     ) -> None:
         """
         Args:
-            fn: sample -> sample. Its exceptions are raised unchanged, with a note that names the sample.
-            random: call it as fn(sample, generator), with a numpy Generator that depends on the seed, the epoch, and
-                the sample's shard and index. A function that draws elsewhere gives other samples after a resume.
+            fn: function from a sample to a sample. Its exceptions are raised unchanged, with a note that names the
+                sample.
+            random: True: call fn(sample, generator), with a numpy Generator that depends on the seed, the epoch, and
+                the sample's shard and index. A function that draws random numbers in another way gives other samples
+                after a resume.
             name: name of the function in a saved state; None: its qualified name. Change it when the function changes.
-            skip_failures: most samples in a row that may fail. Such a sample is left out with a warning; fn may also
-                raise SkipSample to leave one out without. Then lengths are unknown, and skipping samples calls fn.
-                If failures are not reproducible, neither is the order after a resume.
+            skip_failures: largest number of samples in a row for which fn may raise an exception. Such a sample is left
+                out with a warning. fn may also raise SkipSample to leave a sample out without a warning. If this is
+                above 0, lengths are unknown, and fn is also called for samples that are skipped. If failures are not
+                reproducible, the order after a resume is not either.
         """
         super().__init__(source, fn, random, name)
         self._skip_failures = whole("skip_failures", skip_failures)
@@ -111,8 +115,8 @@ class Filtered(_PerSample):
     ) -> None:
         """
         Args:
-            predicate: sample -> bool, True for a sample that stays.
-            random: call it as predicate(sample, generator), as in `Mapped`.
+            predicate: function from a sample to True if the sample stays.
+            random: True: call predicate(sample, generator), as in `Mapped`.
             name: name of the predicate in a saved state; None: its qualified name.
         """
         super().__init__(source, predicate, random, name)
@@ -129,7 +133,8 @@ class Filtered(_PerSample):
 
 
 class _Call:
-    """Call of the user's function with its generator; notes the sample's position in exceptions."""
+    """Callable that calls the user's function with its random generator, and adds a note with the sample's position to
+    exceptions."""
 
     def __init__(self, function: _Function, key: int | None, where: str) -> None:
         self._function, self._key, self.where = function, key, where
@@ -148,7 +153,7 @@ class _Call:
 
 
 class _Tolerant:
-    """Call that may fail for up to `skip_failures` samples in a row."""
+    """Variant of `_Call` that leaves out up to `skip_failures` samples in a row for which the function fails."""
 
     def __init__(self, call: _Call, most: int) -> None:
         self._call, self._most, self._failed = call, most, 0
@@ -172,7 +177,7 @@ class _Tolerant:
 
 
 class _EachCursor:
-    """Cursor that yields one sample for each sample of the source."""
+    """Cursor that yields one sample for each sample of the source. Skipping samples does not call the function."""
 
     def __init__(self, inner: Cursor, call: _Call, index: int) -> None:
         self._inner, self._call, self._index = inner, call, index
@@ -204,7 +209,7 @@ class _EachCursor:
 
 
 class _SomeCursor:
-    """Cursor that yields the source's samples that are not left out."""
+    """Cursor that yields only samples that the layer does not leave out. It reads every sample."""
 
     def __init__(self, inner: Cursor, taken: _Taken, index: int, limit: SearchLimit) -> None:
         self._inner, self._taken, self._limit = inner, taken, limit

@@ -1,9 +1,9 @@
-"""Mixture of several sources, each with its share at every prefix.
+"""Mixture of several sources. Every prefix of the order has each source's share of samples.
 
-The source of a sample is a function of its position among the samples of all shards, so there is no counter that a
-change of topology could reset: see mixture_shares.py. The token (saved position) of each source contains how many
-samples it has given in a shard. Shares of tokens depend on the documents' lengths, so they are counted, for each shard:
-see mixture_by_tokens.py.
+Which source a sample comes from is a function of the sample's position among those of all shards (mixture_shares.py).
+So there is no counter that a change of topology could reset. How many samples a source has given in a shard is part of
+that source's token (saved position). If the weights are shares of tokens, they depend on the documents' lengths, so
+each shard counts the tokens (mixture_by_tokens.py).
 
 Two sources may read the same data. Each gets a seed of its own; otherwise both would give the same samples in the same
 order.
@@ -33,7 +33,7 @@ Stop = Literal["never", "first", "last"]
 By = Literal["samples", "tokens"]
 
 AT_ONCE = 1 << 14
-"""Number of samples that are skipped in one call."""
+"""Largest number of samples that are skipped in one call."""
 FEW = 16
 """Largest number of samples that are skipped one by one, at 1 us each. A call with arrays takes 40 us for any
 number."""
@@ -44,10 +44,11 @@ class Mixture:
 
         Mixture([code, text], [0.3, 0.7])
 
-    At every prefix of a ShardLoader's order, each source has given its share to within one sample. This holds only
-    approximately below a layer that yields more or fewer samples than it takes, or reads ahead, and below another
-    mixture: so put Packed and WindowShuffled below a mixture, not on top, and multiply weights out. Below Packed use
-    `by="tokens"`; otherwise sources of long documents get more of the lines than their share.
+    In every prefix of a ShardLoader's order, each source's number of samples deviates from its share by less than one.
+    This holds only approximately if the mixture is the source of another mixture, or of a layer that yields more or
+    fewer samples than it takes, or that reads ahead. So apply Packed and WindowShuffled to the sources of a mixture and
+    not to the mixture, and make one mixture with products of weights instead of nested mixtures. If a mixture is the
+    source of Packed, use `by="tokens"`; otherwise sources of long documents get more of the lines than their share.
     """
 
     def __init__(
@@ -56,15 +57,17 @@ class Mixture:
         """
         Args:
             sources: sources with the same number of shards.
-            weights: one for each source, at least 0, in any unit; a source of weight 0 is never read. They are taken as
-                their decimal text (0.1 is a tenth) if that makes at most 65,536 parts, and otherwise rounded to that
-                many. A saved state names the parts.
-            stop: "never": finite sources are repeated, each by itself. "first": a shard ends at the turn of a source
-                that has no more samples there. "last": such a source leaves that shard's turns to the others, by their
-                weights, until all have ended.
-            by: unit of the weights. "tokens": the sources are of documents (tensors, arrays or lists of integers with
-                one dimension), which are yielded whole, and at every prefix of a shard each source has given its share
-                of the tokens to within one document of the longest. One document of each source is read ahead.
+            weights: one weight for each source, at least 0, in any unit; a source of weight 0 is never read. Weights
+                are converted to whole numbers (parts) in the same ratio: exactly as in their decimal text (0.1 is a
+                tenth) if that makes at most 65,536 parts in all, and otherwise rounded to that many. A saved state
+                contains the parts.
+            stop: what happens when a source has no more samples in a shard. "never": finite sources are repeated, each
+                by itself. "first": the shard of the mixture ends at that source's next turn. "last": the other sources
+                get its turns in this shard, by their weights, until all have ended.
+            by: unit of the weights. "samples": shares of samples. "tokens": shares of tokens; the sources' samples must
+                be documents (tensors, arrays or lists of integers with one dimension), which are yielded whole. In
+                every prefix of a shard, each source's number of tokens then deviates from its share by at most the
+                longest document. One document of each source is read ahead.
 
         Raises InvalidArgumentError for invalid arguments.
         """
@@ -116,8 +119,8 @@ class Mixture:
         }
 
     def lengths(self, epoch: int) -> Sequence[int] | None:
-        """Return the lengths of all sources added up, if all are read to their end; None otherwise. With stop="first"
-        the end of a shard depends on the positions of its samples."""
+        """Return, for each shard, the sum of all sources' lengths, if all sources are read to their end; None
+        otherwise. With stop="first" the end of a shard depends on the positions of its samples, so it is None too."""
         if self._stop != "last":
             return None
         total = np.zeros(self.num_shards, np.int64)
@@ -145,7 +148,8 @@ class Mixture:
 
 
 class _Places:
-    """Positions of a shard's samples among those of all shards, one by one or many at a time."""
+    """Function from a shard's sample index to the sample's position among those of all shards, for one index or
+    many."""
 
     def __init__(self, place: Place | None, shard: int, shards: int) -> None:
         self._given, self._shard, self._shards = place, shard, shards
@@ -191,7 +195,7 @@ class _Cursor:
 
     def _skip_some(self, count: int, schedule: MixtureSchedule) -> int:
         """Skip `count` samples, but stop at the first turn of a source that has no sample left, and mark that source as
-        ended."""
+        ended. Returns the number of skipped samples."""
         if count == 1:
             number = schedule.at(self._places.at(self._index))
             passed = self._members.moving(number).skip(1)
@@ -214,7 +218,8 @@ class _Cursor:
         return passed
 
     def _skip_each(self, order: Ints) -> int:
-        """Skip each source's turns in this order. Return the number of turns before the first one without a sample."""
+        """Skip one sample of each source named in `order`, in this order. Returns the number of samples skipped before
+        the first source that had none left."""
         whole = len(order)
         for number, turns in enumerate(np.bincount(order, minlength=len(self._parts)).tolist()):
             if turns and (passed := self._members.moving(number).skip(turns)) < turns:

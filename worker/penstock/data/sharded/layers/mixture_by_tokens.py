@@ -1,14 +1,14 @@
 """Schedule of a mixture whose weights are shares of tokens.
 
-Documents are yielded whole, so shares are kept to within one document. A source is eligible if its tokens do not exceed
-its share of all tokens so far. Of the eligible sources, the next is the one whose next document would finish first in a
-mixture that interleaves single tokens. This is worst-case fair weighted fair queueing (J. Bennett and H. Zhang, "WF2Q",
-INFOCOM 1996), whose deviation is at most the longest document, up or down, for any number of sources. (If the source
-that is furthest behind were chosen, it would fall behind more with each additional source.) Lengths must be known
-before the choice, so one document of each source is read ahead. A saved position lies before that document, so none is
-lost.
+Documents are yielded whole, so shares can be exact only to within one document. A source is eligible if its tokens do
+not exceed its share of all tokens so far. Of the eligible sources, the next is the one whose next document would finish
+first in a mixture that interleaves single tokens. This is worst-case fair weighted fair queueing (J. Bennett and H.
+Zhang, "WF2Q", INFOCOM 1996), whose deviation is at most the longest document, up or down, for any number of sources.
+(If the source that is furthest behind were chosen, it would fall behind more with each additional source.) A document's
+length must be known before the choice, so one document of each source is read ahead. The saved position lies before
+that document, so no document is lost.
 
-All counts are integers and kept for each shard. A shard moves between workers with its counts.
+All counts are integers, and each shard has its own. A shard moves between workers together with its counts.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ __all__ = ["ByTokens", "given_of"]
 
 
 def given_of(token: Token | None, count: int) -> list[int]:
-    """Return the number of text tokens that each of `count` sources has given, from the saved position `token`. Raises
-    StateCorruptError for an invalid one."""
+    """Return the number of text tokens that each of `count` sources has given, from `token`, the mixture's saved
+    position in a shard. Raises StateCorruptError for an invalid one."""
     if token is None:
         return [0] * count
     given = token.get("given")
@@ -41,7 +41,7 @@ def given_of(token: Token | None, count: int) -> list[int]:
 
 
 class ByTokens:
-    """Cursor of a mixture's shard."""
+    """Cursor of one shard of a mixture whose weights are shares of tokens."""
 
     def __init__(
         self,
@@ -56,7 +56,8 @@ class ByTokens:
         self._members, self._parts, self._ended, self._stop = members, parts, ended, stop
         self._index, self._given, self._where = index, given, where
         self._next: dict[int, tuple[int, Any, Token]] = {}
-        """Next document of each source: its number of tokens, the document, and the source's token before it."""
+        """Next document of each source, by the source's number: (number of text tokens, document, the source's token
+        (position) before it)."""
         self._over = False
 
     def __iter__(self) -> ByTokens:
@@ -94,7 +95,7 @@ class ByTokens:
         return document
 
     def _due(self) -> int | None:
-        """Return the source of the next document; None if the shard has ended."""
+        """Return the number of the source that gives the next document; None if the shard has ended."""
         while not self._over:
             live = [number for number, part in enumerate(self._parts) if part and number not in self._ended]
             missing = [number for number in live if number not in self._next and not self._read(number)]
@@ -130,7 +131,7 @@ class ByTokens:
         return False
 
     def _end(self, numbers: list[int]) -> None:
-        """Mark these sources as ended. The others get their turns, and their shares are counted from zero again."""
+        """Mark these sources as ended. The other sources get their turns, and shares are counted from zero again."""
         for number in numbers:
             self._ended.add(number)
             self._members.drop(number)

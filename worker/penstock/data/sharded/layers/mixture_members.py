@@ -1,5 +1,4 @@
-"""Sources of a mixture in one shard, each read by its own cursor; and their entries in the mixture's tokens
-(positions)."""
+"""Cursors of a mixture's sources in one shard, and their entries in the mixture's tokens (positions)."""
 
 from __future__ import annotations
 
@@ -12,8 +11,8 @@ __all__ = ["MixtureMembers", "members_of"]
 
 
 def members_of(token: Token | None, count: int) -> tuple[list[Token | None], set[int]]:
-    """Return the tokens (positions) of `count` sources, and the numbers of those that have ended. Raises
-    StateCorruptError for another number of sources."""
+    """Return the tokens (positions) of a mixture's `count` sources, and the numbers of the sources that have ended,
+    from the mixture's token. Raises StateCorruptError for another number of sources."""
     if token is None:
         return [None] * count, set()
     tokens, ended = token.get("sources"), token.get("ended")
@@ -27,7 +26,8 @@ def members_of(token: Token | None, count: int) -> tuple[list[Token | None], set
 
 
 class MixtureMembers:
-    """Cursors of the sources, opened when needed. Only cursors that have moved are asked for their token."""
+    """Cursors of a mixture's sources in one shard, opened when needed. Only cursors that have moved since their token
+    was taken are asked for a new token."""
 
     def __init__(self, opened: Callable[[int, Token | None], Cursor], tokens: Sequence[Token | None]) -> None:
         self._opened, self._tokens = opened, list(tokens)
@@ -48,7 +48,7 @@ class MixtureMembers:
         return self._tokens.copy()
 
     def restore(self, tokens: Sequence[Token | None]) -> None:
-        """Return each source to the position of its token."""
+        """Move the sources back to the positions of these tokens."""
         self.close()
         self._tokens = list(tokens)
 

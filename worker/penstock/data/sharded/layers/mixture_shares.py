@@ -1,20 +1,22 @@
 """Schedule of a mixture: from the position of a sample to the source that it comes from.
 
-The promise is that at every prefix the number of each source's samples deviates from its share by less than one. So the
+In every prefix of the order, the number of each source's samples must deviate from its share by less than one. So the
 k-th sample of a source with share w has a window of positions: from the first p with w p > k - 1, to the last with w (p
-- 1) < k. Any assignment of the positions that gives each sample one within its window keeps the promise. The chairman
-assignment theorem says that there is one for any number of sources (R. Tijdeman, "The chairman assignment problem",
-1980). Its own rule assigns by the earliest deadline among the samples that are due.
+- 1) < k. An assignment that gives each sample a position within its window meets this condition. The chairman
+assignment theorem says that such an assignment exists for any number of sources (R. Tijdeman, "The chairman assignment
+problem", 1980). The rule in its proof gives each position to the sample with the earliest deadline among those whose
+windows have begun.
 
-That rule alone is not enough here. It has the period of the weights, and positions go to shards in turn, which has
-another period. With two equal weights and 60 shards, even shards would always get one source and odd ones the other,
-and half of each source would never be read. So each sample has a target position, drawn evenly from its window. A
-target is postponed for each earlier time that its source had this position of the period, and the earliest target goes
-first. Deadlines decide only if one could otherwise be missed: if for some d there are as many samples with deadlines up
-to d as positions left. Tables of some thousand positions are made on demand, and after a million positions they repeat.
+That rule alone is not enough here. Its assignment repeats with the period of the weights, and positions go to shards in
+turn, with another period. With two equal weights and 60 shards, even shards would always get one source and odd ones
+the other, and half of each source would never be read. So each sample has a target position, drawn evenly from its
+window. A target is delayed for each earlier time that its source got the same position of the period. Each position
+goes to the sample with the earliest target. Deadlines decide only if one would otherwise be missed: if for some d there
+are as many samples with deadlines up to d as positions left up to d. Tables of some thousand positions are made on
+demand, and after a million positions they repeat.
 
-An order is a promise. So all of this is computed in integers and never changes; a test compares it with recorded
-values.
+Saved states are positions in this order. So all of it is computed in integers and must never change; a test compares it
+with recorded values.
 """
 
 from __future__ import annotations
@@ -38,26 +40,26 @@ __all__ = ["MAX_PARTS", "MixtureSchedule", "parts_of", "schedule_of"]
 MAX_PARTS = 1 << 16
 """Largest sum of the whole numbers that weights are converted to."""
 POSITIONS = 1 << 12
-"""Smallest number of positions in a table. With usual weights these are enough periods for each position of a period to
-get each source by its share. A table takes 6 ms to make."""
+"""Smallest number of positions in a table. With usual weights, a table of this size has enough periods for each
+position of the period to get each source by its share. Making a table takes 6 ms."""
 ALL_POSITIONS = 1 << 20
 """Approximate number of positions in all tables together: 2 MB."""
 
 _KEY = 0x6D69782D7475726E
 _FRACTION_BITS = 24
 _BACK = 2
-"""Exponent of a target's delay: each time that the source had this position of the period delays the target by a
-quarter of the distance between the source's samples. A smaller delay gives some positions a source half too often; a
-larger one makes sources alternate again."""
+"""Exponent that sets the delay of targets: a target is delayed by 2^-2, a quarter, of the distance between its source's
+samples, for each time that the source got the same position of the period. A smaller delay gives some positions a
+source half too often; a larger one makes sources alternate again."""
 
 Weight = float | int | Fraction | Decimal
 
 
 def parts_of(weights: Sequence[Weight]) -> tuple[int, ...]:
-    """Return the weights as whole numbers in the same ratio: 0.7, 0.2 and 0.1 become 7, 2 and 1.
+    """Return the weights as whole numbers (parts) in the same ratio: 0.7, 0.2 and 0.1 become 7, 2 and 1.
 
-    A weight is the fraction in its decimal text. If that takes more than MAX_PARTS parts in all, they are rounded to
-    that many, the largest remainders up. Raises InvalidArgumentError for invalid weights.
+    A weight is taken as the fraction in its decimal text. If that takes more than MAX_PARTS parts in all, the weights
+    are rounded to that many, the largest remainders up. Raises InvalidArgumentError for invalid weights.
     """
     exact = [_fraction(number, weight) for number, weight in enumerate(weights)]
     total = sum(exact)
@@ -97,17 +99,17 @@ def _reduced(parts: tuple[int, ...]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def schedule_of(parts: tuple[int, ...]) -> MixtureSchedule:
-    """Return the schedule of sources with these parts, at least one of which is not 0."""
+    """Return the schedule of sources whose weights are these whole numbers, at least one of which is not 0."""
     return MixtureSchedule(_reduced(parts))
 
 
 class MixtureSchedule:
-    """Function from positions to sources, for parts without a common divisor."""
+    """Function from positions to sources. `parts`: weights as whole numbers without a common divisor."""
 
     def __init__(self, parts: tuple[int, ...]) -> None:
         self._parts = parts
         self._only = next((number for number, part in enumerate(parts) if part == sum(parts)), None)
-        """Source that has all turns, if only one has a part."""
+        """Number of the source that gives all samples, if only one has a weight above 0; None otherwise."""
         self._positions = sum(parts) * -(-POSITIONS // sum(parts))
         self._count = ALL_POSITIONS // self._positions
         self._tables: dict[int, npt.NDArray[np.uint16]] = {}
@@ -120,7 +122,7 @@ class MixtureSchedule:
         return int(self._table(block % self._count)[inside])
 
     def many(self, positions: Ints) -> Ints:
-        """Return the sources at these positions."""
+        """Return the numbers of the sources that give the samples at these positions."""
         if self._only is not None:
             return np.full(len(positions), self._only, np.int64)
         found = np.empty(len(positions), np.int64)
@@ -140,14 +142,15 @@ class MixtureSchedule:
 
 @dataclass
 class _Line:
-    """Samples of one source in a table, whose positions are counted from 1."""
+    """Samples of one source in a table of positions. The positions are counted from 1."""
 
     source: int
     part: int
     due: list[int]
     deadline: list[int]
     target: list[int]
-    """Positions drawn for the samples of the source within their windows, in units of 2^-24 of a position."""
+    """Target position of each sample of the source, drawn within the sample's window, in units of 2^-24 of a
+    position."""
     next: int = 0
 
     @staticmethod
@@ -164,21 +167,21 @@ class _Line:
 
 
 def _table(parts: tuple[int, ...], positions: int, number: int) -> npt.NDArray[np.uint16]:
-    """Return the sources of `positions` positions, a multiple of the sum of `parts`."""
+    """Return table `number`: the source of each of its `positions` positions, a multiple of the sum of `parts`."""
     period = sum(parts)
     lines = [_Line.of(source, part, period, positions // period, number) for source, part in enumerate(parts) if part]
     left = [0] * (positions + 1)
-    """Number of samples that have no position yet, by deadline."""
+    """Number of samples that have no position yet, by their deadline."""
     for line in lines:
         for deadline in line.deadline:
             left[deadline] += 1
         line.due.append(positions + 1)
     served: dict[tuple[int, int], int] = {}
-    """Number of samples that each (position of the period, source) got so far."""
+    """Number of samples placed so far, by (position of the period, source)."""
     table = np.empty(positions, np.uint16)
     bound = positions
-    """Position up to which only samples with deadlines up to it may be placed, because they need all positions
-    there."""
+    """Deadline such that the samples with deadlines up to it need all positions up to it. Only these samples may be
+    placed there."""
     for position in range(1, positions + 1):
         inside = position % period
         waiting = []
@@ -203,8 +206,8 @@ def _table(parts: tuple[int, ...], positions: int, number: int) -> npt.NDArray[n
 
 
 def _tight(left: list[int], position: int, deadline: int) -> int | None:
-    """Return the first d before the deadline for which samples with deadlines up to d need all positions from this one
-    to d; None if there is none."""
+    """Return the first d before `deadline` such that the samples with deadlines up to d need all positions from
+    `position` to d; None if there is none."""
     spare = 0
     for at in range(position, deadline):
         spare += 1 - left[at]

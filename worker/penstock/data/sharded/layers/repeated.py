@@ -1,7 +1,7 @@
-"""Repetition of a finite source: each shard begins its next epoch by itself.
+"""Repetition of a finite source: each shard begins its next epoch independently of the others.
 
-Shards do not wait for each other, and only the shard itself notices the end of its epoch. A window, a line of packed
-tokens or a mixture on top continues across that end, and no worker has to be notified.
+Shards do not wait for each other. The end of a shard's epoch shows only within that shard: a layer over this one
+continues its window, line of packed tokens or mixture across it, and no other worker is involved.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Repeated(Layer):
     def __init__(self, source: ShardedSource) -> None:
         """
         Args:
-            source: source whose shards each have a sample in every epoch. A shard without raises DatasetError when it
-                is read: use fewer shards, so that each has more.
+            source: finite source. Each of its shards must have a sample in every epoch; a shard without one raises
+                DatasetError when it is read. The remedy is to use fewer shards.
 
         Raises InvalidArgumentError for a source that is already endless.
         """
@@ -46,7 +46,8 @@ class Repeated(Layer):
 
 
 def _fewer(described: Any) -> str:
-    """Return a text such as "3 pieces, 8 shards" if the source has too few pieces for all shards; "" otherwise."""
+    """Return a text such as "3 pieces, 8 shards" for an error, if the source has fewer pieces than shards; ""
+    otherwise."""
     while isinstance(described, Mapping):
         if described.get("kind") == "LogicalShards":
             by_position = described["cut"] == "by position"

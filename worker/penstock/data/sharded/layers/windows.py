@@ -1,8 +1,8 @@
-"""Layers that keep some samples of a shard in memory: a shuffle, and lists of samples with the same key.
+"""Layers that keep a window of a shard's samples in memory: to shuffle it, or to group its samples by a key.
 
-The content of a common shuffle reservoir depends on all earlier draws, so it has to be part of the state; so do buckets
-that fill up. Here each window of samples is arranged by itself, and the state is the window's beginning and the number
-of items that it has yielded. A resume reads only one window again.
+The content of a common shuffle buffer depends on all earlier draws, so the buffer would have to be part of the state,
+and likewise buckets that fill up. Here each window of samples is arranged independently, and the state is only the
+window's beginning and the number of items that it has yielded. A resume reads one window again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.proto.state.generators import derive_seed
 __all__ = ["Grouped", "WindowShuffled"]
 
 _Arrange = Callable[[list[Any], int], list[Any]]
-"""Function from a window's samples and its number to the items that are yielded for it."""
+"""Function from the samples of a window and the window's number to the items that the layer yields for it."""
 
 
 class WindowShuffled(Layer):
@@ -37,8 +37,9 @@ class WindowShuffled(Layer):
     def __init__(self, source: ShardedSource, window: int) -> None:
         """
         Args:
-            window: samples of a shard that are shuffled with each other; fewer at an epoch's end. Over a Repeated
-                source windows continue across it. A worker holds one window for each shard that it reads.
+            window: number of a shard's samples that are shuffled with each other. The last window of an epoch has
+                fewer, unless the source is a Repeated, whose windows continue across the epoch's end. A worker keeps
+                one window in memory for each shard that it reads.
         """
         super().__init__(source)
         self._window = at_least_one("window", window)
@@ -70,8 +71,9 @@ class Grouped(Layer):
     """Layer that groups samples with the same key, such as shape, language or length, into lists of equal size. Each
     shard makes its own lists.
 
-    Samples with the same key are put together within windows, so memory is bounded, and a rare key waits at most for
-    its window's end. For a ShardLoader with `unbatched=True`, below a Mapped that collates.
+    Samples are grouped within windows, so memory is bounded, and a sample with a rare key waits at most for the end of
+    its window. To make batches of the lists, apply a Mapped that collates, and give that to a ShardLoader with
+    `unbatched=True`.
     """
 
     def __init__(
@@ -86,10 +88,10 @@ class Grouped(Layer):
     ) -> None:
         """
         Args:
-            key: function from a sample to its key; the samples of a list have equal keys.
-            size: samples of a list. Lists come in the order in which they are complete.
-            window: samples of a shard among which lists are made.
-            drop_rest: True leaves out incomplete lists of a window; otherwise they come last.
+            key: function from a sample to its key. All samples of a list have the same key.
+            size: number of samples in a list. Lists come in the order in which they become complete.
+            window: number of a shard's samples among which lists are made.
+            drop_rest: True: leave out the incomplete lists of a window. False: they come after the complete ones.
             name: name of the key function in states; None: its qualified name.
         """
         super().__init__(source)
@@ -132,16 +134,17 @@ class _Cursor:
     ) -> None:
         """
         Args:
-            limit: given if a window may yield nothing. None: a window yields as many samples as it has.
+            limit: limit on samples that are left out in a row, if a window may yield nothing. None: a window yields as
+                many items as it has samples.
         """
         self._inner, self._window, self._arrange, self._where = inner, window, arrange, where
         self._limit = limit
         self._number = number
-        """Number of the open window."""
+        """Number of the window that is being yielded."""
         self._done = done
-        """Number of items that the open window has yielded."""
+        """Number of items of this window that have been yielded."""
         self._held: list[Any] | None = None
-        """Items of the open window in order; None: it still has to be read."""
+        """Items of this window, in the order in which they are yielded; None: the window still has to be read."""
         self._begin: Token | None = None
         """Token (position) of the source before the window in `_held`."""
 
@@ -182,7 +185,7 @@ class _Cursor:
         self._inner.close()
 
     def _hold(self) -> list[Any]:
-        """Return the items of the open window; an empty list after the last window."""
+        """Return the items of the present window, and read it if needed; an empty list after the last window."""
         while self._held is None:
             self._begin = self._inner.token()
             read = [sample for _, sample in zip(range(self._window), self._inner, strict=False)]

@@ -1,1 +1,1 @@
-"""Sources in logical shards, made of pieces, streams and files."""
+"""Sources in logical shards, made from pieces, streams and files."""

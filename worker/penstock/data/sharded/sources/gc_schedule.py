@@ -1,10 +1,11 @@
-"""Garbage collection at intervals that the user sets, in a process that makes samples.
+"""Garbage collection at intervals that the user sets, in a process that reads streams of samples.
 
-Python collects garbage after a number of new objects, and a full collection visits all objects: a tokenizer's
-vocabulary and a shuffle buffer of a million samples, in the middle of a batch. Samples seldom have reference cycles. So
-with `Savable(collect_every=n)` the objects that exist at the start are frozen (no collection visits them again), and
-the collector runs after every n samples of the process. The collector belongs to the process: the first stream changes
-its settings, and closing the last stream restores them.
+Python collects garbage after a number of new objects, also in the middle of a batch. A full collection visits all
+objects, for example a tokenizer's vocabulary and a shuffle buffer of a million samples. Samples seldom have reference
+cycles, so this is rarely needed. With `Savable(collect_every=n)` the objects that exist at the start are frozen (no
+collection visits them again), and the collector runs after every n samples of the process. All streams of a process
+share its collector: opening the first stream changes the collector's settings, and closing the last stream restores
+them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ __all__ = ["GarbageCollection"]
 
 
 class _Process:
-    """Changes to this process's collector, and the number of streams that need them."""
+    """Settings of this process's garbage collector before they were changed, and the number of streams that need the
+    change."""
 
     def __init__(self) -> None:
         self.holders = 0
@@ -44,7 +46,7 @@ _process = _Process()
 
 
 class GarbageCollection:
-    """Collection every n samples, for one stream."""
+    """Garbage collection after every n samples, requested by one stream until it is closed."""
 
     def __init__(self, every: int) -> None:
         self._every, self._open = every, True
@@ -58,7 +60,8 @@ class GarbageCollection:
             gc.collect()
 
     def close(self) -> None:
-        """Release the collector. May be called twice."""
+        """Withdraw this stream's request. Closing the last one restores the collector's settings. May be called
+        twice."""
         if self._open:
             self._open = False
             _process.release()

@@ -1,11 +1,11 @@
-"""Shard of indexable pieces: a range of positions in the order of all their records.
+"""Shards of indexable pieces. A shard is a range of positions in the order of all the pieces' records.
 
 The order of an epoch is a function (ordering/sharded_order.py), and shard l of L has its positions from floor(l N / L)
-to floor((l + 1) N / L), for N records. The bounds are computed in integers, so each record is in one shard, whatever N
-and L are. A cursor's state is one number, and skipping adds to it.
+to floor((l + 1) N / L), for N records. The bounds are computed in integers, so each record is in exactly one shard,
+whatever N and L are. A cursor's state is one number, and skipping records adds to it.
 
-While user code reads a record, the process's random generators are the record's own, seeded by (seed, epoch, position).
-So random augmentation does not depend on the shard or worker, nor on what was read before.
+While user code reads a record, the process's random generators are in a state that belongs to this record, seeded by
+(seed, epoch, position). So random augmentation does not depend on the shard or worker, nor on what was read before.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ from penstock.proto.errors import StateCorruptError
 __all__ = ["PieceParts", "RangeCursor", "shard_range"]
 
 POSITIONS_PER_CALL = 1024
-"""Positions whose records are looked up in one call, which takes 0.1 us each."""
+"""Number of positions whose records are looked up in one call. A position takes 0.1 us that way."""
 EXAMINED_POSITIONS = 256
-"""Number of upcoming positions that are examined to find the parts needed next."""
+"""Number of upcoming positions that are looked at to find the parts to prefetch."""
 
 
 def shard_range(records: int, shards: int, shard: int) -> tuple[int, int]:
-    """Return where a shard begins and ends among `records` records."""
+    """Return (beginning, end) of shard number `shard` in the order of `records` records."""
     return shard * records // shards, (shard + 1) * records // shards
 
 
 class PieceParts:
-    """Parts of all pieces in a row. Each piece is one part, but a StreamingDataset has one for each of its shards."""
+    """Parts of all pieces, numbered consecutively. A StreamingDataset has one part for each of its shards; any other
+    piece is one part."""
 
     def __init__(self, pieces: Pieces) -> None:
         self.pieces = pieces
@@ -46,25 +47,26 @@ class PieceParts:
         self.records = int(self.sizes.sum())
         lengths = np.array([int(own.sum()) for own in sizes], np.int64)
         self._starts = np.cumsum(lengths) - lengths
-        """Number of the first record of each piece."""
+        """Number of each piece's first record, counted over all pieces."""
         counts = np.array([len(own) for own in sizes], np.int64)
         self._first_parts = np.cumsum(counts) - counts
         self._streaming = [n for n in range(len(pieces)) if pieces.streaming(n) is not None]
         self._wanted: dict[int, Ints] = {}
-        """Parts that each prefetching cursor needs next."""
+        """Parts that each prefetching cursor needs next, by the cursor's number."""
 
     def found(self, ids: Ints) -> list[tuple[int, int]]:
-        """Return (piece, offset in it) for each record."""
+        """Return (number of the piece, offset in it) for each record, given by its number among all records."""
         piece = np.searchsorted(self._starts, ids, side="right") - 1
         return list(zip(piece.tolist(), (ids - self._starts[piece]).tolist(), strict=True))
 
     @property
     def fetches(self) -> bool:
-        """Return True if any piece is fetched from a remote."""
+        """True if any piece may have to be fetched from a remote."""
         return bool(self._streaming)
 
     def want(self, cursor: int, parts: Ints) -> None:
-        """Prefetch these parts in this order; an empty array ends the cursor's prefetch."""
+        """Prefetch these parts in this order for a cursor, together with those that other cursors need. An empty array
+        ends the cursor's prefetch."""
         if parts.size:
             self._wanted[cursor] = parts
         else:
@@ -83,7 +85,7 @@ class PieceParts:
 
 
 class RangeCursor(Iterator[Any]):
-    """Positions [begin, end) of an epoch's order, read sequentially."""
+    """Cursor that reads the records at positions [begin, end) of an epoch's order."""
 
     def __init__(
         self,
@@ -98,9 +100,9 @@ class RangeCursor(Iterator[Any]):
     ):
         """
         Args:
-            order: None if there are no records at all.
-            ahead: positions whose parts are prefetched.
-            key: key of each record's own random generators; None: records have none.
+            order: order of the records; None if there are no records at all.
+            ahead: number of upcoming positions whose parts are prefetched.
+            key: key from which random generators are seeded for each record; None: they are left alone.
         """
         if token is not None and (type(token) is not int or not 0 <= token <= end - begin):
             raise StateCorruptError(
@@ -114,7 +116,7 @@ class RangeCursor(Iterator[Any]):
         self._key, self._seeds = key, list[Seeds]()
         self._random: OwnGenerators | None = None
         self._prefetched_from = -1
-        """Position of the last prefetch; -1 for none."""
+        """Position from which parts were prefetched last; -1 if none were."""
 
     def __next__(self) -> Any:
         if self._at >= self._end:

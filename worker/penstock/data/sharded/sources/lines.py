@@ -1,7 +1,7 @@
-"""Files of lines, cut by ranges of bytes: one large file makes as many pieces as there are shards.
+"""Files of lines, cut into ranges of bytes, so that one large file can become as many pieces as there are shards.
 
-A range has the lines that begin in it. So each line is in one range, wherever the file is cut. The first line of a
-range is found by reading to the next newline, without counting or indexing lines first.
+A range contains the lines that begin in it. So each line is in exactly one range, wherever the file is cut. The first
+line of a range is found by reading to the next newline, without counting or indexing lines first.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ __all__ = ["LineFile", "LineRange", "cut_files"]
 
 
 class LineFile:
-    """Text file with one record per line, such as JSON lines: a piece for LogicalShards, which splits it into ranges of
-    bytes if there are fewer files than shards.
+    """Text file with one record per line, such as JSON lines. It is a piece for LogicalShards, which cuts it into
+    ranges of bytes if there are fewer files than shards.
 
         LogicalShards([LineFile("a.jsonl"), LineFile("b.jsonl")], shards=240)
 
-    Lines end with a newline, which the last one may lack. Empty lines are left out. A compressed file cannot be cut:
-    give a function that opens it, or unpack it.
+    Lines end with a newline; the last line may lack it. Empty lines are left out. A compressed file cannot be cut.
+    Decompress it, or give LogicalShards a function that opens it instead of a LineFile.
     """
 
     def __init__(self, path: str | os.PathLike[str], parse: Callable[[bytes], Any] = json.loads) -> None:
@@ -47,14 +47,14 @@ class LineFile:
             raise DatasetError(f"{self.path} cannot be read: {error.strerror}") from error
 
     def cut(self, parts: int) -> list[LineRange]:
-        """Return the same records in `parts` ranges of bytes of about equal length; some may have none."""
+        """Return the file's records as `parts` ranges of bytes of about equal length. A range may have no records."""
         bounds = [part * self.size // parts for part in range(parts + 1)]
         return [LineRange(self.path, self._parse, self.size, *each) for each in itertools.pairwise(bounds)]
 
 
 def cut_files(pieces: Sequence[Any], shards: int) -> list[list[Any]]:
-    """Return a list for each piece: a LineFile's ranges, or only the piece itself. There are as many ranges as are
-    needed to have a piece for each shard, and they are about equally long."""
+    """Return a list for each piece: the ranges of a LineFile, or only the piece itself. The files are cut into as many
+    ranges, of about equal length, as are needed for one piece per shard."""
     files = [piece for piece in pieces if isinstance(piece, LineFile)]
     more = max(0, shards - len(pieces)) if files else 0
     # Each file gets additional ranges in proportion to its size; the largest files get the remainder.
@@ -73,17 +73,18 @@ class LineRange:
     path: Path
     parse: Callable[[bytes], Any]
     size: int
-    """Bytes of the file when it was cut."""
+    """Size of the whole file in bytes when it was cut."""
     begin: int
     end: int
 
     def __call__(self) -> _Lines:
-        """Return an iterator of the lines. LogicalShards calls this to open a range, and closes the iterator."""
+        """Return an iterator over the range's records. LogicalShards calls this to open the range, and closes the
+        iterator."""
         return _Lines(self)
 
 
 class _Lines(Iterator[Any]):
-    """Iterator of a range's records; its state is a position in the file."""
+    """Iterator over a range's records. Its state is a position in the file."""
 
     def __init__(self, of: LineRange) -> None:
         self._of = of

@@ -1,8 +1,8 @@
-"""Any set of pieces as L logical shards, each of which moves between workers as a whole.
+"""Division of any set of pieces into L logical shards. A shard moves between workers only as a whole.
 
 If all pieces are indexable, records are cut by position (indexed_pieces.py): the lengths of shards differ by at most
-one record, a position is a number, and skipping is addition. If any is not, whole pieces are given to shards
-(sequential_pieces.py) and read sequentially (opaque.py). This module decides between the two, and describes both.
+one record, a position is a number, and skipping is addition. If any piece is not indexable, whole pieces are assigned
+to shards (sequential_pieces.py) and read sequentially (opaque.py). This module decides between the two ways.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from penstock.proto.state.generators import derive_seed
 __all__ = ["LogicalShards"]
 
 MAX_OPEN = 128
-"""Default for max_open. A process reads all shards of a finite source in turn, so each should have an open piece. 128
-is an eighth of the usual limit of file descriptors."""
+"""Default for max_open. A process reads all shards of a finite source in turn, so it needs an open piece for each
+shard. 128 is an eighth of the usual limit of file descriptors."""
 LISTED = 16
 """Largest length of a list that a description contains in full. A longer list is replaced by its digest."""
 KEPT_ORDERS = 2
@@ -41,24 +41,26 @@ class LogicalShards:
 
         LogicalShards([LineFile(path) for path in sorted(paths)], shards=240)
 
-    A piece is indexable (`len(piece)`, `piece[i]`: a list, an array or memmap, a torch Dataset, a StreamingDataset; for
-    a pyarrow Table its rows), or an iterable that can be iterated repeatedly, or a function without arguments that
-    opens one of these. A function is called when its piece is needed, and what it returned is closed (by its `close()`,
-    if it has one) afterwards. An iterator or a generator is given as the function that makes it.
+    A piece is one of three kinds of object. It is indexable, with `len(piece)` and `piece[i]`: a list, an array or
+    memmap, a torch Dataset, a StreamingDataset, or a pyarrow Table, whose records are its rows. Or it is an iterable
+    that can be iterated repeatedly. Or it is a function without arguments that returns an object of the first two
+    kinds; the function is called when the piece is needed, and the `close()` of its result, if there is one,
+    afterwards. For an iterator or a generator, give the function that makes it.
 
-    If all pieces are indexable, an epoch's records are in one order, like StreamingLoader's (with `shuffle` pieces are
-    permuted, and then records within blocks of pieces), and shard l of L gets positions floor(l N / L) to
-    floor((l + 1) N / L) of it. Otherwise whole pieces are given to shards, by counts if all are given. Records within a
-    piece then come in its own order (WindowShuffled shuffles those). A position is restored by the iterator's own
-    `state_dict` and `load_state_dict`, if what a function returned has them, or else by reading again from the piece's
-    beginning, which is checked. Skipping reads the records, except whole pieces whose count is given.
+    If all pieces are indexable, an epoch's N records are in one order, like StreamingLoader's: with `shuffle`, pieces
+    are permuted, and then records within blocks of pieces. Shard l of L gets positions floor(l N / L) to floor((l + 1)
+    N / L) of this order. If any piece is not indexable, whole pieces are assigned to shards, evenly by `counts` if
+    given. Records within a piece then come in the piece's order (WindowShuffled can shuffle them). To restore a
+    position, the `state_dict` and `load_state_dict` of a function's result are used, if it has them; otherwise the
+    piece is read again from its beginning, and its samples are compared with those delivered before. Skipping reads the
+    skipped records, except those of whole pieces whose count is given.
 
-    What user code draws from `random`, `numpy.random` and `torch` depends on the seed, the epoch and the position
-    alone: these generators belong to a piece that is read sequentially, seeded by (seed, epoch, piece), and to each
-    record that user code reads by number, seeded by (seed, epoch, position).
+    Numbers that user code draws from `random`, `numpy.random` and `torch` depend only on the seed, the epoch and the
+    position. The generators are seeded by (seed, epoch, piece) for a piece that is read sequentially, and by (seed,
+    epoch, position) for each record that user code reads by number.
 
-    A LineFile is cut by ranges of bytes if there are fewer pieces than shards. Other sequential pieces may be fewer
-    than shards, and records of indexable ones too; the remaining shards are then empty.
+    A LineFile is cut into ranges of bytes if there are fewer pieces than shards. If there are fewer other sequential
+    pieces than shards, or fewer records of indexable pieces, the remaining shards are empty.
     """
 
     endless = False
@@ -84,14 +86,17 @@ class LogicalShards:
                 only to get its length (except the first one, to find out its kind), and a piece that is given as an
                 iterable has a known length. Each count is compared with the data when its piece is read.
             shuffle: shuffle by the source's seed, differently in each epoch.
-            shuffle_block: approximate number of records that are shuffled with each other, if pieces are indexable:
-                whole pieces (for a StreamingDataset its shards) whose lengths add up to it. None shuffles all with all.
-            max_open: most pieces that a process has open; the least recently used is closed first. A process reads all
-                shards of a finite source in turn: with fewer than one per shard it opens and closes all the time.
-            names: names of the pieces, such as their files: for messages, and to detect other data.
-            capture_rng: True gives the random generators to the piece, or the record, while user code reads it. False
-                leaves the process's alone, and saves 15 us a record; then the pieces must not draw from them. Lists,
-                arrays, tables and StreamingDatasets draw nothing, and never need it.
+            shuffle_block: approximate number of records that are shuffled with each other, if all pieces are indexable.
+                A block consists of whole pieces (of a StreamingDataset, shards) whose lengths add up to about this
+                number. None: all records are shuffled with each other.
+            max_open: largest number of pieces that a process has open; the least recently used piece is closed first. A
+                process reads all shards of a finite source in turn, so with fewer open pieces than shards it opens and
+                closes pieces all the time.
+            names: names of the pieces, such as their files. They are used in errors, and a state with other names is
+                refused.
+            capture_rng: True: seed the process's random generators for each piece or record while user code reads it,
+                and restore them afterwards. False: leave them alone, which saves 15 us a record; the pieces must not
+                draw from them then. Not needed for lists, arrays, tables and StreamingDatasets, which draw no numbers.
 
         Raises:
             InvalidArgumentError: an invalid piece or argument.
@@ -163,7 +168,8 @@ class LogicalShards:
 def _cut(
     pieces: Sequence[Any], counts: Sequence[int] | None, names: Sequence[str] | None, shards: int
 ) -> tuple[Sequence[Any], Sequence[str] | None, list[str]]:
-    """Return pieces and names, with files cut into ranges; and for a description the number of ranges of each file."""
+    """Return the pieces and their names after LineFiles were cut into ranges; and, for the source's description, the
+    number of ranges of each file."""
     if not isinstance(pieces, list | tuple) or not any(isinstance(piece, LineFile) for piece in pieces):
         return pieces, names, []
     if counts is not None:
@@ -187,7 +193,8 @@ def _cut(
 
 
 def _listed(values: Sequence[Any] | None) -> Any:
-    """Return the list. For a long list return its length and digest, which is enough to detect another list."""
+    """Return a list as a description contains it: itself, or for a long list its length and digest, which suffice to
+    detect another list."""
     if not values or len(values) <= LISTED:
         return None if not values else list(values)
     return f"{len(values)}, digest {xxhash.xxh3_64_hexdigest(json.dumps(list(values)).encode())}"

@@ -1,24 +1,26 @@
-"""Any iterable, read sequentially and resumed: by its own state, or by reading it again.
+"""Sequential reading of any iterable, with positions from which it can be resumed: by its own state, or by reading it
+again.
 
-A user's function may make a dataset or loader with `state_dict` and `load_state_dict`, a graph of torchdata.nodes, or a
-generator without any state. One rule applies to all of them:
+A user's function may return a dataset or loader with `state_dict` and `load_state_dict`, a graph of torchdata.nodes, or
+a generator without any state. For all of them a position is saved in the same way:
 
     a token = the newest snapshot before the position, if there is one, and the number of samples since
 
-To resume, the iterable is made again, the snapshot loaded, and the samples since are read again and dropped. Without a
-snapshot these are all. Three things make this reliable:
+To resume, the iterable is made again, the snapshot is loaded, and the samples since the snapshot are read again and
+dropped. Without a snapshot, all samples before the position are read again. Three things make this reliable:
 
 - **The snapshot lies strictly before the position.** So at least one sample is read again, and compared
-  (sample_digest.py). An iterable that counts after its `yield`, or reads ahead, resumes one sample off; that is
-  detected, and it is read again from its beginning, with a warning. Only if that gives other samples too is it an
-  error. Two snapshots are kept, because the newest may lie at the position itself.
+  (sample_digest.py). An iterable that counts after its `yield`, or reads ahead, resumes one sample off; this is
+  detected, and the iterable is then read again from its beginning, with a warning. An error is raised only if that
+  yields other samples too. Two snapshots are kept, because the newest may lie at the position itself.
 - **A state is encoded at once**, because it may change while its loader advances (torchdata's do).
-- **Random generators in one order**: seed, make the iterable, load, restore them as after making it, `iter`, restore
-  them as at the snapshot. With any other order a shuffled loader gives other batches.
+- **Random generators are set in a fixed order of steps**: seed them, make the iterable, load its state, set the
+  generators back to the state after making it, call `iter`, and set them to the state at the snapshot. With any other
+  order a shuffled loader yields other batches.
 
-Snapshots are taken after so many samples or seconds, and never so often that they cost more than their share of the
-time (snapshot_cadence.py): a token is as exact with an old snapshot as with a new one. None is taken after the end,
-where some loaders begin again.
+Snapshots are taken after a number of samples or seconds, but less often if they would take more than a set share of the
+time (snapshot_cadence.py). A token is as exact with an old snapshot as with a new one. No snapshot is taken after the
+end, because there the state of some loaders already belongs to their next epoch.
 """
 
 from __future__ import annotations
@@ -50,31 +52,34 @@ from penstock.proto.state.snapshot_cadence import SnapshotCadence
 __all__ = ["SNAPSHOT_EVERY", "SNAPSHOT_S", "OpaqueStream", "StreamMark", "close_quietly", "without_snapshots"]
 
 SNAPSHOT_EVERY = 1000
-"""Default number of samples between snapshots. A resume reads about as many again."""
+"""Default number of samples between snapshots, and so about the largest number of samples that a resume reads again."""
 SNAPSHOT_S = 60.0
-"""Default number of seconds between snapshots. A resume reads again for about a minute at most, however slow the
+"""Default number of seconds between snapshots. So a resume reads again for about a minute at most, however slow the
 samples are."""
 NUMBER_LIMIT = 1 << 62
-"""Exclusive upper bound of every number in a token."""
+"""Exclusive upper bound of every number in a token (saved position)."""
 
 
 @dataclass(frozen=True)
 class StreamMark:
-    """Position in a stream, with the snapshot to resume from."""
+    """Position in a stream, with the snapshot from which the position can be reached again."""
 
     passed: int = 0
-    """Samples before the position."""
+    """Number of samples before the position."""
     digest: int | None = BEGINNING
-    """Chained digest of these samples; None if it is unknown."""
+    """Chained digest of the samples before the position; None if it is unknown."""
     snapshot: dict[str, Any] | None = None
-    """Snapshot {"passed", "digest", "state": encoded, "rng": captured, or None if nothing was drawn since seeding}."""
+    """Snapshot of the stream at an earlier position, or None: {"passed", "digest", "state", "rng"}. "state" is the
+    iterable's state, encoded; "rng" is the state of the random generators, or None if no number was drawn since they
+    were seeded."""
 
     def token(self) -> Token:
         return {"passed": self.passed, "digest": self.digest, "snapshot": self.snapshot}
 
     @staticmethod
     def of(token: Token, name: str) -> StreamMark:
-        """Return the mark of a token. Raises StateCorruptError for anything that `token` did not return."""
+        """Return the position that a token contains. Raises StateCorruptError for a value that `token()` cannot have
+        returned. `name`: name of the stream, for the error."""
         try:
             mark = StreamMark(token["passed"], token["digest"], token["snapshot"])
             numbers = [(mark.passed, mark.digest)]
@@ -103,8 +108,9 @@ class StreamMark:
 
 
 def without_snapshots(token: Token) -> Token:
-    """Return a source's token without the snapshots, which depend on the time at which they were taken. So equal
-    positions have equal tokens. A stream that resumes from such a token is read from its beginning."""
+    """Return a source's token without the snapshots of its streams. Snapshots depend on when they were taken, so only
+    tokens without them are equal for equal positions. A stream that resumes from such a token is read from its
+    beginning."""
     if isinstance(token, Mapping):
         if token.keys() >= StreamMark().token().keys():
             return {**token, "snapshot": None}
@@ -113,15 +119,16 @@ def without_snapshots(token: Token) -> Token:
 
 
 class _OtherSamplesError(Exception):
-    """The replay yielded samples that differ from the delivered ones."""
+    """Error: reading a stream again yielded other samples than those that were delivered."""
 
 
 class _EndsEarlyError(Exception):
-    """The replay ended before the position."""
+    """Error: reading a stream again ended before the saved position."""
 
 
 class OpaqueStream(Iterator[Any]):
-    """Samples of the iterable that `make` returns. `make` is called when the first sample is requested."""
+    """Iterator over the samples of the iterable that `make` returns. `make` is called when the first sample is
+    requested."""
 
     def __init__(
         self,
@@ -138,23 +145,25 @@ class OpaqueStream(Iterator[Any]):
         """
         Args:
             make: function that returns the iterable; called each time the stream is read from its beginning or resumed.
-            name: name for messages.
-            seed: seed of the random generators that are the stream's own; None leaves the process's generators alone.
-            mark: position to begin at.
-            keeps_made: True if `make` returns the user's own object: it is not closed, and its state is not touched.
+            name: name of the stream, for errors.
+            seed: seed of the random generators while the stream's code runs; None: the process's generators are left
+                alone.
+            mark: position at which to begin; None: the stream's beginning.
+            keeps_made: True if `make` returns an object that the user keeps, and not a new one. The object is not
+                closed then, and its state is not used.
         """
         self._make, self._name, self._digests, self._keeps_made = make, name, digests, keeps_made
         self._every, self._seconds = snapshot_every, snapshot_s
         self._seed = seed
         self._inside: AbstractContextManager[None] = SoleWorker(nullcontext())
         self._fresh = b""
-        """State of the generators just after seeding."""
+        """State of the random generators just after they were seeded."""
         mark = mark or StreamMark()
         self.passed = mark.passed
-        """Number of samples so far."""
+        """Number of samples that the stream has yielded."""
         self._chain = mark.digest
         self._snapshots = [mark.snapshot] if mark.snapshot is not None else []
-        """Newest two snapshots, the older one first."""
+        """Newest two snapshots at most, the older one first."""
         self._cadence = SnapshotCadence()
         self._next_at, self._next_s = 1, float("inf")
         self._made: Any = None
@@ -167,7 +176,7 @@ class OpaqueStream(Iterator[Any]):
 
     @property
     def reads_again(self) -> bool:
-        """True if resuming at this position reads everything again."""
+        """True if a resume at this position would have to read all samples before it again."""
         return self.passed > 0 and not self._snapshots
 
     def __next__(self) -> Any:
@@ -181,22 +190,23 @@ class OpaqueStream(Iterator[Any]):
         return self._advance()
 
     def skip(self, count: int) -> int:
-        """Skip `count` samples, or all that are left. Return how many were skipped. All of them are made."""
+        """Skip `count` samples, or all that are left. Return how many were skipped. Skipped samples are made and
+        dropped."""
         return sum(1 for _ in zip(range(count), self, strict=False))
 
     def token(self) -> Token:
         return self._mark().token()
 
     def park(self) -> None:
-        """Close the stream for a while, with a snapshot of its position, so that little is read again after
-        reopening."""
+        """Close the stream for a while, so that others can be opened. A snapshot is taken first, so that little has to
+        be read again when the stream is reopened."""
         holder = None if self._iterator is None or self._ended else self._stateful()
         if holder is not None and self.passed > max((own["passed"] for own in self._snapshots), default=0):
             self._take(holder)
         self.close()
 
     def close(self) -> None:
-        """Close the iterable and keep the position. The next sample calls `make` again."""
+        """Close the iterable and keep the position. The next sample makes the iterable again."""
         iterator, made = self._iterator, self._made
         self._iterator = self._made = None
         if iterator is None and made is None:
@@ -262,7 +272,7 @@ class OpaqueStream(Iterator[Any]):
         self._snapshots = [*self._snapshots[-1:], own]
 
     def _stateful(self) -> Any:
-        """Return the object that has a state: the iterable or its iterator."""
+        """Return the object whose state is saved: the iterable or its iterator; None if neither has a state."""
         for holder in (self._made, self._iterator):
             if holder is self._made and self._keeps_made:
                 continue
@@ -273,7 +283,7 @@ class OpaqueStream(Iterator[Any]):
     # ---- start and resume
 
     def _reopen(self) -> None:
-        """Make the iterable, and advance it to the position."""
+        """Make the iterable, and advance it to the stream's position."""
         mark = self._mark()
         try:
             if mark.snapshot is None:
@@ -370,7 +380,7 @@ class OpaqueStream(Iterator[Any]):
 
 
 def _is_node(holder: Any) -> bool:
-    """Return True for a graph of torchdata.nodes, which takes its state in reset()."""
+    """Return True for the root of a torchdata.nodes graph, which is given its state by `reset()`."""
     return hasattr(holder, "get_state") and hasattr(holder, "reset")
 
 

@@ -1,8 +1,8 @@
-"""Pieces of a user's data: lists, tables, datasets, files, streams; opened on demand.
+"""Pieces of a user's data (lists, tables, datasets, files, streams), opened on demand.
 
 A piece is indexable (it has a length, and records by number), or iterable (read sequentially from its beginning), or a
-function that opens one or the other. This module closes everything that it opened: at most `max_open` pieces are open
-at a time, the least recently used is closed first, and all are closed when the last reader ends.
+function that opens one or the other. This module also closes the pieces that it opened. At most `max_open` pieces are
+open at a time, and the least recently used one is closed first. All are closed when the last cursor has ended.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ __all__ = ["OpenPieces", "Pieces"]
 
 
 _NOT_PIECES = (str, bytes, Mapping, Set, torch.utils.data.Dataset, torch.Tensor, np.ndarray)
-"""Types that must not be taken for a list of pieces, because each of their records would become a piece."""
+"""Types that are not accepted as the list of pieces, because each of their records would become a piece."""
 _PLAIN = (list, tuple, range, np.ndarray, np.memmap, torch.Tensor)
-"""Types whose records are read without user code, so that none draws random numbers. StreamingDataset and pyarrow's
-tables are also of this kind."""
+"""Types whose records are read without calling user code, so no random numbers are drawn. StreamingDataset and
+pyarrow's tables are treated in the same way."""
 
 
 class OpenPieces:
-    """Open pieces, the least recently used first."""
+    """Open pieces of a process, the least recently used first. There are at most `most` of them."""
 
     def __init__(self, most: int) -> None:
         self.most = most
         self._closers: OrderedDict[object, Callable[[], None]] = OrderedDict()
 
     def used(self, key: object) -> bool:
-        """Mark a piece as used just now; return False if it is not open."""
+        """Mark a piece as the most recently used one; return False if it is not open."""
         if key not in self._closers:
             return False
         self._closers.move_to_end(key)
         return True
 
     def add(self, key: object, close: Callable[[], None]) -> None:
-        """Add a piece that was opened."""
+        """Add a piece that was just opened; `close` closes it. Other pieces are closed first if too many are open."""
         self.close_surplus()
         self._closers[key] = close
 
@@ -73,13 +73,13 @@ class OpenPieces:
 
 
 class Pieces:
-    """Pieces by number, with their records."""
+    """Pieces of a source and their records, by number."""
 
     def __init__(
         self, pieces: Sequence[Any], counts: Sequence[int] | None, names: Sequence[str] | None, max_open: int
     ) -> None:
-        """Check all pieces. Open those whose length is needed and not given, but at least one, to see the kind of
-        object that the functions open.
+        """Check all pieces. Pieces that are given as functions are opened if their length is needed and not given. The
+        first of them is always opened, to see which kind of object the functions return.
 
         Raises InvalidArgumentError for an invalid piece, DatasetError for wrong counts.
         """
@@ -98,14 +98,14 @@ class Pieces:
         self.by_position = lengths is not None
         """True if all pieces are indexable."""
         self.counts = given if lengths is None else lengths
-        """Records of each piece, if they are known."""
+        """Number of records in each piece; None if it is not known."""
         self.opened.close()
         _all.add(self)
 
     def _nothing_open(self, max_open: int) -> None:
         self.opened = OpenPieces(max_open)
         self._tables: dict[int, Any] = {}
-        """Open indexable pieces, by number."""
+        """Objects that the functions of indexable pieces returned, while they are open, by the piece's number."""
         self._readers: set[int] = set()
 
     def __len__(self) -> int:
@@ -115,7 +115,8 @@ class Pieces:
         return f"piece {number}" + (f" ({self.names[number]})" if self.names is not None else "")
 
     def sizes(self, number: int) -> Ints:
-        """Return the numbers of records in the contiguous parts of the piece."""
+        """Return the number of records in each part of a piece. A StreamingDataset has one part for each of its shards;
+        any other piece is one part."""
         piece = self._pieces[number]
         if isinstance(piece, StreamingDataset):
             return np.concatenate(piece.sizes)
@@ -123,7 +124,7 @@ class Pieces:
         return np.array([self.counts[number]], np.int64)
 
     def streaming(self, number: int) -> StreamingDataset | None:
-        """Return the piece if its parts can be prefetched (a StreamingDataset); None otherwise."""
+        """Return a piece if it is a StreamingDataset, whose parts can be prefetched; None otherwise."""
         piece = self._pieces[number]
         return piece if isinstance(piece, StreamingDataset) else None
 
@@ -131,11 +132,11 @@ class Pieces:
         return [piece.fingerprint for piece in self._pieces if isinstance(piece, StreamingDataset)]
 
     def read_by(self, cursor: int) -> None:
-        """Register a cursor that begins to read."""
+        """Register a cursor that begins to read pieces."""
         self._readers.add(cursor)
 
     def left(self, cursor: int) -> None:
-        """Remove a cursor that reads no more. After the last one, all pieces are closed."""
+        """Remove a cursor that does not read any more. When the last one is removed, all pieces are closed."""
         if cursor in self._readers:
             self._readers.remove(cursor)
             if not self._readers:
@@ -144,7 +145,7 @@ class Pieces:
     # ---- indexable pieces
 
     def record(self, number: int, offset: int) -> Any:
-        """Return a record. Raises DatasetError if the piece has become shorter."""
+        """Return the record at `offset` of an indexable piece. Raises DatasetError if the piece has become shorter."""
         if number in self._functions:
             table = self._table(number)
         else:
@@ -159,7 +160,7 @@ class Pieces:
             ) from error
 
     def may_draw(self, number: int) -> bool:
-        """Return True if user code reads the piece's records, and may draw random numbers for them."""
+        """Return True if the records of a piece are read by user code, which may draw random numbers."""
         piece = self._tables.get(number) if number in self._functions else self._pieces[number]
         plain = type(piece) in _PLAIN or type(piece) is StreamingDataset or hasattr(piece, "to_pylist")
         return not plain
@@ -186,7 +187,7 @@ class Pieces:
         return table
 
     def _open(self, number: int) -> Any:
-        """Return the object that the piece's function opens."""
+        """Call the function of a piece, and return the object that it opens."""
         try:
             with SoleWorker(nullcontext()):
                 opened = self._pieces[number]()
@@ -199,8 +200,8 @@ class Pieces:
         return opened
 
     def _open_table(self, number: int) -> Any:
-        """Open the piece with random generators of its own, because it may be opened several times and must draw the
-        same numbers each time."""
+        """Open an indexable piece, with the random generators seeded for this piece. It may be opened several times,
+        and must draw the same numbers each time."""
         with OwnGenerators(derive_seed(0, "opens", number)):
             return self._open(number)
 
@@ -211,12 +212,13 @@ class Pieces:
     # ---- iterable pieces
 
     def stream(self, number: int) -> tuple[Callable[[], Any], bool]:
-        """Return (function that returns the iterable piece, True if it returns the user's own object)."""
+        """Return (function that returns a piece as an iterable, True if the function returns an object that the user
+        keeps)."""
         piece = self._pieces[number]
         return (partial(self._open, number), False) if number in self._functions else ((lambda: piece), True)
 
     def as_iterable(self, piece: Any) -> Any:
-        """Return a piece for sequential reading. The piece may also be an indexable one among iterable ones."""
+        """Return a piece as an iterable over its records. The piece may be an indexable one among iterable ones."""
         return _Rows(piece) if _is_indexable(piece) else piece
 
     # ---- checks
@@ -241,7 +243,8 @@ class Pieces:
         return True
 
     def _lengths(self, given: Sequence[int] | None) -> list[int] | None:
-        """Return the records of each piece, if all are indexable."""
+        """Return the number of records in each piece if all pieces are indexable; None otherwise. `given`: the user's
+        counts."""
         lengths = list(given or [0] * len(self))
         own = [number for number in range(len(self)) if number not in self._functions]
         indexable = [number for number in own if _is_indexable(self._pieces[number])]
@@ -289,8 +292,8 @@ _all: weakref.WeakSet[Pieces] = weakref.WeakSet()
 
 
 def _forked() -> None:
-    """Reset in a forked child, which then opens its own pieces. An inherited file has one position for both processes,
-    and each would continue where the other was."""
+    """Forget all open pieces in a forked child, which then opens its own. An inherited file has one position for both
+    processes, so each process would read on where the other one stopped."""
     for pieces in list(_all):
         pieces._nothing_open(pieces.opened.most)
 
@@ -299,7 +302,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class _Rows:
-    """Records of an indexable piece in order. The iterator's state is a number."""
+    """Iterator over the records of an indexable piece, in order. Its state is one number."""
 
     def __init__(self, table: Any) -> None:
         self._table = table
@@ -330,7 +333,8 @@ class _RowIterator(Iterator[Any]):
 
 
 def _refuse_unordered(what: str, piece: Any) -> None:
-    """Raise InvalidArgumentError for an iterable that is not a sequence of records in a fixed order."""
+    """Raise InvalidArgumentError for an iterable whose records have no fixed order. `what`: name of the piece, for the
+    error."""
     kind = type(piece).__qualname__
     if isinstance(piece, str | bytes | Mapping):
         raise InvalidArgumentError(
@@ -356,7 +360,7 @@ def _is_indexable(piece: Any) -> bool:
 
 
 def _row(table: Any, offset: int) -> Any:
-    """Return a record: for a table of columns (pyarrow's) a row as a dict."""
+    """Return the record at `offset`. The record of a pyarrow table is a row, as a dict."""
     if hasattr(table, "to_pylist") and hasattr(table, "column_names"):
         if offset >= len(table):
             raise IndexError(f"a row's number must be at least 0 and below {len(table)}, got {offset}")

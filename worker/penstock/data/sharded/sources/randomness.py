@@ -1,18 +1,18 @@
-"""Global random generators that belong to one stream.
+"""Exchange of the global random generators' states between a stream and its caller.
 
-A generator function calls `random.random()`, a dataset calls numpy's or torch's generators. The values must depend on
-the stream's seed and position, and not on other callers: another stream that is read in turn with it, the caller, or an
-additional worker. So python's, numpy's and torch's generators belong to the stream while it runs, and to the caller
-again afterwards.
+A generator function calls `random.random()`, a dataset calls numpy's or torch's generators. The values must depend only
+on the stream's seed and position. They must not depend on the caller, on another stream that is read in turn with this
+one, or on an additional worker. So python's, numpy's and torch's generators have the stream's states while its code
+runs, and the caller's states again afterwards.
 
-That happens twice for each sample, and saving or restoring all three states in full takes 80 us. Two methods reduce it
-to about 15:
+States are exchanged twice for each sample, and saving or restoring all three in full takes 80 us. Two methods reduce
+this to about 15 us:
 
 - numpy's bit generator is not copied but exchanged: each side has its own object. numpy's `normal` keeps a second
-  gaussian for its next call, which only get_state() reads, in 40 us. get_state() is called only after a draw, which
-  shows in the generator's words (0.3 us), or while a gaussian is kept.
-- Likewise python's getstate(), 15 us, is called only after a draw. No function reports draws, but the object's memory
-  shows them (CPython). Where that does not work, getstate() is called each time.
+  gaussian for its next call, which only get_state() reads, in 40 us. get_state() is called only after a draw, which is
+  detected from the generator's words (0.3 us), or while a gaussian is kept.
+- Likewise python's getstate(), 15 us, is called only after a draw. No function reports whether a number was drawn, but
+  in CPython the object's memory changes with each draw. In any other interpreter getstate() is called each time.
 
 Generators in other threads or processes are not included. A loader's own worker processes are seeded as torch seeds
 them, from torch's generator. Threads draw from the generators of the stream that runs at the time.
@@ -34,19 +34,19 @@ from penstock.proto.state.generators import seed_rng, torch_rng_state
 __all__ = ["OwnGenerators"]
 
 _PYTHON: random.Random = random.random.__self__  # type: ignore[attr-defined]
-"""Random instance whose methods are the module's functions."""
+"""Instance of random.Random whose methods are the functions of the module `random`."""
 _HEAD, _SIZE = object.__basicsize__, _random.Random.__basicsize__
 _WORDS = 625 * 4
-"""Bytes of the state of MT19937: 624 words, and the index among them."""
+"""Size in bytes of the state of MT19937, Python's random generator: 624 words, and the index among them."""
 
 
 def _memory(generator: random.Random) -> bytes:
-    """Return the memory of the generator's C part only; it changes with each draw."""
+    """Return the bytes of a generator's C struct; they change with each draw."""
     return ctypes.string_at(id(generator) + _HEAD, _SIZE - _HEAD)
 
 
 def _memory_shows_draws() -> bool:
-    """Return True if, in this interpreter, that memory changes with draws and with nothing else."""
+    """Return True if the bytes that `_memory` returns change with draws, and with nothing else, in this interpreter."""
     if _SIZE - _HEAD < _WORDS:
         return False
     trial = random.Random(1)
@@ -61,7 +61,7 @@ _SHOWS_DRAWS = _memory_shows_draws()
 
 
 class _Side:
-    """States of the generators, as the stream or its caller left them."""
+    """States of the random generators as one of the two sides, the stream or its caller, left them."""
 
     def __init__(self) -> None:
         self._python: Any = None
@@ -73,7 +73,7 @@ class _Side:
         self._torch: torch.Tensor | None = None
 
     def leave(self) -> None:
-        """Save the present states."""
+        """Save the present states of the random generators, before the other side's are restored."""
         memory, gauss = _memory(_PYTHON) if _SHOWS_DRAWS else b"", _PYTHON.gauss_next  # type: ignore[attr-defined]
         if self._python is None or not _SHOWS_DRAWS or memory != self._memory or gauss != self._gauss:
             self._python, self._memory, self._gauss = random.getstate(), memory, gauss
@@ -87,7 +87,7 @@ class _Side:
         self._torch = torch_rng_state()
 
     def enter(self) -> None:
-        """Restore the saved states."""
+        """Set the random generators to the saved states."""
         random.setstate(self._python)
         mtrand.set_bit_generator(self._numpy)
         if self._numpy_gauss is not None and self._words is not None:
@@ -98,7 +98,8 @@ class _Side:
 
 
 class OwnGenerators:
-    """Context in which the process's generators are one stream's: seeded at first, later as the stream left them."""
+    """Context manager that gives the process's random generators the states of one stream: seeded ones when it is first
+    entered, later those with which the stream left it."""
 
     def __init__(self, seed: int) -> None:
         self._caller, self._own = _Side(), _Side()

@@ -1,8 +1,8 @@
-"""Any stateful iterable of the user as a source in logical shards: one shard is one stream.
+"""Source in logical shards made from a user's iterables: each shard is one stream, which an iterable yields.
 
 opaque.py saves and resumes a stream, and randomness.py provides its random generators. This module has the user's
-settings, and makes a source of the streams. An opaque stream cannot be split, so there are as many shards as the user
-gives, and additional workers have nothing to do. It cannot be skipped cheaply either: skipping samples reads them.
+settings, and makes a source from the streams. A stream cannot be split, so there are exactly as many shards as the user
+gives, and additional workers have nothing to do. Skipping samples of a stream reads them.
 """
 
 from __future__ import annotations
@@ -23,24 +23,27 @@ __all__ = ["Savable"]
 
 
 class Savable:
-    """Source of streams, the iterables that `make(shard)` returns, whose position can be saved after any sample. Each
+    """Source of streams: the iterables that `make(shard)` returns. Their positions can be saved after any sample. Each
     stream is one logical shard.
 
         Repeated(Savable(lambda shard: open_records(f"part-{shard}"), shards=16))
 
     `make(shard)` returns an iterable: a dataset or loader with `state_dict` and `load_state_dict` (torchdata's
     StatefulDataLoader), the root node of a torchdata.nodes graph, a generator. It is called for each epoch, and again
-    to resume from a saved position, and must give the same samples each time, in a new object. A stream with a state
-    of its own resumes from that, and reads again what came after it; one without is read again from its beginning.
-    Either way the samples that are read again are compared with those that were delivered.
+    to resume from a saved position, and must give the same samples each time, in a new object. A stream with a state of
+    its own resumes from its newest saved state, and the samples since then are read again. A stream without a state is
+    read again from its beginning. Either way the samples that are read again are compared with those that were
+    delivered.
 
-    While a stream runs, the generators of `random`, `numpy.random` and `torch` are its own, seeded by the source's
-    seed, the shard and the epoch. So a function that draws from them needs no seed of its own, and two streams that are
-    read in turn, or the same one twice in a Mixture, do not disturb or repeat each other.
+    While a stream's code runs, the generators of `random`, `numpy.random` and `torch` have states of the stream, seeded
+    by the source's seed, the shard and the epoch. So a function that draws from them needs no seed of its own. Two
+    streams that are read in turn do not change each other's numbers, and the same source twice in a Mixture draws
+    different ones.
 
-    An opaque stream cannot be split over more workers, and cannot go to a position without reading, beyond what its own
-    state does. In a finite epoch each worker reads all streams, and skips the others' rows; made endless (Repeated),
-    each reads its own. A stream's own threads draw from whatever generators are active.
+    A stream cannot be split among several workers, and can go to a position only by its own state or by reading. In an
+    epoch of a finite source, each worker reads all streams, and skips the rows of other workers. If the source is made
+    endless (Repeated), each worker reads only its own streams. Threads that a stream starts draw from the generators of
+    the stream that runs at that time.
     """
 
     endless = False
@@ -59,20 +62,23 @@ class Savable:
     ) -> None:
         """
         Args:
-            make: function from shard number to iterable.
+            make: function from a shard's number to an iterable.
             shards: number of streams.
-            snapshot_every, snapshot_s: samples and seconds after which a stream's state is taken again, which limits
-                what a resume reads again. Less often where that would take more than 1% of the time.
-            capture_rng: True gives the random generators to the stream. False leaves the process's alone, and saves
-                15 us a sample; then the streams must not draw from them.
-            batch_rows: rows of the streams' samples, if these are batches. A cursor resumes from a position that was
-                saved with a multiple of it: the stream is read again up to the same row, and nothing is compared. (A
-                ShardLoader refuses another number, because its positions count samples. If samples are rows, and the
-                ShardLoader makes the batches, the batch size may change freely.)
-            collect_every: collect garbage only after so many samples of this process, and never the objects of the
-                start. None leaves the collector alone.
+            snapshot_every, snapshot_s: number of samples, and of seconds, after which a stream's state is taken again.
+                They limit how much a resume has to read again. States are taken less often if they would use more than
+                1% of the time.
+            capture_rng: True: give the process's random generators the stream's states while its code runs. False:
+                leave them alone, which saves 15 us a sample; the streams must not draw from them then.
+            batch_rows: number of rows in each sample, if the streams' samples are batches. A cursor can resume from a
+                position that was saved with a multiple of this number: the stream is read again up to the same row, and
+                its samples are not compared. (A ShardLoader refuses a state with another number, because its positions
+                count samples. If samples are rows, and the ShardLoader makes the batches, the batch size may change
+                freely.)
+            collect_every: number of samples of this process after which garbage is collected, instead of Python's own
+                schedule. Objects that exist when the first stream is opened are never visited. None: leave the
+                collector alone.
             config: other settings that decide the samples (a buffer's size, a file's name), as a JSON value. It is
-                saved, and a different one is refused.
+                saved, and a state with a different value is refused.
 
         Raises InvalidArgumentError for invalid arguments.
         """
@@ -123,7 +129,8 @@ class Savable:
         return _Cursor(stream, name, self._rows, None if self._collect is None else GarbageCollection(self._collect))
 
     def _mark(self, token: Token, name: str) -> StreamMark:
-        """Return the token's position, converted to batches of this source's `batch_rows`."""
+        """Return the position that a token contains, converted to batches of this source's `batch_rows`. `name`: name
+        of the stream, for errors."""
         mark = StreamMark.of(token, name)
         rows = token.get("rows")
         if rows == self._rows:
@@ -147,7 +154,7 @@ class Savable:
 
 
 class _Cursor:
-    """Cursor of one stream."""
+    """Cursor of one stream in one epoch."""
 
     def __init__(self, stream: OpaqueStream, name: str, rows: int | None, collecting: GarbageCollection | None) -> None:
         self._stream, self._name, self._rows, self._collecting = stream, name, rows, collecting
@@ -186,7 +193,7 @@ class _Cursor:
 
 
 def _json(name: str, value: Any) -> Any:
-    """Return a value as it would be after saving it as JSON."""
+    """Return a value as it is after saving it as JSON and loading it. `name`: name of the argument, for the error."""
     try:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError) as error:

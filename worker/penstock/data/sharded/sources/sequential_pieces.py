@@ -1,15 +1,16 @@
-"""Shard of whole pieces, some of which can only be read sequentially: one after the other.
+"""Shards of whole pieces, some of which can only be read sequentially. A shard's pieces are read one after the other.
 
-The pieces of a shard depend on the epoch, if they are shuffled, but not on the data. If all counts are known, each
-piece in turn goes to the shard with the fewest records so far; otherwise pieces go to shards in turn. The seed and the
-epoch decide the order within a shard. (The seed has no influence on which shard gets which piece, because the lengths
-of shards are requested without it.)
+If all counts are known, each piece in turn is assigned to the shard with the fewest records so far; otherwise pieces
+are assigned to shards in turn. With shuffling, the assignment differs between epochs. The order within a shard depends
+on the seed and the epoch. (The assignment does not depend on the seed, because the lengths of shards must be known
+without it.)
 
-While a piece is read, the random generators of the process are the piece's own, seeded by (seed, epoch, piece). So it
-draws the same numbers in whatever shard or worker it is read, and whatever other code draws.
+While a piece is read, the random generators of the process have states of this piece, seeded by (seed, epoch, piece).
+So its code draws the same numbers in any shard and worker, whatever other code draws.
 
-A cursor's token contains the piece, the number of its records so far, and how to resume that piece (opaque.py). A piece
-that is closed so that others can be opened (see OpenPieces) keeps its position in the same way.
+A cursor's token contains the present piece, the number of the piece's records that were read, and the stream's mark
+from which the piece is resumed (opaque.py). A piece that is closed so that others can be opened (see OpenPieces) is
+resumed in the same way.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ __all__ = ["RunCursor", "SequentialPieces", "assign_pieces"]
 
 
 KEPT_EPOCHS = 16
-"""Number of epochs whose assignment of pieces stays in memory: 1 MB each for 100,000 pieces."""
+"""Number of epochs whose assignment of pieces to shards stays in memory. An epoch takes 1 MB for 100,000 pieces."""
 
 
 def assign_pieces(
     pieces: int, counts: Sequence[int] | None, shards: int, *, epoch: int, shuffle: bool
 ) -> list[list[int]]:
-    """Return the numbers of each shard's pieces. With `counts`, the numbers of records in any two shards differ by at
-    most the largest piece."""
+    """Return, for each shard, the numbers of the pieces that are assigned to it. With `counts`, the numbers of records
+    in any two shards differ by at most the largest piece."""
     order = _permuted(range(pieces), derive_seed(0, "pieces", epoch)) if shuffle else range(pieces)
     if counts is None:
         return [list(order[shard::shards]) for shard in range(shards)]
@@ -63,15 +64,15 @@ def _permuted(numbers: Sequence[int], key: int) -> list[int]:
 
 
 class SequentialPieces:
-    """Whole pieces, assigned to shards."""
+    """Pieces of a source, assigned to its shards as a whole."""
 
     def __init__(self, pieces: Pieces, shards: int, *, shuffle: bool, capture_rng: bool = True) -> None:
         self.pieces, self._shards, self._shuffle = pieces, shards, shuffle
         self._capture_rng = capture_rng
         self.digests = SampleDigests()
         self._assigned: OrderedDict[int, list[Ints]] = OrderedDict()
-        """Pieces of each shard by epoch. They are kept, because shards of an endless source are in different epochs,
-        and assigning 100,000 pieces takes 0.2 s."""
+        """Numbers of the pieces of each shard, by epoch. They are kept in memory, because shards of an endless source
+        are in different epochs, and assigning 100,000 pieces takes 0.2 s."""
         self._warned = False
 
     def close_for_others(self, stream: OpaqueStream, name: str) -> None:
@@ -92,14 +93,15 @@ class SequentialPieces:
         return None if counts is None else [sum(counts[n] for n in own.tolist()) for own in self._of(epoch)]
 
     def run(self, shard: int, epoch: int, seed: int) -> list[int]:
-        """Return the pieces of a shard in order, without those that are known to be empty. With an empty piece, one
-        position would have two tokens: before and after that piece."""
+        """Return the numbers of a shard's pieces in the order in which they are read. Pieces that are known to be empty
+        are left out: otherwise one position would have two tokens, before and after the empty piece."""
         own: list[int] = self._of(epoch)[shard].tolist()
         run = _permuted(own, derive_seed(seed, "pieces", epoch, shard)) if self._shuffle else own
         return run if self.pieces.counts is None else [n for n in run if self.pieces.counts[n]]
 
     def seeds(self, epoch: int, seed: int) -> Callable[[int], int | None]:
-        """Return the function from a piece's number to the seed of its own generators in this epoch; None for none."""
+        """Return a function from a piece's number to the seed of the random generators while it is read in this epoch.
+        The function returns None if generators are left alone."""
         if not self._capture_rng:
             return lambda piece: None
         return lambda piece: derive_seed(seed, "piece", epoch, piece)
@@ -117,7 +119,7 @@ class SequentialPieces:
 
 
 class RunCursor(Iterator[Any]):
-    """Pieces one after the other, each read sequentially."""
+    """Cursor of a shard that reads its pieces one after the other."""
 
     def __init__(
         self, runs: SequentialPieces, run: list[int], seed_of: Callable[[int], int | None], token: Token
@@ -197,7 +199,7 @@ class RunCursor(Iterator[Any]):
         )
 
     def _touch(self, stream: OpaqueStream) -> None:
-        """Mark a stream as in use before it is read. This may close other streams."""
+        """Mark a stream as open and in use, before it is read. This may close other streams."""
         opened = self._pieces.opened
         if not opened.used(id(self)):
             self._pieces.read_by(id(self))
@@ -228,7 +230,7 @@ class RunCursor(Iterator[Any]):
         return count is not None and stream.passed >= count
 
     def _expect_end(self, stream: OpaqueStream) -> None:
-        """Raise DatasetError if a piece has more records than its count."""
+        """Raise DatasetError if the stream of a piece has more records than the piece's count."""
         count = self._count()
         if stream.passed != count or (stream.is_open and stream.skip(1)):
             raise DatasetError(f"{self._name} must have {count} records, as counts says, got more")
