@@ -65,6 +65,7 @@ ENTRY_POINTS = {
     "penstock.client": "what users have",
     "penstock.client.states.saved_state": "the states that they save",
     "penstock.data": "what users have",
+    "penstock.data.ordering.order_file": "the order of an epoch that another library began",
     "penstock.data.ordering.order_states": "the states of its sources",
 }
 """Modules of other roots that `deploy` imports, and for what. It imports no other, nor what lies below them."""

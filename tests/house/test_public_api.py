@@ -171,8 +171,8 @@ KEYWORDS = {
         "source batch_size global_batch_size seed partitions block tail keys rank collate_fn unbatched"
     ),
     "penstock.data:MapLoader": (
-        "dataset batch_size global_batch_size shuffle seed shuffle_block num_samples tail skip fetch_threads "
-        "fetch_processes reseed keys rank collate_fn"
+        "dataset batch_size global_batch_size shuffle seed shuffle_block num_samples tail skip order_file "
+        "fetch_threads fetch_processes reseed keys rank collate_fn"
     ),
     "penstock.data:Stream": "remote local split proportion repeat choose storage_options",
     "penstock.data:StreamingDataset": (
@@ -181,7 +181,7 @@ KEYWORDS = {
     ),
     "penstock.data:StreamingLoader": (
         "dataset batch_size global_batch_size shuffle seed shuffle_block partitions interleave epoch_size tail "
-        "skip predownload reseed keys rank collate_fn"
+        "skip order_file predownload reseed keys rank collate_fn"
     ),
     "penstock.data:SyntheticDataset": "sample_spec num_samples seed",
     "penstock.data:WindowShuffled": "source window",

@@ -20,6 +20,7 @@ from penstock.deploy.cli.commands.coordinator import coordinator
 from penstock.deploy.cli.commands.demo import demo
 from penstock.deploy.cli.commands.doctor import doctor
 from penstock.deploy.cli.commands.down import down
+from penstock.deploy.cli.commands.import_state import import_state
 from penstock.deploy.cli.commands.replay import replay
 from penstock.deploy.cli.commands.state import state
 from penstock.deploy.cli.commands.status import status
@@ -43,7 +44,7 @@ class _Commands(Group):
         "Try it": ("demo",),
         "Run it": ("coordinator", "worker", "up", "down"),
         "Look at it": ("status", "top", "state", "replay"),
-        "Check and set up": ("doctor", "config"),
+        "Check and set up": ("doctor", "config", "import-state"),
     }
 
 
@@ -90,6 +91,7 @@ app.add_typer(state, name="state")
 app.command()(guarded(replay))
 app.add_typer(doctor, name="doctor")
 app.command()(guarded(config))
+app.command("import-state")(guarded(import_state))
 
 
 def main() -> None:

@@ -21,9 +21,9 @@ from penstock.proto.errors import InvalidArgumentError, StateCorruptError, State
 from penstock.proto.state.codec import decode_state, encode_state
 from penstock.runtime.files.atomic_files import write_whole
 
-__all__ = ["FoundState", "SavedFile"]
+__all__ = ["ZIP", "FoundState", "SavedFile", "of_torch"]
 
-_ENVELOPE, _ZIP = b"PENSTATE", b"PK\x03\x04"
+_ENVELOPE, ZIP = b"PENSTATE", b"PK\x03\x04"
 DEEPEST = 16
 """Largest depth of nested containers in which saved states are searched."""
 
@@ -56,9 +56,9 @@ class SavedFile:
             data = path.read_bytes()
         except OSError as error:
             raise InvalidArgumentError(f"{path} cannot be read: {error}") from error
-        self._torch = data.startswith(_ZIP)
+        self._torch = data.startswith(ZIP)
         if self._torch:
-            self._value = _of_torch(path, data)
+            self._value = of_torch(path, data)
         elif data.startswith(_ENVELOPE):
             try:
                 self._value = decode_state(data)
@@ -104,7 +104,9 @@ class SavedFile:
             raise InvalidArgumentError(f"{path} cannot be written: {error}") from error
 
 
-def _of_torch(path: Path, data: bytes) -> Any:
+def of_torch(path: Path, data: bytes) -> Any:
+    """Return what a file of torch.save holds. Raises InvalidArgumentError if that needs code to run, StateCorruptError
+    if the file is damaged."""
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:

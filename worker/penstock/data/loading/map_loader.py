@@ -3,6 +3,7 @@ topology."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -15,7 +16,9 @@ from penstock.data.loading.fetching import ReadAhead, in_processes, in_threads
 from penstock.data.loading.map_reading import MapReader
 from penstock.data.loading.position_loader import Fetcher, PositionLoader, check_settings
 from penstock.data.loading.worker_identity import WorkerIdentity, global_batch
-from penstock.data.ordering.epoch_plan import BatchPlan, WorkerBatches
+from penstock.data.ordering.epoch_plan import BatchPlan, SampleOrder, WorkerBatches
+from penstock.data.ordering.order_file import FiledOrder, OrderFile
+from penstock.data.ordering.order_states import ORDER_FILE
 from penstock.data.ordering.partition import Tail
 from penstock.data.ordering.unsharded_order import UnshardedOrder
 from penstock.proto.errors import DatasetError, InvalidArgumentError
@@ -55,6 +58,7 @@ class MapLoader(PositionLoader):
         num_samples: int | None = None,
         tail: Tail = "emit",
         skip: Iterable[range] = (),
+        order_file: str | os.PathLike[str] | None = None,
         fetch_threads: int = 0,
         fetch_processes: int = 0,
         reseed: bool | None = None,
@@ -81,6 +85,9 @@ class MapLoader(PositionLoader):
             skip: ranges of sample numbers to leave out, counted over all epochs (epoch * samples of an epoch +
                 position). The other samples come in the same order as without `skip`. A resumed run may add ranges
                 after its position.
+            order_file: file that `penstock import-state` wrote: the order of one epoch, which another library began. It
+                must be at this path on each worker. All other epochs have the loader's own order; once a state lies
+                in a later epoch, the file may be left out.
             fetch_threads: threads that read ahead; the dataset must be thread-safe.
             fetch_processes: processes that make batches ahead.
             reseed: seed the global generators of python, numpy and torch from seed, epoch and position before each
@@ -109,11 +116,11 @@ class MapLoader(PositionLoader):
         _check_fetching(fetch_threads, fetch_processes, reseed)
         seed = identity.seed if seed is None else seed
         name, self._length = type(dataset).__qualname__, _length_of(dataset)
-        order = UnshardedOrder(
+        order: SampleOrder = UnshardedOrder(
             self._length, num_samples or self._length, seed=seed, shuffle=shuffle, block=shuffle_block
         )
         fingerprint = getattr(dataset, "fingerprint", None)
-        described = {
+        described: dict[str, Any] = {
             "data": fingerprint if isinstance(fingerprint, str) else None,
             "length": self._length,
             "samples": len(order),
@@ -121,6 +128,9 @@ class MapLoader(PositionLoader):
             "shuffle_block": (shuffle_block or "all") if shuffle else None,
             "tail": tail,
         }
+        if order_file is not None:
+            file = OrderFile.read(order_file)
+            order, described[ORDER_FILE] = FiledOrder(order, file, name, self._length), file.described
         self.dataset, self._seed = dataset, seed
         self._threads, self._processes = fetch_threads, fetch_processes
         reseed = not fetch_threads if reseed is None else reseed

@@ -3,6 +3,7 @@ topology."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from typing import Any, get_args
 
@@ -14,6 +15,8 @@ from penstock.data.loading.map_reading import MapReader
 from penstock.data.loading.position_loader import PositionLoader, check_settings
 from penstock.data.loading.worker_identity import WorkerIdentity, global_batch
 from penstock.data.ordering.epoch_plan import BatchPlan, EpochRemainder, WorkerBatches
+from penstock.data.ordering.order_file import FiledOrder, OrderFile
+from penstock.data.ordering.order_states import ORDER_FILE
 from penstock.data.ordering.partition import Tail
 from penstock.data.ordering.permutation import Ints
 from penstock.data.ordering.sharded_order import Interleave, ShardedOrder
@@ -61,6 +64,7 @@ class StreamingLoader(PositionLoader):
         epoch_size: int | str | None = None,
         tail: Tail = "emit",
         skip: Iterable[range] = (),
+        order_file: str | os.PathLike[str] | None = None,
         predownload: int | str | None = None,
         reseed: bool | None = None,
         keys: str | None = None,
@@ -90,6 +94,9 @@ class StreamingLoader(PositionLoader):
             skip: ranges of sample numbers to leave out, counted over all epochs (epoch * samples of an epoch +
                 position). The other samples come in the same order as without `skip`. A resumed run may add ranges
                 after its position.
+            order_file: file that `penstock import-state` wrote: the order of one epoch, which another library began. It
+                must be at this path on each worker. All other epochs have the loader's own order; once a state lies
+                in a later epoch, the file may be left out.
             predownload: number of upcoming samples whose shards are fetched ahead of need; None: as many as in two
                 shuffle blocks.
             reseed: seed the global generators of python, numpy and torch from seed, epoch and position before each
@@ -149,13 +156,23 @@ class StreamingLoader(PositionLoader):
             "batch": batch if mixed and interleave == "batches" else None,
             "tail": tail,
         }
-        self.dataset, self._shards, self._reader = dataset, order, reader
+        filed = None
+        if order_file is not None:
+            if interleave == "batches" and mixed:
+                raise InvalidArgumentError(
+                    "interleave='batches' excludes order_file, whose order mixes the streams within a batch: use "
+                    "another interleave"
+                )
+            file = OrderFile.read(order_file)
+            filed = FiledOrder(order, file, dataset.name, int(order.starts[-1]))
+            described[ORDER_FILE] = file.described
+        self.dataset, self._shards, self._filed, self._reader = dataset, order, filed, reader
         self._ahead = predownload or 2 * min(shuffle_block or len(order), len(order))
         self._prefetched_from: tuple[EpochRemainder | None, int] = None, 0
         """Position from which the shards to prefetch were listed last: the epoch's remainder, and the position in
         it."""
         super().__init__(
-            dataset.name, order, described, identity=identity, batch=batch, tail=tail, skip=skip, keys=keys
+            dataset.name, filed or order, described, identity=identity, batch=batch, tail=tail, skip=skip, keys=keys
         )
 
     def _read_samples(self, plan: BatchPlan) -> list[Any]:
@@ -173,15 +190,21 @@ class StreamingLoader(PositionLoader):
             return
         self._prefetched_from = remainder, position
         order, ahead, length = self._shards, self._ahead, len(self._shards)
-        needed = [np.searchsorted(order.starts, np.concatenate([plan.ids for plan in plans]), side="right") - 1]
-        needed.append(order.shards(remainder.epoch, self._near(remainder, position, ahead)))
+        needed = [order.shards_of(np.concatenate([plan.ids for plan in plans]))]
+        needed.append(self._needed(remainder.epoch, self._near(remainder, position, ahead)))
         if position + ahead > length:
             epoch, start = remainder.following()
             following = self._epochs.remainder(epoch, start, self._batch, remainder.boxes)
-            needed.append(order.shards(epoch, self._near(following, 0, position + ahead - length)))
+            needed.append(self._needed(epoch, self._near(following, 0, position + ahead - length)))
         shards = np.concatenate(needed)
         _, first = np.unique(shards, return_index=True)
         self.dataset.fetch_ahead(shards[np.sort(first)])
+
+    def _needed(self, epoch: int, positions: Ints) -> Ints:
+        """Return the numbers of the shards that these positions need."""
+        if self._filed is None or not self._filed.covers(epoch):
+            return self._shards.shards(epoch, positions)
+        return self._shards.shards_of(self._filed.ids(epoch, positions))
 
     def _near(self, remainder: EpochRemainder, position: int, count: int) -> Ints:
         """Return this box's positions among the next `count`, from `position` on. If there are too many to look at,

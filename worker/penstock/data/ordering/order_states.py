@@ -27,6 +27,7 @@ from penstock.data.ordering.skips import Ranges, added_before
 from penstock.proto.errors import InvalidArgumentError, StateCorruptError, StateMismatchError, StateVersionError
 
 __all__ = [
+    "ORDER_FILE",
     "OrderProgress",
     "Topology",
     "aggregated",
@@ -42,6 +43,8 @@ __all__ = [
 
 FORMAT = 3
 """Version of the format of these states."""
+ORDER_FILE = "order_file"
+"""Name of the setting that names an order file."""
 NUMBER_LIMIT = 1 << 62
 """Exclusive upper bound of every number in a state."""
 
@@ -170,7 +173,7 @@ def others_of(state: Mapping[str, Any]) -> Mapping[str, Any]:
 def check_order(state: Mapping[str, Any], order: Mapping[str, Any], epochs: EpochPlan, *, strict: bool) -> None:
     """Raise StateMismatchError if the state is a position in another order; without `strict` warn instead. Raise
     StateCorruptError if the position lies outside of this order. `order`: settings of this loader's order."""
-    saved = state["order"]
+    saved, order = _deciding(state, order, state["epoch"] + state["start"] // epochs.length)
     names = [name for name in {**saved, **order} if saved.get(name) != order.get(name)]
     if not names:
         least = -state["epoch"] * epochs.length if epochs.tail == "carry" else 0
@@ -182,6 +185,31 @@ def check_order(state: Mapping[str, Any], order: Mapping[str, Any], epochs: Epoc
         return
     differing = ", ".join(f"{name} was {saved.get(name)!r} and is {order.get(name)!r} now" for name in names)
     _refuse(f"the state was saved with another order of samples: {differing}", strict=strict)
+
+
+def _deciding(
+    state: Mapping[str, Any], order: Mapping[str, Any], epoch: int
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Return the settings, of a state and of a loader, that decide the order at the state's position and after it.
+
+    An imported state has only its order file (order_file.py): the loader's other settings decide later epochs. In the
+    epochs after that of an order file, the file decides nothing. `epoch`: that of the next sample.
+    """
+    saved = state["order"]
+    if saved.keys() == {ORDER_FILE}:
+        if ORDER_FILE not in order:
+            raise StateMismatchError(
+                "the state was written by `penstock import-state`, and its position is one in an order file, but the "
+                "loader has none: pass order_file=, the path of the file that was written beside the state"
+            )
+        return saved, {ORDER_FILE: order[ORDER_FILE]}
+    return _without_past_file(saved, epoch), _without_past_file(order, epoch)
+
+
+def _without_past_file(order: Mapping[str, Any], epoch: int) -> Mapping[str, Any]:
+    file = order.get(ORDER_FILE)
+    past = isinstance(file, Mapping) and type(file.get("epoch")) is int and file["epoch"] < epoch
+    return {name: value for name, value in order.items() if name != ORDER_FILE} if past else order
 
 
 def _check_same_order(states: Sequence[Mapping[str, Any]]) -> None:

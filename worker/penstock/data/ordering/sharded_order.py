@@ -106,6 +106,11 @@ class ShardedOrder:
             ids[chosen] = sequence.ids(inner)
         return ids
 
+    def shards_of(self, ids: Ints) -> Ints:
+        """Return the numbers of the samples' shards."""
+        found: Ints = np.searchsorted(self._starts, ids, side="right") - 1
+        return found
+
     def shards(self, epoch: int, positions: npt.ArrayLike) -> Ints:
         """Return the numbers of all shards that are needed for the samples at these positions, in the order in which
         the positions need them. These are all shards of the positions' blocks."""

@@ -1,0 +1,1 @@
+"""`penstock import-state`: a position of another library becomes a state of Penstock."""

@@ -1,0 +1,102 @@
+"""Script for an interpreter that has Megatron Energon: the samples that a rank still delivers in an epoch.
+
+    python energon_order.py OUT.npy < REQUEST.json
+
+Energon's states are pickles, which this script does not read: a function of the user makes the loader as training did,
+and restores it. The loader reads the samples again that it delivers, because their numbers come with them.
+"""
+
+import dataclasses
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+SEVERAL = "it mixes datasets (BlendDataset or others), whose epochs end at different steps: import one dataset's run"
+
+
+def main() -> None:
+    """Write the numbers of the samples, in their order of delivery."""
+    request = json.load(sys.stdin)
+    sys.path[:0] = request["path"]
+    module, _, name = request["loader"].partition(":")
+    loader = getattr(importlib.import_module(module), name)(request["state"], request["rank"], request["ranks"])
+    made = getattr(loader.dataset, "dataset", loader.dataset)
+    found = list(datasets(made))
+    repeats = [dataset for dataset in found if type(dataset).__name__ == "RepeatDataset"]
+    sources = [dataset for dataset in found if type(dataset).__name__ == "WebdatasetSampleLoaderDataset"]
+    if len(sources) != 1:
+        raise SystemExit(f"the loader must read one dataset of tar files, got {len(sources)}: {SEVERAL}")
+    state = loader.save_state_rank()
+    buffered = sum(dataset.size for dataset in found if type(dataset).__name__ == "ShuffleBufferDataset")
+    epoch = epoch_of(state, sources[0], buffered)
+    for dataset in repeats:
+        dataset.repeats = epoch + 1  # so that the loader ends with this epoch
+    rest = [number for batch in loader for number in numbers(batch.__restore_key__)]
+    if len(set(rest)) < len(rest):
+        raise SystemExit(
+            f"the state lies at the beginning of epoch {epoch}: samples of the epoch before are still in its shuffle "
+            "buffer. Pass a state that was saved some steps before or after"
+        )
+    total = len(sources[0].join_readers[0])
+    np.save(sys.argv[1], np.array([epoch, total, *rest], np.int64))
+
+
+def datasets(dataset: Any) -> Iterator[Any]:
+    """Yield a dataset and those inside it."""
+    yield dataset
+    inner = getattr(dataset, "datasets", None) or [getattr(dataset, "dataset", None)]
+    for one in inner:
+        if one is not None:
+            yield from datasets(one)
+
+
+def epoch_of(state: Any, source: Any, buffered: int) -> int:
+    """Return the epoch that all workers of a rank are in. With worker processes a state is a checkpoint and the number
+    of batches since it, which may lie in a later epoch; so the epoch is known only where the shuffle buffer cannot have
+    reached the next one."""
+    epochs: set[int] = set()
+    for number, worker in enumerate(state.worker_states):
+        since = getattr(worker, "offset", None)
+        # what was read since the checkpoint: at least, and at most
+        read = (0, 0) if since is None else (since * (state.micro_batch_size or 1),) * 2
+        read = read if since is None else (max(0, read[0] - buffered), read[1] + buffered)
+        repetition = next(fields(worker, "_repetition"), 0)
+        index, length = next(fields(worker, "_index"), 0), source.len_worker(number)
+        epochs |= {repetition + (index + rows) // length for rows in read}
+    if len(epochs) != 1:
+        raise SystemExit(
+            f"the state lies at the end of an epoch: the workers are in the epochs {sorted(epochs)}, or may be. Pass a "
+            "state that was saved some steps before or after it"
+        )
+    return epochs.pop()
+
+
+def fields(value: Any, name: str) -> Iterator[int]:
+    """Yield the values of all fields of this name, beside `_repetition`, in a state."""
+    if dataclasses.is_dataclass(value):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        if name in value and "_repetition" in value:
+            yield int(value[name])
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from fields(item, name)
+
+
+def numbers(key: Any) -> Iterator[int]:
+    """Yield the sample numbers in a restore key, which nests those of the samples of a batch."""
+    if isinstance(key, tuple):
+        for at, part in enumerate(key):
+            if part == "Webdataset":
+                yield int(key[at + 1])
+            else:
+                yield from numbers(part)
+
+
+if __name__ == "__main__":
+    main()

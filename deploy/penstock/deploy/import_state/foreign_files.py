@@ -1,0 +1,85 @@
+"""Files with states of other libraries: JSON, or what torch.save wrote. Nothing in them is executed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock.proto.errors import InvalidArgumentError, StateCorruptError, StateMismatchError
+
+__all__ = ["count", "foreign_state"]
+
+DEEPEST = 16
+"""Largest depth of nested containers that are searched."""
+
+
+def foreign_state(path: Path, library: str, *keys: Collection[str]) -> Mapping[str, Any]:
+    """Return the only dict in a file that has all names of one of `keys`, wherever it is in a larger checkpoint.
+
+    Raises InvalidArgumentError for a file that cannot be read, StateCorruptError for a damaged one, StateMismatchError
+    if it has no such dict, or several.
+    """
+    found = list(_dicts(_value(path), keys, 0))
+    if len(found) == 1:
+        return found[0]
+    wanted = " or ".join(", ".join(sorted(names)) for names in keys)
+    if not found:
+        raise StateMismatchError(
+            f"{path} must have a state of {library}, a dict with the keys {wanted}, got none. Save the loader's state "
+            "by itself, or pass the right --from"
+        )
+    raise StateMismatchError(
+        f"{path} must have one state of {library}, got {len(found)} dicts with the keys {wanted}: save the right one "
+        "in a file by itself"
+    )
+
+
+def count(path: Path, state: Mapping[str, Any], name: str) -> int:
+    """Return a number in a state that must be an integer from 0. Raises StateCorruptError."""
+    value = state.get(name)
+    if type(value) is not int or value < 0:
+        raise StateCorruptError(f"{path}: {name} must be an integer from 0, got {value!r:.100}. Pass an older state")
+    return value
+
+
+def _value(path: Path) -> Any:
+    from penstock.deploy.operations.saved_file import ZIP, of_torch
+
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise InvalidArgumentError(f"{path} cannot be read: {error.strerror}") from error
+    if data.startswith(ZIP):
+        return of_torch(path, data)
+    return _of_json(path, data)
+
+
+def _of_json(path: Path, data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise StateCorruptError(
+            f"{path} must be JSON or a file that torch.save() wrote, got one that begins with {data[:8]!r} ({error})"
+        ) from error
+
+
+def _dicts(value: Any, keys: Collection[Collection[str]], depth: int) -> Iterator[Mapping[str, Any]]:
+    if isinstance(value, bytes) and value.lstrip().startswith(b"{"):  # Grain's states are JSON in bytes
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return
+    if isinstance(value, Mapping):
+        if any(all(name in value for name in names) for names in keys):
+            yield value
+            return
+        inner: Any = value.values()
+    elif isinstance(value, list | tuple):
+        inner = value
+    else:
+        return
+    if depth < DEEPEST:
+        for item in inner:
+            yield from _dicts(item, keys, depth + 1)

@@ -1,0 +1,51 @@
+"""Order of an epoch by another library's own code, in an interpreter that has it.
+
+The library may need other versions of packages than Penstock, so it is never imported here: a script of this folder
+runs in the other interpreter, which need not have Penstock.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.deploy.import_state.begun_epoch import Ints
+from penstock.proto.errors import DeadlineError, InvalidArgumentError, PenstockError
+
+__all__ = ["order_by"]
+
+DEADLINE_S = 3600.0
+"""Deadline of a script, in seconds: it lists all rows of an epoch."""
+
+
+def order_by(python: str, script: str, request: Mapping[str, Any]) -> Ints:
+    """Return the row numbers that a script of this folder makes of a request.
+
+    Raises InvalidArgumentError if the interpreter is missing, PenstockError with the script's last output if it fails,
+    DeadlineError.
+    """
+    with tempfile.TemporaryDirectory(prefix="penstock-import-") as folder:
+        out = Path(folder) / "order.npy"
+        command = [python, str(Path(__file__).with_name(f"{script}.py")), str(out)]
+        try:
+            done = subprocess.run(
+                command, input=json.dumps(request), capture_output=True, text=True, timeout=DEADLINE_S, cwd=folder
+            )
+        except OSError as error:
+            raise InvalidArgumentError(
+                f"--python must be an interpreter that has the other library, got {python}: {error.strerror}"
+            ) from error
+        except subprocess.TimeoutExpired:
+            raise DeadlineError(f"{script} did not list the rows within {DEADLINE_S:g} s") from None
+        if done.returncode:
+            raise PenstockError(
+                f"{python} could not list the rows of the epoch: {done.stderr.strip()[-2000:]}\nPass --python, the "
+                "interpreter of the environment in which the state was saved"
+            )
+        return np.asarray(np.load(out, allow_pickle=False), np.int64)

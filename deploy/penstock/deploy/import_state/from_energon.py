@@ -1,0 +1,53 @@
+"""Position of Megatron Energon's savable loader over one dataset of tar files: one state for each rank.
+
+Energon's position is spread over its wrappers (slices, shuffle buffers, checkpoints of workers), so its own loader goes
+on from the state until the epoch ends, and says which samples these are. All others were delivered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from penstock.deploy.import_state.begun_epoch import BegunEpoch, whole_steps
+from penstock.deploy.import_state.foreign_order import order_by
+from penstock.proto.errors import InvalidArgumentError, StateMismatchError
+
+__all__ = ["energon_epoch"]
+
+
+def energon_epoch(paths: Sequence[Path], batch: int, loader: str, python: str) -> tuple[BegunEpoch, int]:
+    """Return the epoch of the states of all ranks, in order of rank, and the number of samples of the dataset.
+
+    Args:
+        batch: samples of a step, of all ranks.
+        loader: "module:function", which takes a state's path, the rank and the number of ranks, and returns the
+            savable loader restored from that state.
+        python: interpreter that has Energon.
+    """
+    module, colon, name = loader.partition(":")
+    if not (module and colon and name):
+        raise InvalidArgumentError(f"--loader must be MODULE:NAME, got {loader!r}")
+    request = {"loader": loader, "ranks": len(paths), "path": [str(Path.cwd())]}
+    found = []
+    for rank, path in enumerate(paths):
+        if not path.is_file():
+            raise InvalidArgumentError(f"{path} cannot be read: it must be a file with the state of rank {rank}")
+        found.append(order_by(python, "energon_order", {**request, "state": str(path.absolute()), "rank": rank}))
+    epoch, rows = int(found[0][0]), int(found[0][1])
+    if any((own[0], own[1]) != (epoch, rows) for own in found):
+        raise StateMismatchError(
+            f"the ranks are in the epochs {', '.join(str(own[0]) for own in found)}, of {rows} samples on rank 0: pass "
+            "states of one dataset that all ranks saved at the same step, away from the end of an epoch"
+        )
+    left = np.concatenate([own[2:] for own in found])
+    turn = np.argsort(np.concatenate([np.arange(len(own) - 2) for own in found]), kind="stable")
+    if len(np.unique(left)) < len(left):
+        raise StateMismatchError(
+            "several ranks have the same samples left: pass one state of each data-parallel rank, in order of rank"
+        )
+    seen = np.setdiff1d(np.arange(rows, dtype=np.int64), left)
+    step = whole_steps(epoch * rows + len(seen), batch)
+    return BegunEpoch(epoch, np.concatenate([seen, left[turn]]), len(seen), step), rows

@@ -1,0 +1,180 @@
+"""Position of Grain's DataLoader: one state for each process, and the order from Grain's own sampler.
+
+A state names its sampler with all of its arguments, and the last index that each worker has used. Worker w of W reads
+the indexes w, w + W, ... of its process.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.deploy.import_state.begun_epoch import BegunEpoch, whole_steps
+from penstock.deploy.import_state.foreign_files import count, foreign_state
+from penstock.deploy.import_state.foreign_order import order_by
+from penstock.proto.errors import StateCorruptError, StateMismatchError, StateVersionError
+
+__all__ = ["grain_epoch"]
+
+LIBRARY = "Grain's DataLoader"
+VERSION = 2
+"""Version of Grain's own format."""
+_SHARDING = re.compile(
+    r"shard_options=(NoSharding|ShardOptions)\(shard_index=(\d+), shard_count=(\d+), drop_remainder=(True|False)\)"
+)
+_SAMPLER = re.compile(
+    r"(?:Index|Sequential)Sampler\(num_records=(\d+), @(?:, shuffle=(True|False), num_epochs=(\d+|None), "
+    r"seed=(\d+|None))?\)"
+)
+
+
+@dataclass(frozen=True)
+class _Sampler:
+    sequential: bool
+    records: int
+    sharded: bool
+    shards: int
+    drop_remainder: bool
+    shuffle: bool
+    seed: int | None
+
+    def lengths(self) -> list[int]:
+        """Return the records of each shard in an epoch."""
+        share, rest = divmod(self.records, self.shards)
+        return [share + (shard < rest and not self.drop_remainder) for shard in range(self.shards)]
+
+
+@dataclass(frozen=True)
+class _Process:
+    shard: int
+    sampler: _Sampler
+    used: Sequence[int]
+    """Number of indexes that each worker has used."""
+
+    def next_index(self) -> int:
+        """Return the first index of this process that is not used yet."""
+        return min(worker + len(self.used) * used for worker, used in enumerate(self.used))
+
+    def ahead(self, begin: int, length: int) -> npt.NDArray[np.bool_]:
+        """Return which of the indexes from `begin` on are used, as flags.
+
+        Raises StateMismatchError if later ones are used as well.
+        """
+        flags = np.zeros(length, bool)
+        for worker, used in enumerate(self.used):
+            own = worker + len(self.used) * np.arange(used, dtype=np.int64) - begin
+            if len(own) and own[-1] >= length:
+                raise StateMismatchError(
+                    f"the state lies at the end of epoch {begin // length}: worker {worker} is in the next epoch, and "
+                    "another one is not. Pass a state that was saved some steps before or after it"
+                )
+            flags[own[own >= 0]] = True
+        return flags
+
+
+def grain_epoch(paths: Sequence[Path], batch: int, python: str) -> tuple[BegunEpoch, int]:
+    """Return the epoch of the states of all processes, and the number of records of the data.
+
+    Args:
+        batch: records of a step, of all processes.
+        python: interpreter that has Grain.
+    """
+    found = sorted((_process(path) for path in paths), key=lambda process: process.shard)
+    sampler = found[0].sampler
+    if any(process.sampler != sampler for process in found):
+        raise StateMismatchError("the states must be those of one sampler, got several: pass the states of one run")
+    if [process.shard for process in found] != list(range(sampler.shards)):
+        raise StateMismatchError(
+            f"the run had {sampler.shards} processes (shard_count), got the states of "
+            f"{', '.join(str(process.shard) for process in found)}: pass the file of each, all of the same step"
+        )
+    step = whole_steps(sum(sum(process.used) for process in found), batch)
+    lengths = sampler.lengths()
+    epochs = {process.next_index() // length for process, length in zip(found, lengths, strict=True)}
+    if len(epochs) > 1:
+        raise StateMismatchError(
+            f"the processes are in the epochs {', '.join(map(str, sorted(epochs)))}: pass states that were saved some "
+            "steps before or after the end of an epoch"
+        )
+    epoch = epochs.pop()
+    if sampler.sequential:
+        per = sampler.records // sampler.shards
+        lengths = [per] * sampler.shards
+        keys = [shard + sampler.shards * np.arange(per, dtype=np.int64) for shard in range(sampler.shards)]
+    else:
+        request = {
+            "records": sampler.records,
+            "shards": sampler.shards,
+            "sharded": sampler.sharded,
+            "drop_remainder": sampler.drop_remainder,
+            "shuffle": sampler.shuffle,
+            "seed": sampler.seed,
+            "epoch": epoch,
+            "lengths": lengths,
+        }
+        keys = np.split(order_by(python, "grain_order", request), np.cumsum(lengths)[:-1])
+    flags = [process.ahead(epoch * length, length) for process, length in zip(found, lengths, strict=True)]
+    delivered = np.concatenate([own[used] for own, used in zip(keys, flags, strict=True)])
+    left = np.concatenate([own[~used] for own, used in zip(keys, flags, strict=True)])
+    turn = np.argsort(np.concatenate([np.flatnonzero(~used) for used in flags]), kind="stable")
+    return BegunEpoch(epoch, np.concatenate([delivered, left[turn]]), len(delivered), step), sampler.records
+
+
+def _process(path: Path) -> _Process:
+    state = foreign_state(path, LIBRARY, {"version", "last_seen_indices", "worker_count", "sampler"})
+    if state["version"] != VERSION:
+        raise StateVersionError(
+            f"{path}: the version of a state of {LIBRARY} must be {VERSION}, got {state['version']!r:.80}. Save the "
+            "state with Grain 0.2"
+        )
+    sampler, shard = _sampler(path, state["sampler"])
+    workers, seen = count(path, state, "worker_count") or 1, state["last_seen_indices"]
+    if not isinstance(seen, Mapping) or sorted(seen) != sorted(str(worker) for worker in range(workers)):
+        raise StateCorruptError(
+            f"{path}: last_seen_indices must name {workers} workers, got {seen!r:.200}. Pass an older state"
+        )
+    used = [
+        _used(path, seen[str(worker)], shard + sampler.shards * worker, sampler.shards * workers)
+        for worker in range(workers)
+    ]
+    return _Process(shard, sampler, used)
+
+
+def _used(path: Path, last: Any, first: int, stride: int) -> int:
+    """Return how many indexes a worker has used, whose first one is `first`."""
+    if type(last) is not int or (last - first) % stride or last < first - stride:
+        raise StateCorruptError(
+            f"{path}: last_seen_indices must have an index of each worker's own, got {last!r:.80} where {first} is the "
+            f"first, and {stride} further the next. Pass an older state"
+        )
+    return (last - first) // stride + 1
+
+
+def _sampler(path: Path, text: Any) -> tuple[_Sampler, int]:
+    sharding = _SHARDING.search(text) if isinstance(text, str) else None
+    found = _SAMPLER.fullmatch(text.replace(sharding[0], "@")) if sharding is not None else None
+    if sharding is None or found is None:
+        raise StateVersionError(
+            f"{path} must have an IndexSampler or a SequentialSampler as Grain 0.2 writes them, got {text!r:.300}. "
+            "With a sampler of your own, list the rows yourself (docs/migrate.md)"
+        )
+    kind, shard, shards, drop = sharding.groups()
+    records, shuffle, _, seed = found.groups()
+    if not int(shard) < int(shards) <= int(records):
+        raise StateCorruptError(f"{path}: sampler has impossible numbers: {text!r:.300}. Pass an older state")
+    sampler = _Sampler(
+        text.startswith("Seq"),
+        int(records),
+        kind == "ShardOptions",
+        int(shards),
+        drop == "True",
+        shuffle == "True",
+        None if seed in (None, "None") else int(seed),
+    )
+    return sampler, int(shard)

@@ -1,0 +1,62 @@
+"""Position of the Hugging Face Trainer: its checkpoint has the number of steps, and the order follows from the seed.
+
+The Trainer's sampler is accelerate's SeedableRandomSampler: torch's permutation by a generator whose seed is that of
+the run (data_seed, else seed) plus the epoch. The batches of a step are the next ones of that order, whatever rank
+takes which. A step of Penstock is one batch of each rank: with gradient accumulation the Trainer's has several.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from penstock.deploy.import_state.begun_epoch import BegunEpoch
+from penstock.deploy.import_state.foreign_files import count, foreign_state
+from penstock.proto.errors import InvalidArgumentError, StateCorruptError, StateMismatchError
+
+__all__ = ["SEED", "trainer_epoch"]
+
+SEED = 42
+"""TrainingArguments' own default."""
+FILE = "trainer_state.json"
+TOLERANCE = 1e-6
+"""Largest difference of two epochs as the Trainer counts them, with a fraction."""
+
+
+def trainer_epoch(path: Path, rows: int, *, seed: int, ranks: int, accumulation: int, drop_last: bool) -> BegunEpoch:
+    """Return the epoch of a checkpoint. `path`: the checkpoint's folder, or trainer_state.json in it.
+
+    Raises StateMismatchError if the checkpoint's epoch is another one than follows from the other arguments.
+    """
+    import torch
+
+    file = path / FILE if path.is_dir() else path
+    state = foreign_state(file, "the Trainer", {"global_step", "epoch", "train_batch_size"})
+    steps, epoch = count(file, state, "global_step"), state["epoch"]
+    if state["train_batch_size"] is None:
+        raise StateMismatchError(f"{file}: train_batch_size is null: another version of transformers wrote it")
+    own = count(file, state, "train_batch_size")
+    if not isinstance(epoch, int | float):
+        raise StateCorruptError(f"{file}: epoch must be a number, got {epoch!r:.100}. Pass an older checkpoint")
+    if min(own, ranks, accumulation, rows) < 1:
+        raise InvalidArgumentError(
+            f"rows, train_batch_size, --ranks and --accumulation must be at least 1, got {rows}, {own}, {ranks} and "
+            f"{accumulation}"
+        )
+    batch = own * ranks
+    batches = rows // batch if drop_last else -(-rows // batch)
+    """Batches of each rank in an epoch."""
+    updates = max(1, -(-batches // accumulation))
+    number, within = divmod(steps, updates)
+    within *= accumulation
+    if batches < 1 or abs(number + within / batches - epoch) > TOLERANCE:
+        raise StateMismatchError(
+            f"{file}: epoch {epoch:g} at step {steps} does not follow from {rows} rows in batches of {own} on {ranks} "
+            f"ranks, {accumulation} batches a step, which give epoch {number + within / max(1, batches):g}. Pass the "
+            "dataset's --rows, and --ranks, --accumulation and --drop-last of that run"
+        )
+    generator = torch.Generator()
+    generator.manual_seed(seed + number)
+    order = np.asarray(torch.randperm(rows, generator=generator).numpy(), np.int64)
+    return BegunEpoch(number, order, min(within * batch, rows), number * batches + within)

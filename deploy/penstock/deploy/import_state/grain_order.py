@@ -1,0 +1,29 @@
+"""Script for an interpreter that has Grain: the record keys of an epoch, of all shards one after another.
+
+python grain_order.py OUT.npy < REQUEST.json
+"""
+
+import json
+import sys
+
+import numpy as np
+from grain import samplers, sharding
+
+
+def main() -> None:
+    """Write the record keys: those of shard 0 by its own index, then those of shard 1, and so on."""
+    request = json.load(sys.stdin)
+    shards, epoch = request["shards"], request["epoch"]
+    found = []
+    for shard, length in enumerate(request["lengths"]):
+        options = sharding.ShardOptions(shard, shards, request["drop_remainder"]) if request["sharded"] else None
+        sampler = samplers.IndexSampler(
+            request["records"], options or sharding.NoSharding(), shuffle=request["shuffle"], seed=request["seed"]
+        )
+        begin = epoch * length
+        found += [sampler[index * shards + shard].record_key for index in range(begin, begin + length)]
+    np.save(sys.argv[1], np.array(found, np.int64))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""The order of one epoch, read from a file: the rest of an epoch that another library began.
+
+`penstock import-state` writes such a file. It holds the numbers of all samples of that epoch: those that the other
+library delivered, then the others in its order. So the epoch's remaining positions are exactly the remaining samples,
+and a state in it is a position like any other: it fits any topology. All other epochs have the loader's own order.
+
+    magic (8 bytes), format and bytes of a number (u32 each), epoch, samples (i64 each), digest (u64), zeros to 64 bytes
+    the samples' numbers, little-endian u32 or u64
+
+Workers map the file into memory, so it takes no memory of its own, and they check its digest when they open it.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from penstock.data.ordering.epoch_plan import SampleOrder
+from penstock.data.ordering.permutation import Ints
+from penstock.proto.errors import DatasetError, InvalidArgumentError
+from penstock.runtime.files.atomic_files import write_whole
+
+__all__ = ["FiledOrder", "OrderFile", "write_order"]
+
+MAGIC, FORMAT = b"PENORDER", 1
+_HEADER = struct.Struct("<8sIIqqQ24x")
+_EPOCH = struct.Struct("<qq")
+CHUNK = 1 << 24
+"""Numbers that are checked at a time."""
+
+
+def write_order(path: Path, epoch: int, ids: Ints) -> OrderFile:
+    """Write the order of an epoch, atomically, and return it. Raises InvalidArgumentError unless `ids` has each sample
+    from 0 on once."""
+    if len(ids) == 0 or not np.array_equal(np.bincount(ids, minlength=len(ids)), np.ones(len(ids), np.int64)):
+        raise InvalidArgumentError(f"an order must have each of its {len(ids)} samples once, got others")
+    kind = np.dtype("<u4" if len(ids) <= 1 << 32 else "<u8")
+    numbers = ids.astype(kind)
+    digest = _digest(epoch, numbers)
+    header = _HEADER.pack(MAGIC, FORMAT, kind.itemsize, epoch, len(ids), digest)
+    write_whole(path, header + numbers.tobytes())
+    return OrderFile(path, epoch, len(ids), f"{digest:016x}", numbers)
+
+
+@dataclass(frozen=True)
+class OrderFile:
+    """Order of one epoch."""
+
+    path: Path
+    epoch: int
+    samples: int
+    """Samples of the epoch."""
+    digest: str
+    """Digest of the epoch's number and of the order, 16 hexadecimal digits."""
+    numbers: npt.NDArray[Any]
+    """Numbers of the epoch's samples by position."""
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """The part of a loader's state that names this order."""
+        return {"epoch": self.epoch, "digest": self.digest}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderFile.read, (self.path,)  # a copy in another process maps the file too
+
+    @staticmethod
+    def read(given: str | os.PathLike[str]) -> OrderFile:
+        """Return the order in a file. Raises DatasetError if the file is missing or damaged."""
+        path = Path(given)
+        try:
+            with path.open("rb") as file:
+                header = file.read(_HEADER.size)
+                size = os.fstat(file.fileno()).st_size
+        except OSError as error:
+            raise DatasetError(
+                f"order_file {path} cannot be read: {error.strerror}. It must be at the same path on each worker"
+            ) from error
+        if len(header) < _HEADER.size or not header.startswith(MAGIC):
+            raise DatasetError(
+                f"order_file {path} must be a file that `penstock import-state` wrote, got one that begins with "
+                f"{header[:8]!r}"
+            )
+        _, version, width, epoch, samples, digest = _HEADER.unpack(header)
+        if version != FORMAT:
+            raise DatasetError(
+                f"the format of order_file {path} must be {FORMAT}, got {version}: another version of Penstock wrote "
+                "it. Run `penstock import-state` of this version"
+            )
+        if width not in (4, 8) or samples < 1 or epoch < 0 or size != _HEADER.size + samples * width:
+            raise _damaged(path, f"{size} bytes do not fit {samples} samples of epoch {epoch}, {width} bytes each")
+        numbers = np.memmap(path, f"<u{width}", "r", _HEADER.size, (samples,))
+        if _digest(epoch, numbers) != digest:
+            raise _damaged(path, "its digest does not fit its content")
+        if any(int(part.max()) >= samples for part in _parts(numbers)):
+            raise _damaged(path, f"it names samples beyond its {samples}")
+        return OrderFile(path, epoch, samples, f"{digest:016x}", numbers)
+
+
+class FiledOrder:
+    """An order of which one epoch comes from a file."""
+
+    def __init__(self, own: SampleOrder, file: OrderFile, name: str, count: int) -> None:
+        """
+        Args:
+            own: order of all other epochs.
+            name: name of the data, for errors.
+            count: samples of the data.
+
+        Raises DatasetError unless an epoch of the file and one of `own` have each sample once.
+        """
+        if not file.samples == len(own) == count:
+            raise DatasetError(
+                f"{name} has {count} samples, and {len(own)} in an epoch, but order_file {file.path} orders "
+                f"{file.samples}: give the dataset whose position was imported, and epochs of all its samples"
+            )
+        self._own, self._file = own, file
+
+    def __len__(self) -> int:
+        """Return the samples of an epoch."""
+        return len(self._own)
+
+    def covers(self, epoch: int) -> bool:
+        """Return True if the file has the order of this epoch."""
+        return epoch == self._file.epoch
+
+    def ids(self, epoch: int, positions: npt.ArrayLike) -> Ints:
+        """Return the numbers of the samples at these positions, which lie in [0, len(self))."""
+        if not self.covers(epoch):
+            return self._own.ids(epoch, positions)
+        return np.asarray(self._file.numbers[np.asarray(positions, np.int64)]).astype(np.int64)
+
+
+def _parts(numbers: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
+    return [numbers[begin : begin + CHUNK] for begin in range(0, len(numbers), CHUNK)]
+
+
+def _digest(epoch: int, numbers: npt.NDArray[Any]) -> int:
+    digest = xxhash.xxh3_64(_EPOCH.pack(epoch, len(numbers)))
+    for part in _parts(numbers):
+        digest.update(np.ascontiguousarray(part).view(np.uint8).data)
+    return digest.intdigest()
+
+
+def _damaged(path: Path, how: str) -> DatasetError:
+    return DatasetError(f"order_file {path} is damaged: {how}. Copy it again, or run `penstock import-state` again")
