@@ -42,6 +42,11 @@ def test_two_ranks_replicas_resume_on_any_number(tmp_path: Path, then: int) -> N
     assert values(run(then, "ranked_saves:ddp_restore", str(tmp_path))) == [saved[0]] * then
 
 
+def test_ranks_agree_on_the_newest(tmp_path: Path) -> None:
+    """Each waits for its own save, and the one that was saved last is the newest."""
+    assert values(run(2, "ranked_saves:agreed", str(tmp_path))) == [[None, 5, 3]] * 2
+
+
 @pytest.mark.parametrize(("first", "then"), [(2, 3), (3, 1)])
 def test_shards_go_on_on_any_number(tmp_path: Path, first: int, then: int) -> None:
     saved = values(run(first, "ranked_saves:fsdp_save", str(tmp_path)))

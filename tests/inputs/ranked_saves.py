@@ -28,6 +28,7 @@ from penstock.client.checkpoint.saving import tensor_staging
 from penstock.proto.errors import CheckpointError
 
 __all__ = [
+    "agreed",
     "ddp_restore",
     "ddp_save",
     "different",
@@ -96,6 +97,16 @@ def ddp_restore(folder: str) -> dict[str, Any]:
     assert (step, extra) == (3, {"note": "x", "of": {}})
     found = described(network, optimizer)
     train(network, optimizer, 9)  # it can be gone on with
+    return found
+
+
+def agreed(folder: str) -> list[int | None]:
+    """The newest step, before the first save, and right after a save of step 5 and one of step 3."""
+    with AsyncCheckpointer(folder) as checkpointer:
+        found = [checkpointer.newest()]
+        for step in (5, 3):
+            checkpointer.save(step, {"value": torch.ones(step)})
+            found.append(checkpointer.newest())
     return found
 
 

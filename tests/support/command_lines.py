@@ -122,13 +122,17 @@ def _pip(arguments: list[str]) -> str | None:
     return None
 
 
+FRAMEWORKS = {"torchtitan.train"}
+"""Modules of frameworks that only `make frameworks` installs, which runs them."""
+
+
 def _python(arguments: list[str]) -> str | None:
     """A module (`-m`) or file of the repository must be there; a file without a folder is the user's own."""
     for place, word in enumerate(arguments):
         if word == "-m" and place + 1 < len(arguments):
             module = arguments[place + 1]
             path = module.replace(".", "/")
-            if any((root / f"{path}.py").is_file() for root in (REPO, REPO / "examples")):
+            if any((root / f"{path}.py").is_file() for root in (REPO, REPO / "examples")) or module in FRAMEWORKS:
                 return None
             try:
                 found = importlib.util.find_spec(module)

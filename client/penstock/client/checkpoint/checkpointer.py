@@ -335,6 +335,19 @@ class AsyncCheckpointer:
             warn_user(f"the checkpoint {one.path} is damaged: {one.damage}")
         return None if found is None else found.step
 
+    def newest(self) -> int | None:
+        """Return the step that `restore` would load, the same on all ranks, which call it together; None if there is
+        none.
+
+        Like `restore`, it first waits for saves in flight, also for those of an earlier job. Raises the errors of
+        `restore`.
+        """
+        self._check_open()
+        wait_all(self._writer, list(self._pending), None)
+        with self._calls.one("newest", hold=False), ExitStack() as held:
+            found: int | None = self._choose("newest", held, None, False).get("step")
+            return found
+
     def restore(
         self,
         state: Mapping[str, Any],
@@ -369,17 +382,9 @@ class AsyncCheckpointer:
     def _restore(
         self, state: Mapping[str, Any], step: int | None, verify: bool, allow_unsafe_types: bool
     ) -> int | None:
-        ranks = self._ranks
         for _ in range(TRIES):
-            with ExitStack() as held:  # rank 0 pins the checkpoint, so that it is not deleted meanwhile
-
-                def choosing(held: ExitStack = held) -> dict[str, Any]:
-                    if ranks.rank:
-                        return {}
-                    found = held.enter_context(chosen(self.folder, step, self._timeout_s, verify))
-                    return {} if found is None else {"path": str(found.path), "step": found.step, "save": found.save}
-
-                choice = ranks.together("restore", "nothing was restored", choosing)[0]
+            with ExitStack() as held:
+                choice = self._choose("restore", held, step, verify)
                 if not choice:
                     return None
                 if self._load(choice, state, allow_unsafe_types):
@@ -388,6 +393,19 @@ class AsyncCheckpointer:
             f"{self.folder}: at each try another save replaced the checkpoint before all ranks had opened it: wait "
             "until that save has ended, and restore again"
         )
+
+    def _choose(self, call: str, held: ExitStack, step: int | None, verify: bool) -> dict[str, Any]:
+        """Return what all ranks restore; {} if there is nothing. Rank 0 pins it in `held`, so that it is not deleted
+        meanwhile."""
+        ranks = self._ranks
+
+        def choosing() -> dict[str, Any]:
+            if ranks.rank:
+                return {}
+            found = held.enter_context(chosen(self.folder, step, self._timeout_s, verify))
+            return {} if found is None else {"path": str(found.path), "step": found.step, "save": found.save}
+
+        return ranks.together(call, "nothing was restored", choosing)[0]
 
     def _load(self, choice: dict[str, Any], state: Mapping[str, Any], unsafe: bool) -> bool:
         """Load the chosen checkpoint on all ranks. Return False if it was replaced before all ranks had opened it."""

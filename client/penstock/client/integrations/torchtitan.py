@@ -1,0 +1,307 @@
+"""torchtitan: a dataloader and a checkpoint manager for its trainer, chosen by its own configuration.
+
+    config.dataloader = PenstockDataLoader.Config(input_fn=input_fn)
+    config.checkpoint = PenstockCheckpointManager.Config(enable=True, interval=500)       # or torchtitan's own
+
+A data-parallel rank of torchtitan is a box. The loader's state describes all boxes. So all ranks save the same one
+under the same names, of which a checkpoint keeps one copy, and any number of data-parallel ranks loads it. torchtitan
+takes a batch only when its loop requests one, and saves between steps, so the state is that of the step.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import tyro
+from torchtitan.components.checkpointer import DATALOADER, MODEL, OPTIMIZER, TRAIN_STATE, AsyncMode, CheckpointManager
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.tools import filesystem
+from torchtitan.tools.utils import GarbageCollection
+
+from penstock.client.api.appliance import Appliance
+from penstock.client.api.appliance_settings import resolve
+from penstock.client.api.data_loader import DataExecutor, DataLoader
+from penstock.client.checkpoint.checkpointer import AsyncCheckpointer
+from penstock.client.integrations.model_ranks import from_leader, ranks_of_boxes
+from penstock.proto.errors import CheckpointError, InvalidArgumentError
+from penstock.proto.state.checkpoint_files import MANIFEST
+
+__all__ = ["PenstockCheckpointManager", "PenstockDataLoader"]
+
+Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
+
+GRACE_S = 60.0
+"""Seconds that a rank waits for its leader's batch beyond the leader's own deadline."""
+
+
+class PenstockDataLoader(BaseDataLoader):
+    """Dataloader of a torchtitan trainer or validator, whose batches are made on Penstock's workers.
+
+    In the trainer's configuration::
+
+        config.dataloader = PenstockDataLoader.Config(input_fn=input_fn, dataset_path="/data/corpus", num_workers=4)
+
+    Ranks that split a model (tensor, context, pipeline parallelism) get the batches of the first of them.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        input_fn: Annotated[Callable[..., Any] | None, tyro.conf.Suppress] = None
+        """
+        Function of a module that the workers can import, called there with dataset_path, tokenizer_path, seq_len and
+        global_batch_size (rows of a microbatch over all data-parallel ranks) by name. Its loader yields
+        ({"input": tokens, ...}, labels).
+        """
+
+        arguments: Annotated[dict[str, Any], tyro.conf.Suppress] = field(default_factory=dict)
+        """Further arguments of input_fn, by name."""
+
+        infinite: bool = True
+        """Read epoch after epoch; otherwise one epoch, or the rest of it."""
+
+        num_workers: int | None = None
+        """Worker processes of each data-parallel rank. None: PENSTOCK_NUM_WORKERS_PER_BOX, else 1."""
+
+        address: str | None = None
+        """host:port of the coordinator. None: PENSTOCK_COORDINATOR, else workers on this machine."""
+
+        seed: int | None = None
+        """Seed of the order. None: PENSTOCK_SEED, else a random one; a resumed run keeps its own."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dp_world_size: int,
+        dp_rank: int,
+        tokenizer: Any,
+        seq_len: int,
+        local_batch_size: int,
+        snapshot_every_n_steps: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """torchtitan calls this. snapshot_every_n_steps: batches between checkpoints, whose states workers prepare."""
+        if config.input_fn is None:
+            raise InvalidArgumentError(
+                "PenstockDataLoader.Config: input_fn must be a function, got None: pass the function that makes the "
+                "loader, PenstockDataLoader.Config(input_fn=...)"
+            )
+        self._infinite, self._every = config.infinite, snapshot_every_n_steps
+        self._group = _model_group(dp_rank, dp_world_size)
+        self.loader: DataLoader | None = None
+        """Penstock's loader; None on a rank that gets the batches of another one."""
+        if self._group is None or dist.get_rank(self._group) == 0:
+            self.loader = DataLoader(
+                config.input_fn,
+                dataset_path=config.dataset_path,
+                tokenizer_path=getattr(tokenizer, "tokenizer_path", None),
+                seq_len=seq_len,
+                global_batch_size=local_batch_size * dp_world_size,
+                **config.arguments,
+            )
+            self._appliance = _appliance(config.address, config.num_workers, dp_rank, dp_world_size, config.seed)
+            self.loader.expect(self._appliance)
+            # A validator makes a loader for each validation, and the stream of a dropped one must end.
+            weakref.finalize(self, self.loader.close).atexit = False
+
+    def __iter__(self) -> Iterator[Batch]:
+        batches = None if self.loader is None else self._read(self.loader)
+        if self._group is None:
+            assert batches is not None
+            return batches
+        return from_leader(batches, self._group)
+
+    def _read(self, loader: DataLoader) -> Iterator[Batch]:
+        while True:
+            for batch in DataExecutor(loader, checkpoint_steps=self._every, appliance=self._appliance):
+                yield _checked(batch, loader.name)
+            if not self._infinite:
+                return
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all data-parallel ranks; {} on a rank that gets the batches of another one."""
+        return {} if self.loader is None else self.loader.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.loader is not None:
+            self.loader.load_state_dict(state_dict)
+
+
+def _checked(batch: Any, name: str) -> Batch:
+    """Return the batch as torchtitan takes it. Raises InvalidArgumentError for another one."""
+    match batch:
+        case ({"input": torch.Tensor()} as inputs, torch.Tensor() as labels):
+            return inputs, labels
+    raise InvalidArgumentError(
+        f'the loader of {name} must yield ({{"input": tokens, ...}}, labels) for torchtitan, got a '
+        f"{type(batch).__name__}: make such a pair of each sample in input_fn, and its collate function keeps it"
+    )
+
+
+def _appliance(
+    address: str | None, num_workers: int | None, dp_rank: int, dp_world_size: int, seed: int | None
+) -> Appliance:
+    """Return the appliance of these settings. Trainer and validator share it, because to start one takes seconds."""
+    key = (address, num_workers, dp_rank, dp_world_size, seed)
+    if key not in _appliances or _appliances[key].closed:
+        _appliances[key] = Appliance(
+            address, num_workers_per_box=num_workers, box=dp_rank, num_boxes=dp_world_size, seed=seed
+        )
+    return _appliances[key]
+
+
+_appliances: dict[tuple[Any, ...], Appliance] = {}
+
+
+@cache
+def _model_group(dp_rank: int, dp_world_size: int) -> dist.ProcessGroup | None:
+    """Return a group of the ranks with this data-parallel rank, None if it is this rank alone. All ranks call this."""
+    if not dist.is_initialized() or dist.get_world_size() <= dp_world_size:
+        return None
+    timeout = timedelta(seconds=resolve().timeout_s + GRACE_S)
+    boxes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(boxes, torch.tensor([dp_rank]), group=dist.new_group(backend="gloo", timeout=timeout))
+    mine = None
+    for ranks in ranks_of_boxes([int(box) for box in boxes]):
+        group = dist.new_group(ranks, backend="gloo", timeout=timeout)
+        if dist.get_rank() in ranks:
+            mine = group
+    return mine
+
+
+class PenstockCheckpointManager(CheckpointManager):
+    """torchtitan's checkpoint manager with `AsyncCheckpointer` for checkpoints of the whole training.
+
+    All settings of torchtitan's own are kept, except for async_mode: a save always returns once the state is copied to
+    shared memory. The last save, if it holds only the model, and safetensors are written by torchtitan. So are
+    checkpoints read that torchtitan's own manager wrote, if the folder has none of Penstock's.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CheckpointManager.Config):
+        threads: int = 2
+        """Writing threads, and files, of each rank."""
+
+        buffers: int = 1
+        """1: a save waits until the previous one is written; 2: until the one before that is."""
+
+    def __init__(self, config: Config, *, base_folder: str = "", **components: Any) -> None:
+        self._checkpointer: AsyncCheckpointer | None = None
+        theirs: Any = config
+        super().__init__(replace(theirs, async_mode="disabled"), base_folder=base_folder, **components)
+        if not config.enable:
+            return
+        if filesystem.is_remote(self.folder):
+            raise InvalidArgumentError(
+                f"PenstockCheckpointManager: folder must be a path, got {self.folder}: for a remote folder use "
+                "torchtitan's CheckpointManager.Config"
+            )
+        # torchtitan's count of tokens may differ between ranks, and torchtitan itself keeps one of them.
+        self._checkpointer = AsyncCheckpointer(
+            self.folder,
+            keep_last=config.keep_latest_k or None,
+            threads=config.threads,
+            buffers=config.buffers,
+            check_replicas=False,
+        )
+
+    def dcp_save(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        async_mode: AsyncMode,
+        enable_garbage_collection: bool = False,
+        to_hf: bool = False,
+    ) -> Any:
+        if to_hf or DATALOADER not in state_dict:
+            return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
+        assert self._checkpointer is not None
+        self._checkpointer.save(_step_of(checkpoint_id), _saved_parts(state_dict))
+        if enable_garbage_collection:
+            GarbageCollection.collect("GC collection invoked by checkpointer.")
+        return None
+
+    def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
+        path = Path(checkpoint_id).absolute()
+        checkpointer = self._checkpointer
+        assert checkpointer is not None
+        if from_hf or path.parent != checkpointer.folder or not (path / MANIFEST).is_file():
+            super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+            return
+        checkpointer.restore(_saved_parts(state_dict), step=_step_of(checkpoint_id))
+        self.states[MODEL].load_state_dict(state_dict)
+
+    def _load(self, step: int = -1) -> bool:
+        loaded = super()._load(step)
+        at = self.states[TRAIN_STATE].state_dict()["step"]
+        foreign = [] if self.load_only else _foreign(Path(self.folder), at)
+        if foreign:  # a save of that step would fail, perhaps much later
+            raise CheckpointError(
+                f"{self.folder} has {', '.join(foreign)} beyond step {at}, where training begins: torchtitan's own "
+                "manager wrote them (incomplete, or only a model), and Penstock does not replace them. Move them away"
+            )
+        return bool(loaded)
+
+    def _find_load_step(self, folder: str = "") -> int:
+        """Return the newest step, the same on all ranks; -1 if there is none."""
+        if folder:
+            return int(super()._find_load_step(folder))
+        assert self._checkpointer is not None
+        newest = self._checkpointer.newest()
+        return int(super()._find_load_step() if newest is None else newest)
+
+    def _save_last_step(self, curr_step: int) -> None:
+        super()._save_last_step(curr_step)
+        assert self._checkpointer is not None
+        self._checkpointer.wait()
+
+    def _should_purge(self) -> bool:
+        return False  # AsyncCheckpointer(keep_last=) deletes older checkpoints
+
+    def _close(self) -> None:
+        super()._close()
+        if self._checkpointer is not None:
+            self._checkpointer.close()
+
+
+class _Container:
+    """Optimizers of a container, whose state torchtitan itself names by parameters."""
+
+    def __init__(self, container: Any) -> None:
+        self.state_dict = container.state_dict
+        self.load_state_dict = container.load_state_dict
+
+
+def _saved_parts(state: dict[str, Any]) -> dict[str, Any]:
+    """Return torchtitan's state as `AsyncCheckpointer` takes it."""
+    parts = dict(state)
+    if OPTIMIZER in parts:
+        parts[OPTIMIZER] = _Container(parts[OPTIMIZER])
+    if isinstance(ours := parts.get(DATALOADER), PenstockDataLoader):
+        del parts[DATALOADER]
+        if ours.loader is not None:
+            parts[DATALOADER] = ours.loader
+    return parts
+
+
+def _foreign(folder: Path, step: int) -> list[str]:
+    """Return the names of checkpoints beyond a step that are not Penstock's."""
+    beyond = {
+        int(path.name.removeprefix("step-")): path.name
+        for path in folder.glob("step-*")
+        if re.fullmatch(r"step-\d+", path.name) and not (path / MANIFEST).is_file()
+    }
+    return [name for number, name in sorted(beyond.items()) if number > step]
+
+
+def _step_of(checkpoint_id: str) -> int:
+    return int(Path(checkpoint_id).name.removeprefix("step-"))
