@@ -18,9 +18,8 @@ from enum import IntEnum
 from typing import Final
 
 import torch
-import torch.distributed as dist
 
-from penstock.client.integrations.rank_groups import RankGroups, Stages, open_group
+from penstock.client.integrations.rank_groups import HostGroup, RankGroups, Stages, open_group
 from penstock.proto.errors import DeadlineError, LaneLostError, ProtocolError
 
 __all__ = ["MAX_MESSAGE_BYTES", "Kind", "Message", "Relay"]
@@ -49,9 +48,9 @@ class Relay:
 
     def __init__(self, ranks: RankGroups, stages: Stages, timeout_s: float) -> None:
         self._ranks, self._timeout_s = ranks, timeout_s
-        self._peers = open_group(ranks.peers, timeout_s)
-        self._leaders = open_group(ranks.leaders, timeout_s) if ranks.leads else None
-        self._readers = open_group(ranks.readers, timeout_s) if ranks.reads else None
+        self._peers = open_group(ranks.peers, ranks.rank, timeout_s)
+        self._leaders = open_group(ranks.leaders, ranks.rank, timeout_s) if ranks.leads else None
+        self._readers = open_group(ranks.readers, ranks.rank, timeout_s) if ranks.reads else None
         targets = ranks.targets(stages) if ranks.reads else ()
         self._sender = _Sender(targets, self._leaders) if targets and self._leaders is not None else None
 
@@ -69,10 +68,10 @@ class Relay:
             reader = self._ranks.leaders[0]
             with _Named(self._ranks):
                 header = torch.empty(2, dtype=torch.int64)
-                dist.recv(header, reader, group=self._leaders)
+                self._leaders.receive(header, reader)
                 content = _content(header)
                 if content.numel():
-                    dist.recv(content, reader, group=self._leaders)
+                    self._leaders.receive(content, reader)
             message = Kind(int(header[0])), content
         return self._broadcast(message)
 
@@ -94,7 +93,7 @@ class Relay:
             return count
         total = torch.tensor(count, dtype=torch.int64)
         with _Named(self._ranks):
-            dist.all_reduce(total, group=self._readers)
+            self._readers.sum(total)
         return int(total)
 
     def close(self) -> None:
@@ -106,7 +105,7 @@ class Relay:
 class _Sender:
     """Thread that sends messages to other stages' leaders, in order."""
 
-    def __init__(self, targets: Sequence[int], group: dist.ProcessGroup) -> None:
+    def __init__(self, targets: Sequence[int], group: HostGroup) -> None:
         self._targets, self._group = targets, group
         self._waiting: queue.SimpleQueue[Message | threading.Event | None] = queue.SimpleQueue()
         self._error: Exception | None = None
@@ -149,9 +148,9 @@ class _Sender:
     def _send(self, message: Message) -> None:
         header = _header(message)
         for target in self._targets:
-            dist.send(header, target, group=self._group)
+            self._group.send(header, target)
             if message[1].numel():
-                dist.send(message[1], target, group=self._group)
+                self._group.send(message[1], target)
 
 
 class _Named:
@@ -171,17 +170,17 @@ class _Named:
             ) from error
 
 
-def _broadcast(message: Message | None, group: dist.ProcessGroup | None, ranks: RankGroups) -> Message:
+def _broadcast(message: Message | None, group: HostGroup | None, ranks: RankGroups) -> Message:
     """Return the message of a group's first rank, on all of its ranks."""
     if group is None:
         assert message is not None
         return message
     header = torch.empty(2, dtype=torch.int64) if message is None else _header(message)
     with _Named(ranks):
-        dist.broadcast(header, group_src=0, group=group)
+        group.broadcast(header)
         content = _content(header) if message is None else message[1]
         if content.numel():
-            dist.broadcast(content, group_src=0, group=group)
+            group.broadcast(content)
     return Kind(int(header[0])), content
 
 

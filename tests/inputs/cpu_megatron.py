@@ -1,6 +1,6 @@
-"""Megatron-core's schedules and models without CUDA: `python cpu_megatron.py MODULE ARGUMENTS` runs a script.
+"""The example for Megatron-core, without CUDA.
 
-They request their memory of "cuda" whatever the groups are. Here such a request gets memory of the CPU. Random states
+Its schedules and models request their memory of "cuda" whatever the groups are. Here such a request gets memory of the CPU. Random states
 of devices are not kept, so models must be without dropout. Megatron's own attention refuses context parallelism, which
 needs Transformer Engine; here each rank attends within its part of the sequence: another model, and the same batches.
 """
@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
-import sys
 from typing import Any
 
 import torch
+from integrations import megatron_loop
 from torch.overrides import TorchFunctionMode
 
 
@@ -45,11 +45,5 @@ def patch() -> None:
 
 def main() -> None:
     patch()
-    module = sys.argv[1]
-    sys.argv = sys.argv[1:]
     with OnCpu():
-        importlib.import_module(module).main()
-
-
-if __name__ == "__main__":
-    main()
+        megatron_loop.main()
