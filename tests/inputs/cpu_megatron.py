@@ -1,8 +1,9 @@
 """The example for Megatron-core, without CUDA.
 
-Its schedules and models request their memory of "cuda" whatever the groups are. Here such a request gets memory of the CPU. Random states
-of devices are not kept, so models must be without dropout. Megatron's own attention refuses context parallelism, which
-needs Transformer Engine; here each rank attends within its part of the sequence: another model, and the same batches.
+Its schedules and models request their memory of "cuda" whatever the groups are. Here such a request gets memory of the
+CPU. Random states of devices are not kept, so models must be without dropout. Megatron's own attention refuses context
+parallelism, which needs Transformer Engine; here each rank attends within its part of the sequence: another model, and
+the same batches.
 """
 
 from __future__ import annotations
