@@ -107,7 +107,7 @@ class Trainer:
     @staticmethod
     def loss(mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         loss = (output * mask).sum() / mask.sum()
-        return loss, {"loss": loss.detach()}
+        return loss, {"loss": loss.detach().clone()}  # the schedule divides `loss` in place
 
     def iterate(self, data_iterator: Any, num_microbatches: int) -> float:
         """Make one iteration; return the mean loss of this rank's microbatches, 0.0 where the loss is not computed."""
