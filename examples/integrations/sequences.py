@@ -13,7 +13,7 @@ import torch
 
 from penstock.data import MapLoader
 
-__all__ = ["PIECES", "SEQUENCE", "Sequences", "input_fn"]
+__all__ = ["PIECES", "SEQUENCE", "Sequences", "input_fn", "sft_input_fn"]
 
 SEQUENCE = 16
 """Number of tokens of a sample."""
@@ -49,3 +49,23 @@ def input_fn(global_batch_size: int) -> MapLoader:
     the pieces' numbers.
     """
     return MapLoader(Sequences(), global_batch_size=global_batch_size, shuffle=True, tail="drop")
+
+
+class Texts(torch.utils.data.Dataset[dict[str, Any]]):
+    """The same pieces with what Hugging Face's models take. They shift the labels themselves."""
+
+    def __init__(self) -> None:
+        self.sequences = Sequences()
+
+    def __len__(self) -> int:
+        return PIECES
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        tokens = self.sequences[number]["tokens"]
+        return {"input_ids": tokens, "labels": tokens, "attention_mask": torch.ones_like(tokens), "piece": number}
+
+
+def sft_input_fn(global_batch_size: int) -> MapLoader:
+    """Return the loader of batches of input_ids, labels, attention_mask: int64, [rows, SEQUENCE]; piece: int64,
+    [rows]."""
+    return MapLoader(Texts(), global_batch_size=global_batch_size, shuffle=True, tail="drop")
