@@ -13,8 +13,9 @@ from kill_and_resume import Line, Training
 pytestmark = pytest.mark.timeout(600)
 
 OPTIONS = ("integrations.automodel_recipe", "--checkpoint-every", "3")
-STEPS, KILLED_AT = 67, 5
-"""In the first epoch, which has 64 steps, and in the second."""
+EPOCH = 64
+"""Steps of an epoch."""
+STEPS, KILLED_AT = EPOCH + 3, 5
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +34,10 @@ def test_killed_and_resumed(cluster: Cluster, tmp_path: Path) -> None:
     resumed = killed_one.to_the_end(2, *OPTIONS, steps=STEPS)
     whole = training(cluster, "whole", tmp_path / "whole").to_the_end(2, *OPTIONS, steps=STEPS)
     check(killed, resumed, whole, STEPS)
+    at_the_end = training(cluster, "epoch", tmp_path / "epoch")
+    at_the_end.to_the_end(2, *OPTIONS, steps=EPOCH)
+    after = at_the_end.to_the_end(2, *OPTIONS, steps=STEPS)
+    assert after == {rank: lines[EPOCH:] for rank, lines in whole.items()}
 
 
 def test_other_numbers_of_ranks(cluster: Cluster, tmp_path: Path) -> None:

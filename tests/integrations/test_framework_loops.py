@@ -151,12 +151,12 @@ def test_trainer(appliance: Appliance, tmp_path: Path) -> None:
     ahead, other = ahead_of(appliance), validation_of(appliance)
     totals: list[int] = []
 
-    class Bar(ProgressCallback):
+    class Bar(ProgressCallback):  # type: ignore[misc]
         def on_step_end(self, *arguments: Any, **named: Any) -> None:
             super().on_step_end(*arguments, **named)
             totals.append(self.training_bar.total)
 
-    class Fed(Trainer):
+    class Fed(Trainer):  # type: ignore[misc]
         def get_train_dataloader(self) -> Any:
             return ahead
 

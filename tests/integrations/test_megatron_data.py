@@ -59,7 +59,7 @@ def test_box_comes_from_the_ranks() -> None:
 
 def test_message_holds_a_whole_batch() -> None:
     messages = BatchMessages()
-    batch = {
+    batch: dict[str, Any] = {
         "x": torch.arange(6.0).reshape(2, 3).t(),
         "names": ["a", "b"],
         "y": np.arange(3),

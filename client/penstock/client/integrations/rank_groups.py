@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 
 from penstock.proto.errors import InvalidArgumentError
@@ -133,9 +134,10 @@ class HostGroup:
         made = _made[tuple(ranks)]
         _made[tuple(ranks)] += 1
         name = f"penstock/{'-'.join(map(str, ranks))}/{made}"
-        store = dist.PrefixStore(name, default_store())
+        store = PrefixStore(name, default_store())
         self._ranks = list(ranks)
-        self._group = dist.ProcessGroupGloo(store, ranks.index(rank), len(ranks), timedelta(seconds=timeout_s))
+        # Any: torch's stubs lack the methods that it inherits
+        self._group: Any = dist.ProcessGroupGloo(store, ranks.index(rank), len(ranks), timedelta(seconds=timeout_s))
 
     def send(self, tensor: torch.Tensor, rank: int) -> None:
         self._group.send([tensor], self._ranks.index(rank), 0).wait()
