@@ -13,9 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import validation_rows
 from cluster import TOKEN, Cluster, running
 from interpreters import EXAMPLES
 from kill_and_resume import Line, Training
+
+from penstock.client import DataLoader
+from penstock.client.integrations.megatron_data import DataIterator, RankGroups
+from penstock.client.testing import FakeAppliance
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -78,6 +83,22 @@ def test_other_topologies(cluster: Cluster, tmp_path: Path) -> None:
     parts = [(of_tp["rank0.jsonl"],), (of_pp["rank1.jsonl"],), (of_four["rank0.jsonl"], of_four["rank2.jsonl"])]
     mean = [loss for part in parts for loss in losses(*part)]
     assert mean == pytest.approx(losses(whole["rank0.jsonl"], whole["rank1.jsonl"])[3:], rel=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore")  # of its import
+def test_microbatches_are_run_again() -> None:
+    """By Megatron's rerun state machine, which keeps those of an iteration."""
+    import megatron.core.rerun_state_machine as machine
+
+    machine.initialize_rerun_state_machine(mode=machine.RerunMode.VALIDATE_RESULTS)
+    alone = RankGroups(rank=0, box=0, stage=0, num_stages=1, peers=(0,), leaders=(0,), readers=(0,))
+    with FakeAppliance(seed=7), DataIterator(DataLoader(validation_rows.rows, 50), ranks=alone) as data:
+        iterator = machine.RerunDataIterator(data)
+        first = [int(next(iterator)["number"]) for _ in range(40)]
+        iterator.rewind()
+        assert [int(next(iterator)["number"]) for _ in range(40)] == first == list(range(40))
+        iterator.advance()
+        assert int(next(iterator)["number"]) == 40
 
 
 def pieces(lines: list[Line]) -> list[Any]:

@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import validation_rows
 from ranked import run
 
+from penstock.client import Appliance, DataLoader
 from penstock.client.integrations.batch_messages import BatchMessages
-from penstock.client.integrations.megatron_data import RankGroups, box_appliance
+from penstock.client.integrations.megatron_data import DataIterator, RankGroups, box_appliance
 from penstock.proto.errors import InvalidArgumentError, PenstockError
 
 
@@ -88,6 +90,15 @@ def test_damaged_messages_are_errors() -> None:
     for size in range(message.numel()):
         with pytest.raises(PenstockError, match=r"must|0 or more"):
             BatchMessages().unpack(message[:size].clone())
+
+
+def test_held_batches_do_not_stop_the_stream() -> None:
+    """More than a ring has entries, as Megatron's rerun state machine holds those of an iteration."""
+    alone = groups(num_stages=1, peers=(0,), leaders=(0,), readers=(0,), num_boxes=1)
+    loader = DataLoader(validation_rows.rows, 50)
+    with Appliance(seed=7, timeout_s=60), DataIterator(loader, ranks=alone) as data:
+        held = list(data)
+    assert [int(batch["number"]) for batch in held] == list(range(50))
 
 
 # ---- ranks

@@ -17,7 +17,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from types import TracebackType
+from typing import Any, Self, cast
 
 import torch
 
@@ -251,7 +252,8 @@ class DataIterator:
     # ---- the end
 
     def close(self) -> None:
-        """End the loop over the loader. Call it on all ranks, before destroy_process_group()."""
+        """End the loop over the loader, and wait until other stages have got what was sent. Call it on all ranks,
+        before destroy_process_group(). `with` does so, but does not wait after an error."""
         self._end()
         self._relay.close()
 
@@ -260,11 +262,15 @@ class DataIterator:
         if close is not None:
             close()
 
-    def __enter__(self) -> DataIterator:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+        if kind is None:  # else other stages may never ask for the rest
+            self._relay.close()
 
 
 class _Chunk:

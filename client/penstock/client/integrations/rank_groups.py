@@ -13,6 +13,7 @@ these groups are of their own, on gloo, and no collective of ours can meet one o
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 from collections import Counter
 from collections.abc import Sequence
@@ -133,8 +134,8 @@ class HostGroup:
     def __init__(self, ranks: Sequence[int], rank: int, timeout_s: float) -> None:
         made = _made[tuple(ranks)]
         _made[tuple(ranks)] += 1
-        name = f"penstock/{'-'.join(map(str, ranks))}/{made}"
-        store = PrefixStore(name, default_store())
+        digest = hashlib.blake2b(repr(tuple(ranks)).encode(), digest_size=16).hexdigest()
+        store = PrefixStore(f"penstock/{digest}/{made}", default_store())
         self._ranks = list(ranks)
         # Any: torch's stubs lack the methods that it inherits
         self._group: Any = dist.ProcessGroupGloo(store, ranks.index(rank), len(ranks), timedelta(seconds=timeout_s))
