@@ -31,6 +31,7 @@ NAMES = {
     },
     "penstock.client.checkpoint": {"AsyncCheckpointer", "AsyncFileSystemWriter", "Progress"},
     "penstock.client.integrations.jax": {"as_numpy", "numpy_batches", "state_from_json", "state_to_json"},
+    "penstock.client.integrations.megatron_data": {"DataIterator", "RankGroups", "box_appliance"},
     "penstock.client.testing": {"FakeAppliance", "Fault", "InputError", "LostWorker", "SlowBatch"},
     "penstock.worker": {"collate", "current_assignment", "empty", "get_streaming_batch_size"},
     "penstock.data": {

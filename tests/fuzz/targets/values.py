@@ -13,6 +13,7 @@ import torch
 import xxhash
 from targets.target import Target, pieces, script, words
 
+from penstock.client.integrations.batch_messages import BatchMessages
 from penstock.client.states import saved_state
 from penstock.proto.batch.flatten import Assembler, Flattener, wrap_buffer
 from penstock.proto.batch.structure import Structure, required_nbytes
@@ -86,6 +87,20 @@ def _places(batch: Any) -> list[tuple[int, int]]:
     if isinstance(batch, dict):
         batch = list(batch.values())
     return [place for child in batch for place in _places(child)] if isinstance(batch, list | tuple) else []
+
+
+def _message(data: bytes) -> None:
+    """A batch as a message between ranks of one box."""
+    message = torch.from_numpy(np.frombuffer(bytearray(data), np.uint8)) if data else torch.empty(0, dtype=torch.uint8)
+    messages = BatchMessages()
+    messages.rows(message)
+    low, high = message.data_ptr(), message.data_ptr() + len(data)
+    for address, size in _places(messages.unpack(message)):
+        assert low <= address <= address + size <= high, "a leaf outside of its message"
+
+
+def _message_seeds() -> list[bytes]:
+    return [BatchMessages().pack(batch).numpy().tobytes() for batch in _batches()]
 
 
 def _layout_seeds() -> list[bytes]:
@@ -268,6 +283,7 @@ def _unpacking_seeds() -> list[bytes]:
 TARGETS = [
     Target("structure", _structure, _structure_seeds),
     Target("layout", _layout, _layout_seeds),
+    Target("message", _message, _message_seeds),
     Target("state", _state, _state_seeds),
     Target("state_json", _state_json, _state_seeds),
     Target("point", _point, _base_seeds),

@@ -1,0 +1,90 @@
+"""A batch as one message for other ranks of its box: structure, shapes and the flat region, in memory of its own.
+
+    0       8   S, bytes of the structure          int64, little-endian
+    8       8   D, number of dims
+    16      8   R, bytes of the region
+    64      S   structure, then zeros to a multiple of 64
+            8D  dims, then zeros to a multiple of 64
+            R   region
+
+Nothing is pickled. The parts are those of a lane's frames, and are checked by the same code.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from penstock.client.states.batch_sizes import batch_size_of
+from penstock.proto.batch.flatten import Assembler, Flattener
+from penstock.proto.batch.structure import Structure, padded
+from penstock.proto.errors import ProtocolError
+
+__all__ = ["BatchMessages"]
+
+HEADER = 64
+NUMBERS = 3
+
+
+class BatchMessages:
+    """Packer and unpacker of one stream's batches, in one thread."""
+
+    def __init__(self) -> None:
+        self._flattener = Flattener()
+        self._assembler: Assembler | None = None
+
+    def pack(self, batch: Any) -> torch.Tensor:
+        """Return the message of a batch: uint8, 1-d. It shares no memory with the batch.
+
+        Raises UnsupportedLeafError for a batch with tensors on a device.
+        """
+        flat = self._flattener.flatten(batch)
+        structure = flat.structure.to_bytes()
+        dims_at = HEADER + padded(len(structure))
+        region_at = dims_at + padded(8 * len(flat.shapes))
+        # torch aligns its memory to 64 bytes, as the region must be
+        message = torch.empty(region_at + flat.nbytes, dtype=torch.uint8, device="cpu")
+        memory = message.numpy()
+        memory[:region_at] = 0
+        memory[: 8 * NUMBERS].view("<i8")[:] = len(structure), len(flat.shapes), flat.nbytes
+        memory[HEADER : HEADER + len(structure)] = np.frombuffer(structure, np.uint8)
+        memory[dims_at : dims_at + 8 * len(flat.shapes)].view("<i8")[:] = flat.shapes
+        if flat.nbytes:
+            flat.write_to(message.data_ptr() + region_at)
+        return message
+
+    def unpack(self, message: torch.Tensor) -> Any:
+        """Return the batch of a message, with new containers at each call. Its tensors are views of the message.
+
+        Raises ProtocolError for a message that pack() would not make.
+        """
+        structure, shapes, region_at, nbytes = self._parts(message)
+        if self._assembler is None or self._assembler.structure != structure:
+            self._assembler = Assembler(structure)
+        return self._assembler.assemble(shapes, message.numpy(), region_at, nbytes)
+
+    def rows(self, message: torch.Tensor) -> int | None:
+        """Return the number of rows of a batch; None if its tensors have different numbers."""
+        structure, shapes, _, _ = self._parts(message)
+        return batch_size_of(structure, shapes)
+
+    def _parts(self, message: torch.Tensor) -> tuple[Structure, list[int], int, int]:
+        memory = message.numpy()
+        if memory.size < HEADER:
+            raise ProtocolError(f"the message of a batch must have {HEADER} bytes or more, got {memory.size}")
+        structure_bytes, dims, nbytes = memory[: 8 * NUMBERS].view("<i8").tolist()
+        fits = min(structure_bytes, dims, nbytes) >= 0 and max(structure_bytes, dims, nbytes) <= memory.size
+        dims_at = HEADER + padded(structure_bytes) if fits else 0
+        region_at = dims_at + padded(8 * dims) if fits else 0
+        if not fits or region_at + nbytes != memory.size:
+            raise ProtocolError(
+                f"the parts of a batch must fill its message of {memory.size} bytes, got {structure_bytes} of "
+                f"structure, {dims} dims, {nbytes} of region"
+            )
+        encoded = memory[HEADER : HEADER + structure_bytes].tobytes()
+        known = self._assembler
+        structure = known.structure if known is not None and known.structure.encoded == encoded else None
+        shapes = memory[dims_at : dims_at + 8 * dims].view("<i8").tolist()
+        return structure or Structure.from_bytes(encoded), shapes, region_at, nbytes

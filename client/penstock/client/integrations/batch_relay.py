@@ -1,0 +1,199 @@
+"""Messages from the reader of a box to the box's other ranks, over gloo.
+
+The reader sends a message to the leaders of other stages, and each leader broadcasts it to the ranks of its stage,
+which ask for it at the same time because they run in lockstep. The stages of a pipeline do not: the last one asks for a
+batch only when its activations arrive. If the reader waited for that, the activations would never come. So a thread of
+the reader sends to other stages, and the training thread only hands over. A pipeline's depth bounds what waits there:
+the first stage cannot be further ahead.
+
+Every wait ends by the groups' timeout.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Final
+
+import torch
+
+from penstock.client.integrations.rank_groups import HostGroup, RankGroups, Stages, open_group
+from penstock.proto.errors import DeadlineError, LaneLostError, ProtocolError
+
+__all__ = ["MAX_MESSAGE_BYTES", "Kind", "Message", "Relay"]
+
+MAX_MESSAGE_BYTES: Final = 4 << 30
+"""Largest message that a rank allocates memory for."""
+
+
+class Kind(IntEnum):
+    """Kind of a message."""
+
+    BATCH = 0
+    END = 1
+    """The loader's steps are over."""
+    ERROR = 2
+    """The reader failed: the name of the error's class, a newline, its text."""
+    STATE = 3
+
+
+Message = tuple[Kind, torch.Tensor]
+"""Kind and content; uint8, 1-d."""
+
+
+class Relay:
+    """Connection of this rank with the others of its box. All ranks of the job make theirs in the same order."""
+
+    def __init__(self, ranks: RankGroups, stages: Stages, timeout_s: float) -> None:
+        self._ranks, self._timeout_s = ranks, timeout_s
+        self._peers = open_group(ranks.peers, ranks.rank, timeout_s)
+        self._leaders = open_group(ranks.leaders, ranks.rank, timeout_s) if ranks.leads else None
+        self._readers = open_group(ranks.readers, ranks.rank, timeout_s) if ranks.reads else None
+        targets = ranks.targets(stages) if ranks.reads else ()
+        self._sender = _Sender(targets, self._leaders) if targets and self._leaders is not None else None
+
+    def send(self, message: Message) -> None:
+        """Send a message to the ranks that get batches. Only the reader calls this."""
+        if self._sender is not None:
+            self._sender.put(message)
+        self._broadcast(message)
+
+    def receive(self) -> Message:
+        """Return the reader's next message."""
+        message = None
+        if self._ranks.leads:
+            assert self._leaders is not None
+            reader = self._ranks.leaders[0]
+            with _Named(self._ranks):
+                header = torch.empty(2, dtype=torch.int64)
+                self._leaders.receive(header, reader)
+                content = _content(header)
+                if content.numel():
+                    self._leaders.receive(content, reader)
+            message = Kind(int(header[0])), content
+        return self._broadcast(message)
+
+    def share(self, message: Message | None) -> Message:
+        """Return the reader's message, on all ranks of the box, which call this together. Only the reader has one."""
+        if self._sender is not None:
+            self._sender.drain(self._timeout_s)
+        if self._ranks.leads:
+            message = _broadcast(message, self._leaders, self._ranks)
+        return self._broadcast(message)
+
+    def _broadcast(self, message: Message | None) -> Message:
+        """Return the leader's message, on all ranks of a stage."""
+        return _broadcast(message, self._peers, self._ranks)
+
+    def sum_over_boxes(self, count: int) -> int:
+        """Return the sum of all boxes' counts. All readers call this together."""
+        if self._readers is None:
+            return count
+        total = torch.tensor(count, dtype=torch.int64)
+        with _Named(self._ranks):
+            self._readers.sum(total)
+        return int(total)
+
+    def close(self) -> None:
+        """Send what is left, for at most the timeout, and end the sending thread."""
+        if self._sender is not None:
+            self._sender.close(self._timeout_s)
+
+
+class _Sender:
+    """Thread that sends messages to other stages' leaders, in order."""
+
+    def __init__(self, targets: Sequence[int], group: HostGroup) -> None:
+        self._targets, self._group = targets, group
+        self._waiting: queue.SimpleQueue[Message | threading.Event | None] = queue.SimpleQueue()
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="penstock-relay", daemon=True)
+        self._thread.start()
+
+    def put(self, message: Message) -> None:
+        self._check()
+        self._waiting.put(message)
+
+    def drain(self, timeout_s: float) -> None:
+        """Wait until all messages are received."""
+        sent = threading.Event()
+        self._waiting.put(sent)
+        if not sent.wait(timeout_s):
+            self._check()
+            raise DeadlineError(f"ranks {list(self._targets)} must take the batches within {timeout_s:.0f} s")
+        self._check()
+
+    def close(self, timeout_s: float) -> None:
+        self._waiting.put(None)
+        self._thread.join(timeout_s)
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise LaneLostError(
+                f"ranks {list(self._targets)} must take the batches of their box, got {self._error}: read their logs"
+            ) from self._error
+
+    def _run(self) -> None:
+        while (item := self._waiting.get()) is not None:
+            if isinstance(item, threading.Event):
+                item.set()
+            elif self._error is None:
+                try:
+                    self._send(item)
+                except Exception as error:
+                    self._error = error
+
+    def _send(self, message: Message) -> None:
+        header = _header(message)
+        for target in self._targets:
+            self._group.send(header, target)
+            if message[1].numel():
+                self._group.send(message[1], target)
+
+
+class _Named:
+    """Context that names the ranks in gloo's errors."""
+
+    def __init__(self, ranks: RankGroups) -> None:
+        self._ranks = ranks
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError):
+            ranks = self._ranks
+            raise LaneLostError(
+                f"rank {ranks.rank} must get the batches of box {ranks.box} from the box's reader, got {error}: read "
+                "the logs of the box's other ranks"
+            ) from error
+
+
+def _broadcast(message: Message | None, group: HostGroup | None, ranks: RankGroups) -> Message:
+    """Return the message of a group's first rank, on all of its ranks."""
+    if group is None:
+        assert message is not None
+        return message
+    header = torch.empty(2, dtype=torch.int64) if message is None else _header(message)
+    with _Named(ranks):
+        group.broadcast(header)
+        content = _content(header) if message is None else message[1]
+        if content.numel():
+            group.broadcast(content)
+    return Kind(int(header[0])), content
+
+
+def _header(message: Message) -> torch.Tensor:
+    return torch.tensor([message[0], message[1].numel()], dtype=torch.int64)
+
+
+def _content(header: torch.Tensor) -> torch.Tensor:
+    """Return memory for the content of a message with this header."""
+    kind, nbytes = header.tolist()
+    if kind not in iter(Kind) or not 0 <= nbytes <= MAX_MESSAGE_BYTES:
+        raise ProtocolError(
+            f"a message of the box's reader must have a kind of {[*map(int, Kind)]} and at most {MAX_MESSAGE_BYTES} "
+            f"bytes, got kind {kind} and {nbytes} bytes: install one release of Penstock on all ranks"
+        )
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")

@@ -1,0 +1,310 @@
+"""Megatron-core: the batches of a loader as the `data_iterator` of its pipeline schedules.
+
+Megatron's schedules call the user's forward step on every rank, which takes a microbatch by `next(data_iterator)`. The
+ranks of one data-parallel rank (tensor, context and pipeline parallel) need the same microbatch, so they are one box:
+one of them reads, and the others get its batches (batch_relay.py). Ranks of a stage call `next` together; the stages of
+a pipeline do not, and with a virtual pipeline neither do the model chunks of a rank.
+
+A batch has memory of its own on all ranks, the reader included. Megatron's RerunDataIterator keeps all microbatches of
+an iteration, which may be more than the ring of shared memory has entries.
+
+A microbatch counts as delivered when the reader's first stage takes it. Between two iterations of the training loop all
+stages have taken the same ones, so that is when states are saved.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+from typing import Any, Self, cast
+
+import torch
+
+from penstock.client.api.appliance import Appliance
+from penstock.client.api.data_loader import DataExecutor, DataLoader
+from penstock.client.integrations.batch_messages import BatchMessages
+from penstock.client.integrations.batch_relay import Kind, Message, Relay
+from penstock.client.integrations.rank_groups import RankGroups, Stages
+from penstock.client.states.saved_state import is_to_be_filled
+from penstock.client.stream.checkpoint_schedule import CheckpointSteps
+from penstock.proto.errors import InvalidArgumentError, PenstockError, StateMismatchError, error_named
+from penstock.proto.state.codec import decode_state, encode_state
+
+__all__ = ["DataIterator", "RankGroups", "box_appliance"]
+
+
+def box_appliance(*, ranks: RankGroups | None = None, **settings: Any) -> AbstractContextManager[Appliance | None]:
+    """Return the `Appliance(**settings)` of this rank's box, a data-parallel rank of Megatron; on ranks that do not
+    read, a context that does nothing.
+
+    Args:
+        ranks: place of this rank; None: that in megatron.core.parallel_state.
+        settings: arguments of Appliance, without box, num_boxes and device.
+    """
+    wrong = sorted({"box", "num_boxes", "device"} & settings.keys())
+    if wrong:
+        raise InvalidArgumentError(
+            f"box_appliance sets the box from Megatron's ranks and keeps batches on the host, got {wrong[0]}=: leave "
+            "it out, and move batches to the device in the forward step"
+        )
+    ranks = ranks or RankGroups.of_megatron()
+    return Appliance(box=ranks.box, num_boxes=ranks.num_boxes, **settings) if ranks.reads else nullcontext()
+
+
+class DataIterator:
+    """Iterator over microbatches for Megatron-core's `forward_backward_func(data_iterator=...)`.
+
+    Example, the same on all ranks::
+
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+        dp = parallel_state.get_data_parallel_world_size()
+        loader = DataLoader(input_fn, global_batch_size=micro_batch_size * dp)
+        with box_appliance(seed=1), DataIterator(loader, num_steps=train_iters * num_microbatches) as data:
+            for iteration in range(train_iters):
+                forward_backward_func(data_iterator=data, num_microbatches=num_microbatches, ...)
+
+    A batch of the loader is one microbatch of one data-parallel rank. All ranks make the iterator, at the same point of
+    their code, because it opens process groups. With a virtual pipeline pass `data.chunks(number of model chunks)`.
+
+    A batch is the whole sequence. With context parallelism the forward step takes its part by
+    `get_batch_on_this_cp_rank(dict(next(data_iterator)))`: a copy, because that function changes the dict, and
+    Megatron's rerun state machine may return it once more.
+
+    Args:
+        loader: the Penstock DataLoader. Only one rank of each box iterates it; it costs the others nothing.
+        num_steps: number of microbatches of this box, over as many epochs as needed; None: one epoch.
+        checkpoint_steps: as for DataExecutor, in microbatches.
+        stages: stages of the pipeline that take batches: "ends" (the first, for its tokens, and the last, for its
+            labels) or "all". `next` on another stage is an error.
+        ranks: place of this rank; None: that in megatron.core.parallel_state.
+        timeout_s: longest wait for another rank, in seconds. Keep it above the appliance's timeout_s, so that the
+            reader's error reaches the other ranks.
+
+    Raises:
+        InvalidArgumentError: Megatron's parallel state is not initialized, or an argument has an invalid value.
+
+    `next` raises StopIteration on all ranks after the same microbatch. It raises the stream's errors on the reader, and
+    errors of the same class and text on the other ranks; LaneLostError if another rank of the box is gone.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader,
+        *,
+        num_steps: int | None = None,
+        checkpoint_steps: CheckpointSteps = None,
+        stages: Stages = "ends",
+        ranks: RankGroups | None = None,
+        timeout_s: float = 1800.0,
+    ) -> None:
+        if stages not in ("ends", "all"):
+            raise InvalidArgumentError(f'stages must be "ends" or "all", got {stages!r}')
+        if timeout_s <= 0:
+            raise InvalidArgumentError(f"timeout_s must be > 0, got {timeout_s}")
+        self._ranks = ranks = ranks or RankGroups.of_megatron()
+        self._loader, self._stages = loader, stages
+        self._executor = DataExecutor(loader, num_steps, checkpoint_steps)
+        self._relay = Relay(ranks, stages, timeout_s)
+        self._messages = BatchMessages()
+        self._consumed: int | None = 0
+        self._rows: int | None = 0
+        """Rows that this box's loader has delivered since the last load; None if the rows of a batch cannot be
+        counted."""
+        self._base: int | None = 0
+        """Samples that the loaded state has consumed."""
+        self._begin()
+
+    def _begin(self) -> None:
+        self._source: Iterator[Any] | None = None
+        self._batches: deque[torch.Tensor] = deque()
+        self._first = 0
+        """Number of the microbatch at the left of `_batches`."""
+        self._cursors: list[_Chunk] = []
+        self._over: PenstockError | StopIteration | None = None
+
+    # ---- for the schedules
+
+    def __iter__(self) -> DataIterator:
+        return self
+
+    def __next__(self) -> Any:
+        """Return the next microbatch."""
+        if not self._cursors:
+            self.chunks(1)
+        if len(self._cursors) > 1:
+            raise InvalidArgumentError(
+                "data_iterator must be the list that chunks() returned, with an iterator for each model chunk, got the "
+                "DataIterator itself"
+            )
+        return next(self._cursors[0])
+
+    def chunks(self, count: int) -> list[Iterator[Any]]:
+        """Return one iterator over all microbatches for each model chunk of this rank, for a virtual pipeline."""
+        if count < 1:
+            raise InvalidArgumentError(f"the number of model chunks must be >= 1, got {count}")
+        if self._cursors and len(self._cursors) != count:
+            raise InvalidArgumentError(
+                f"the number of model chunks must stay {len(self._cursors)}, got {count}: call chunks() before next()"
+            )
+        if not self._cursors:
+            takes = [self._ranks.takes(self._stages, chunk, count) for chunk in range(count)]
+            self._cursors = [_Chunk(self, one) for one in takes]
+        return list(self._cursors)
+
+    def _at(self, number: int) -> Any:
+        """Return a microbatch by its number, counted from the last load."""
+        while number >= self._first + len(self._batches):
+            if self._over is not None:
+                raise self._over
+            self._fetch()
+        return self._messages.unpack(self._batches[number - self._first])
+
+    def _passed(self) -> None:
+        """Drop the microbatches that all model chunks have taken."""
+        least = min(one.taken for one in self._cursors if one.takes)
+        while self._first < least:
+            self._batches.popleft()
+            self._first += 1
+
+    def _fetch(self) -> None:
+        """Append the next microbatch, or note why there is none."""
+        kind, content = self._read() if self._ranks.reads else self._relay.receive()
+        if kind is Kind.BATCH:
+            self._batches.append(content)
+        elif kind is Kind.END:
+            self._over = StopIteration()
+        else:
+            self._over = self._over or _error_of(content)
+
+    def _read(self) -> Message:
+        """Return the loader's next batch as a message, sent to the other ranks."""
+        message: Message = Kind.END, _NOTHING
+        try:
+            if self._source is None:
+                self._source = iter(self._executor)
+            for batch in self._source:
+                content = self._messages.pack(batch)
+                rows = self._messages.rows(content)
+                self._rows = None if rows is None or self._rows is None else self._rows + rows
+                message = Kind.BATCH, content
+                break
+        except Exception as error:
+            self._over = error if isinstance(error, PenstockError) else None
+            message = _failure(error, self._ranks)
+        self._relay.send(message)
+        return message
+
+    # ---- states
+
+    @property
+    def consumed_samples(self) -> int | None:
+        """Samples that all boxes have consumed over the whole life of the run, at the last state_dict() or
+        load_state_dict(): what Megatron calls consumed_train_samples. None if tensors of a batch have different numbers
+        of rows."""
+        return self._consumed
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state after the last microbatch: {"loader": the DataLoader's state, "consumed_samples": int}.
+
+        All ranks of the job call it together, between two iterations, and get the same value. Save it once, on any
+        rank. (torch.distributed.checkpoint.load, which requests a state to load into, gets one to be filled.)
+
+        Raises the errors of DataLoader.state_dict(), on all ranks of the box.
+        """
+        if is_to_be_filled():
+            return {"loader": self._loader.state_dict(), "consumed_samples": 0}
+        kind, content = self._relay.share(self._state() if self._ranks.reads else None)
+        if kind is not Kind.STATE:
+            raise _error_of(content)
+        state: dict[str, Any] = cast(dict[str, Any], decode_state(content.numpy().tobytes()))
+        self._consumed = state["consumed_samples"]
+        return state
+
+    def _state(self) -> Message:
+        unknown = self._rows is None or self._base is None
+        counts = [self._relay.sum_over_boxes(count) for count in (self._rows or 0, int(unknown))]
+        try:
+            consumed = None if counts[1] or self._base is None else self._base + counts[0]
+            state = {"loader": self._loader.state_dict(), "consumed_samples": consumed}
+            return Kind.STATE, torch.frombuffer(bytearray(encode_state(state)), dtype=torch.uint8)
+        except Exception as error:
+            return _failure(error, self._ranks)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Resume from a state, saved with any numbers of data-, tensor-, context- and pipeline-parallel ranks. All
+        ranks call it, before the first `next`, or between two iterations.
+
+        Raises the errors of DataLoader.load_state_dict(), and StateMismatchError if it is no state of a DataIterator.
+        """
+        if not isinstance(state_dict, dict) or not {"loader", "consumed_samples"} <= state_dict.keys():
+            raise StateMismatchError(
+                f"a DataIterator's state must have loader and consumed_samples, got {repr(state_dict)[:80]}: pass the "
+                "result of DataIterator.state_dict()"
+            )
+        self._end()
+        self._begin()
+        self._loader.load_state_dict(state_dict["loader"])
+        self._base = self._consumed = state_dict["consumed_samples"]
+        self._rows = 0
+
+    # ---- the end
+
+    def close(self) -> None:
+        """End the loop over the loader, and wait until other stages have got what was sent. Call it on all ranks,
+        before destroy_process_group(). `with` does so, but does not wait after an error."""
+        self._end()
+        self._relay.close()
+
+    def _end(self) -> None:
+        close = getattr(self._source, "close", None)
+        if close is not None:
+            close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+        if kind is None:  # else other stages may never ask for the rest
+            self._relay.close()
+
+
+class _Chunk:
+    """Iterator of one model chunk."""
+
+    def __init__(self, owner: DataIterator, takes: bool) -> None:
+        self._owner, self.takes = owner, takes
+        self.taken = 0
+
+    def __iter__(self) -> _Chunk:
+        return self
+
+    def __next__(self) -> Any:
+        if not self.takes:
+            ranks = self._owner._ranks
+            raise InvalidArgumentError(
+                f"next(data_iterator) must be called on the first and the last stage only, got stage {ranks.stage} of "
+                f'{ranks.num_stages}, on rank {ranks.rank}: pass DataIterator(stages="all"), or take no batch there'
+            )
+        batch = self._owner._at(self.taken)
+        self.taken += 1
+        self._owner._passed()
+        return batch
+
+
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+def _failure(error: Exception, ranks: RankGroups) -> Message:
+    text = str(error) if isinstance(error, PenstockError) else f"rank {ranks.rank} got {type(error).__name__}: {error}"
+    data = f"{type(error).__name__}\n{text}".encode()
+    return Kind.ERROR, torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _error_of(content: torch.Tensor) -> PenstockError:
+    name, _, text = content.numpy().tobytes().decode(errors="replace").partition("\n")
+    return error_named(name, text)

@@ -1,0 +1,164 @@
+"""Which ranks of a model-parallel job are one box, which of them reads, and which of them need batches.
+
+The ranks with one data-parallel rank are a box: tp x cp ranks in each stage of its pipeline. The first rank of a stage
+is its *leader*, the leader of the first stage is the *reader*.
+
+        pp 0            pp 1                    (tp 2, pp 2, dp 2)
+    dp 0   0 1    ->    4 5     box 0: rank 0 reads; rank 4 gets its batches, for stage 1; 1 and 5 get those of 0 and 4
+    dp 1   2 3    ->    6 7     box 1: rank 2 reads
+
+Other libraries' groups are on the accelerators' network, and what travels here are batches in the host's memory. So
+these groups are of their own, on gloo, and no collective of ours can meet one of theirs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import _get_default_store as default_store
+
+from penstock.proto.errors import InvalidArgumentError
+
+__all__ = ["HostGroup", "RankGroups", "Stages", "open_group"]
+
+Stages = Literal["ends", "all"]
+"""Stages of a pipeline that get batches: the first and the last, or every one."""
+
+
+@dataclass(frozen=True)
+class RankGroups:
+    """Place of a rank among those that share a model. Ranks are those of the whole job."""
+
+    rank: int
+    box: int
+    """Data-parallel rank."""
+    stage: int
+    """Stage of the pipeline, from 0."""
+    num_stages: int
+    peers: tuple[int, ...]
+    """Ranks of this box's stage, tp x cp of them, in order."""
+    leaders: tuple[int, ...] = ()
+    """Leaders of this box's stages, in order. Only a leader needs them."""
+    readers: tuple[int, ...] = ()
+    """Readers of all boxes, in order. Only a reader needs them."""
+    num_boxes: int = 1
+
+    def __post_init__(self) -> None:
+        if self.rank not in self.peers or (self.leads and self.rank not in self.leaders):
+            raise InvalidArgumentError(
+                f"the groups of rank {self.rank} must contain it, got peers={self.peers}, leaders={self.leaders}"
+            )
+        if self.leads and len(self.leaders) != self.num_stages:
+            raise InvalidArgumentError(
+                f"leaders must be one rank for each of {self.num_stages} stages, got {self.leaders}"
+            )
+        if self.reads and len(self.readers) != self.num_boxes:
+            raise InvalidArgumentError(
+                f"readers must be one rank for each of {self.num_boxes} boxes, got {self.readers}"
+            )
+
+    @property
+    def leads(self) -> bool:
+        """True if this rank gets batches for its stage."""
+        return self.rank == self.peers[0]
+
+    @property
+    def reads(self) -> bool:
+        """True if this rank has the box's loader."""
+        return self.leads and self.stage == 0
+
+    def gets_batches(self, stages: Stages) -> bool:
+        """Return True if this rank's stage gets batches."""
+        return stages == "all" or self.stage in (0, self.num_stages - 1)
+
+    def takes(self, stages: Stages, chunk: int, num_chunks: int) -> bool:
+        """Return True if one of the model chunks of this rank takes batches. With a virtual pipeline only the first
+        chunk of the first stage and the last chunk of the last stage are the ends."""
+        first = self.stage == 0 and chunk == 0
+        last = self.stage == self.num_stages - 1 and chunk == num_chunks - 1
+        return stages == "all" or first or last
+
+    def targets(self, stages: Stages) -> tuple[int, ...]:
+        """Return the leaders to which a reader sends its batches."""
+        others = self.leaders[1:]
+        return others if stages == "all" else others[-1:]
+
+    @classmethod
+    def of_megatron(cls) -> RankGroups:
+        """Return the place of this rank in Megatron-core's parallel_state.
+
+        Raises InvalidArgumentError if initialize_model_parallel was not called.
+        """
+        state: Any = importlib.import_module("megatron.core.parallel_state")
+        if not state.model_parallel_is_initialized():
+            raise InvalidArgumentError(
+                "Megatron's parallel state must be initialized: call parallel_state.initialize_model_parallel(...) "
+                "before a DataIterator or box_appliance is made"
+            )
+        peers = _ranks(state.get_tensor_and_context_parallel_group())
+        return cls(
+            rank=dist.get_rank(),
+            box=state.get_data_parallel_rank(),
+            stage=state.get_pipeline_model_parallel_rank(),
+            num_stages=state.get_pipeline_model_parallel_world_size(),
+            peers=peers,
+            leaders=_ranks(state.get_pipeline_model_parallel_group()) if dist.get_rank() == peers[0] else (),
+            readers=_ranks(state.get_data_parallel_group()),
+            num_boxes=state.get_data_parallel_world_size(),
+        )
+
+
+def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group))
+
+
+class HostGroup:
+    """Group of ranks for batches in the host's memory, on gloo. All of its ranks make it, and no other rank.
+
+    It is made without dist.new_group. Called by all ranks of the job, that would need all groups of the job on each
+    rank. With use_local_synchronization torch names a group by the number of groups that a rank is in, which differs
+    between Megatron's ranks, so that they would wait for each other under different names.
+
+    Every operation waits for at most `timeout_s`, and raises RuntimeError.
+    """
+
+    def __init__(self, ranks: Sequence[int], rank: int, timeout_s: float) -> None:
+        made = _made[tuple(ranks)]
+        _made[tuple(ranks)] += 1
+        digest = hashlib.blake2b(repr(tuple(ranks)).encode(), digest_size=16).hexdigest()
+        store = PrefixStore(f"penstock/{digest}/{made}", default_store())
+        self._ranks = list(ranks)
+        # Any: torch's stubs lack the methods that it inherits
+        self._group: Any = dist.ProcessGroupGloo(store, ranks.index(rank), len(ranks), timedelta(seconds=timeout_s))
+
+    def send(self, tensor: torch.Tensor, rank: int) -> None:
+        self._group.send([tensor], self._ranks.index(rank), 0).wait()
+
+    def receive(self, tensor: torch.Tensor, rank: int) -> None:
+        self._group.recv([tensor], self._ranks.index(rank), 0).wait()
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Send the first rank's tensor to the others."""
+        self._group.broadcast(tensor, root=0).wait()
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        """Add up the tensors of all ranks, on all of them."""
+        self._group.allreduce(tensor, dist.ReduceOp.SUM).wait()
+
+
+_made: Counter[tuple[int, ...]] = Counter()
+"""Number of groups that this process has made of these ranks. It is the same on all of them."""
+
+
+def open_group(ranks: Sequence[int], rank: int, timeout_s: float) -> HostGroup | None:
+    """Return a new group; None for a single rank."""
+    return HostGroup(ranks, rank, timeout_s) if len(ranks) > 1 else None
