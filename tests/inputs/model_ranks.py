@@ -149,5 +149,28 @@ def of_the_state() -> str:
     return "saved"
 
 
+def checkpointed(folder: str) -> list[Any]:
+    """Rows after a checkpoint of AsyncCheckpointer, in which the state is one value."""
+    from penstock.client.checkpoint import AsyncCheckpointer
+    from penstock.client.integrations.jax import state_from_json, state_to_json
+
+    found: list[Any] = []
+    for tp, steps in ((1, 3), (2, 2)):
+        ranks = groups(tp, 1)
+        loader = DataLoader(rows, 8)
+        with (
+            AsyncCheckpointer(folder) as checkpointer,
+            appliance(ranks),
+            DataIterator(loader, ranks=ranks, timeout_s=30) as data,
+        ):
+            state: dict[str, Any] = {"data": {"penstock_state": ""}}
+            step = checkpointer.restore(state)
+            if step is not None:
+                data.load_state_dict(state_from_json(state["data"]))
+            found += [step, taken(data, steps), data.consumed_samples]
+            checkpointer.save(len(found), {"data": state_to_json(data.state_dict())})
+    return found
+
+
 def unsavable() -> list[torch.Tensor]:
     return [torch.ones(2)] * 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -124,6 +125,13 @@ def test_state_resumes_on_other_ranks(before: tuple[int, int], after: tuple[int,
             first = (2 * at + step) * 8
             assert sorted(row for box in steps for row in box[step]) == list(range(first, first + 8))
     assert [(one[1], one[3]) for one in found] == [(16, 32)] * 4
+
+
+def test_state_goes_into_a_checkpoint(tmp_path: Path) -> None:
+    first, second = values("checkpointed", 2, str(tmp_path))
+    assert first[0] is second[0] is None
+    assert sorted(row for box in (first[1], second[1]) for step in box for row in step) == list(range(24))
+    assert first[3:] == second[3:] == [3, [list(range(24, 32)), list(range(32, 40))], 24]
 
 
 def test_short_batches_are_counted() -> None:
