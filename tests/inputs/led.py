@@ -8,7 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from penstock.client.integrations.model_ranks import from_leader
+from penstock.client.integrations.batch_relay import Relay
+from penstock.client.integrations.rank_groups import RankGroups
+from penstock.client.integrations.relayed_batches import relayed
 
 
 def batches() -> Iterator[Any]:
@@ -24,9 +26,9 @@ def failing() -> Iterator[Any]:
 
 
 def _stream(make: Any) -> Iterator[Any]:
-    group = dist.new_group(list(range(dist.get_world_size())), backend="gloo")
-    assert group is not None
-    return from_leader(make() if dist.get_rank() == 0 else None, group)
+    rank = dist.get_rank()
+    ranks = RankGroups.of_boxes(rank, [0] * dist.get_world_size())
+    return relayed(make() if ranks.reads else None, Relay(ranks, "all", 30.0), rank)
 
 
 def read() -> list[str]:

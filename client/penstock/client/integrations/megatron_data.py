@@ -27,9 +27,10 @@ from penstock.client.api.data_loader import DataExecutor, DataLoader
 from penstock.client.integrations.batch_messages import BatchMessages
 from penstock.client.integrations.batch_relay import Kind, Message, Relay
 from penstock.client.integrations.rank_groups import RankGroups, Stages
+from penstock.client.integrations.relayed_batches import NOTHING, error_of, failure_message
 from penstock.client.states.saved_state import is_to_be_filled
 from penstock.client.stream.checkpoint_schedule import CheckpointSteps
-from penstock.proto.errors import InvalidArgumentError, PenstockError, StateMismatchError, error_named
+from penstock.proto.errors import InvalidArgumentError, PenstockError, StateMismatchError
 from penstock.proto.state.codec import decode_state, encode_state
 
 __all__ = ["DataIterator", "RankGroups", "box_appliance"]
@@ -176,11 +177,11 @@ class DataIterator:
         elif kind is Kind.END:
             self._over = StopIteration()
         else:
-            self._over = self._over or _error_of(content)
+            self._over = self._over or error_of(content)
 
     def _read(self) -> Message:
         """Return the loader's next batch as a message, sent to the other ranks."""
-        message: Message = Kind.END, _NOTHING
+        message: Message = Kind.END, NOTHING
         try:
             if self._source is None:
                 self._source = iter(self._executor)
@@ -192,7 +193,7 @@ class DataIterator:
                 break
         except Exception as error:
             self._over = error if isinstance(error, PenstockError) else None
-            message = _failure(error, self._ranks)
+            message = failure_message(error, self._ranks.rank)
         self._relay.send(message)
         return message
 
@@ -217,7 +218,7 @@ class DataIterator:
             return {"loader": self._loader.state_dict(), "consumed_samples": 0}
         kind, content = self._relay.share(self._state() if self._ranks.reads else None)
         if kind is not Kind.STATE:
-            raise _error_of(content)
+            raise error_of(content)
         state: dict[str, Any] = cast(dict[str, Any], decode_state(content.numpy().tobytes()))
         self._consumed = state["consumed_samples"]
         return state
@@ -230,7 +231,7 @@ class DataIterator:
             state = {"loader": self._loader.state_dict(), "consumed_samples": consumed}
             return Kind.STATE, torch.frombuffer(bytearray(encode_state(state)), dtype=torch.uint8)
         except Exception as error:
-            return _failure(error, self._ranks)
+            return failure_message(error, self._ranks.rank)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume from a state, saved with any numbers of data-, tensor-, context- and pipeline-parallel ranks. All
@@ -294,17 +295,3 @@ class _Chunk:
         self.taken += 1
         self._owner._passed()
         return batch
-
-
-_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
-
-
-def _failure(error: Exception, ranks: RankGroups) -> Message:
-    text = str(error) if isinstance(error, PenstockError) else f"rank {ranks.rank} got {type(error).__name__}: {error}"
-    data = f"{type(error).__name__}\n{text}".encode()
-    return Kind.ERROR, torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _error_of(content: torch.Tensor) -> PenstockError:
-    name, _, text = content.numpy().tobytes().decode(errors="replace").partition("\n")
-    return error_named(name, text)

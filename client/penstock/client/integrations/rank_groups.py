@@ -93,6 +93,21 @@ class RankGroups:
         return others if stages == "all" else others[-1:]
 
     @classmethod
+    def of_boxes(cls, rank: int, boxes: Sequence[int]) -> RankGroups:
+        """Return the place of a rank in a job whose ranks all request batches together, also those of a pipeline.
+
+        Args:
+            rank: the rank.
+            boxes: data-parallel rank of each rank of the job.
+        """
+        ranks: dict[int, list[int]] = {}
+        for each, box in enumerate(boxes):
+            ranks.setdefault(box, []).append(each)
+        peers = tuple(ranks[boxes[rank]])
+        readers = tuple(ranks[box][0] for box in sorted(ranks))
+        return cls(rank, boxes[rank], 0, 1, peers, peers[:1], readers, len(ranks))
+
+    @classmethod
     def of_megatron(cls) -> RankGroups:
         """Return the place of this rank in Megatron-core's parallel_state.
 

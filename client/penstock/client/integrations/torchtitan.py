@@ -14,7 +14,6 @@ import re
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,7 +30,9 @@ from penstock.client.api.appliance import Appliance
 from penstock.client.api.appliance_settings import resolve
 from penstock.client.api.data_loader import DataExecutor, DataLoader
 from penstock.client.checkpoint.checkpointer import AsyncCheckpointer
-from penstock.client.integrations.model_ranks import from_leader, ranks_of_boxes
+from penstock.client.integrations.batch_relay import Relay
+from penstock.client.integrations.rank_groups import HostGroup, RankGroups
+from penstock.client.integrations.relayed_batches import relayed
 from penstock.proto.errors import CheckpointError, InvalidArgumentError
 from penstock.proto.state.checkpoint_files import MANIFEST
 
@@ -96,10 +97,10 @@ class PenstockDataLoader(BaseDataLoader):
                 "loader, PenstockDataLoader.Config(input_fn=...)"
             )
         self._infinite, self._every = config.infinite, snapshot_every_n_steps
-        self._group = _model_group(dp_rank, dp_world_size)
+        self._ranks, self._relay = _box(dp_rank, dp_world_size)
         self.loader: DataLoader | None = None
         """Penstock's loader; None on a rank that gets the batches of another one."""
-        if self._group is None or dist.get_rank(self._group) == 0:
+        if self._ranks is None or self._ranks.reads:
             self.loader = DataLoader(
                 config.input_fn,
                 dataset_path=config.dataset_path,
@@ -115,10 +116,10 @@ class PenstockDataLoader(BaseDataLoader):
 
     def __iter__(self) -> Iterator[Batch]:
         batches = None if self.loader is None else self._read(self.loader)
-        if self._group is None:
+        if self._relay is None or self._ranks is None:
             assert batches is not None
             return batches
-        return from_leader(batches, self._group)
+        return relayed(batches, self._relay, self._ranks.rank)
 
     def _read(self, loader: DataLoader) -> Iterator[Batch]:
         while True:
@@ -163,19 +164,17 @@ _appliances: dict[tuple[Any, ...], Appliance] = {}
 
 
 @cache
-def _model_group(dp_rank: int, dp_world_size: int) -> dist.ProcessGroup | None:
-    """Return a group of the ranks with this data-parallel rank, None if it is this rank alone. All ranks call this."""
+def _box(dp_rank: int, dp_world_size: int) -> tuple[RankGroups | None, Relay | None]:
+    """Return the place of this rank in its box and its connection with the box's other ranks; None for each if the box
+    is this rank alone. All ranks call this."""
     if not dist.is_initialized() or dist.get_world_size() <= dp_world_size:
-        return None
-    timeout = timedelta(seconds=resolve().timeout_s + GRACE_S)
-    boxes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(boxes, torch.tensor([dp_rank]), group=dist.new_group(backend="gloo", timeout=timeout))
-    mine = None
-    for ranks in ranks_of_boxes([int(box) for box in boxes]):
-        group = dist.new_group(ranks, backend="gloo", timeout=timeout)
-        if dist.get_rank() in ranks:
-            mine = group
-    return mine
+        return None, None
+    rank, timeout_s = dist.get_rank(), resolve().timeout_s + GRACE_S
+    boxes = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+    boxes[rank] = dp_rank
+    HostGroup(range(dist.get_world_size()), rank, timeout_s).sum(boxes)
+    ranks = RankGroups.of_boxes(rank, boxes.tolist())
+    return ranks, Relay(ranks, "all", timeout_s)
 
 
 class PenstockCheckpointManager(CheckpointManager):

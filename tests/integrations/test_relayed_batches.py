@@ -5,13 +5,14 @@ from __future__ import annotations
 from led import batches
 from ranked import run
 
-from penstock.client.integrations.model_ranks import ranks_of_boxes
+from penstock.client.integrations.rank_groups import RankGroups
 
 
 def test_ranks_are_grouped_by_box() -> None:
-    assert ranks_of_boxes([0, 0, 1, 1]) == [[0, 1], [2, 3]]
-    assert ranks_of_boxes([0, 1, 0, 1]) == [[0, 2], [1, 3]]
-    assert ranks_of_boxes([0]) == [[0]]
+    assert [RankGroups.of_boxes(rank, [0, 0, 1, 1]).peers for rank in range(4)] == [(0, 1), (0, 1), (2, 3), (2, 3)]
+    other = RankGroups.of_boxes(2, [0, 1, 0, 1])
+    assert (other.peers, other.readers, other.num_boxes, other.reads) == ((0, 2), (0, 1), 2, False)
+    assert RankGroups.of_boxes(0, [0]).reads
 
 
 def test_all_ranks_get_the_leaders_batches() -> None:
@@ -24,5 +25,5 @@ def test_leaders_error_reaches_all_ranks() -> None:
     assert leader == ["tensor([1.])", "ValueError: the data end here"]
     assert follower == [
         "tensor([1.])",
-        "PenstockError: rank 0, which reads the batches of this rank, failed: ValueError: the data end here",
+        "PenstockError: rank 0 got ValueError: the data end here",
     ]

@@ -1,0 +1,69 @@
+"""Batches of a box's reader as an iterator on all ranks of the box, which request each batch together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from penstock.client.integrations.batch_messages import BatchMessages
+from penstock.client.integrations.batch_relay import Kind, Message, Relay
+from penstock.proto.errors import PenstockError, error_named
+
+__all__ = ["NOTHING", "error_of", "failure_message", "relayed"]
+
+NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
+"""Content of a message that has none."""
+
+
+def relayed(batches: Iterator[Any] | None, relay: Relay, rank: int) -> Iterator[Any]:
+    """Yield the reader's batches on all ranks of its box. All of them request each batch, and the end.
+
+    Args:
+        batches: iterator on the reader; None on the other ranks.
+        relay: connection of this rank with the others.
+        rank: this rank, for the texts of errors.
+
+    Raises the reader's error on all ranks: a PenstockError of its class, or a PenstockError that names it.
+    """
+    return _received(relay) if batches is None else _sent(batches, relay, rank)
+
+
+def _sent(batches: Iterator[Any], relay: Relay, rank: int) -> Iterator[Any]:
+    messages = BatchMessages()
+    while True:
+        try:
+            batch = next(batches)
+            message: Message = Kind.BATCH, messages.pack(batch)
+        except StopIteration:
+            relay.send((Kind.END, NOTHING))
+            return
+        except Exception as error:
+            relay.send(failure_message(error, rank))
+            raise
+        relay.send(message)
+        yield batch
+
+
+def _received(relay: Relay) -> Iterator[Any]:
+    messages = BatchMessages()
+    while True:
+        kind, content = relay.receive()
+        if kind is Kind.END:
+            return
+        if kind is not Kind.BATCH:
+            raise error_of(content)
+        yield messages.unpack(content)
+
+
+def failure_message(error: Exception, rank: int) -> Message:
+    """Return the message of the reader's error."""
+    text = str(error) if isinstance(error, PenstockError) else f"rank {rank} got {type(error).__name__}: {error}"
+    return Kind.ERROR, torch.frombuffer(bytearray(f"{type(error).__name__}\n{text}".encode()), dtype=torch.uint8)
+
+
+def error_of(content: torch.Tensor) -> PenstockError:
+    """Return the error of a message of `failure_message`."""
+    name, _, text = content.numpy().tobytes().decode(errors="replace").partition("\n")
+    return error_named(name, text)
