@@ -68,8 +68,8 @@ def test_killed_and_resumed(cluster: Cluster, tmp_path: Path, split: tuple[str, 
 
 
 def test_other_topologies(cluster: Cluster, tmp_path: Path) -> None:
-    """From two boxes to one of two ranks, to one pipeline, to two boxes of two ranks."""
-    whole = training(cluster, "dp2", tmp_path / "whole").to_the_end(2, *OPTIONS, steps=12)
+    """From two boxes to one of two ranks, to one pipeline, to two boxes of two ranks, to context parallelism."""
+    whole = training(cluster, "dp2", tmp_path / "whole").to_the_end(2, *OPTIONS, steps=15)
     moved = training(cluster, "moved", tmp_path / "moved")
     expected = samples(whole["rank0.jsonl"], whole["rank1.jsonl"])
     found = samples(*moved.to_the_end(2, *OPTIONS, steps=3).values())
@@ -79,10 +79,12 @@ def test_other_topologies(cluster: Cluster, tmp_path: Path) -> None:
     found += samples(of_pp["rank1.jsonl"])
     of_four = moved.to_the_end(4, *OPTIONS, "--tp", "2", steps=12)
     found += samples(of_four["rank0.jsonl"], of_four["rank2.jsonl"])
+    of_cp = moved.to_the_end(2, *OPTIONS, "--cp", "2", steps=15)  # another model here, so losses are not compared
+    found += samples(of_cp["rank0.jsonl"])
     assert found == expected
     parts = [(of_tp["rank0.jsonl"],), (of_pp["rank1.jsonl"],), (of_four["rank0.jsonl"], of_four["rank2.jsonl"])]
     mean = [loss for part in parts for loss in losses(*part)]
-    assert mean == pytest.approx(losses(whole["rank0.jsonl"], whole["rank1.jsonl"])[3:], rel=1e-4)
+    assert mean == pytest.approx(losses(whole["rank0.jsonl"], whole["rank1.jsonl"])[3:12], rel=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore")  # of its import
