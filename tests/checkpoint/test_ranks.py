@@ -165,3 +165,7 @@ def test_a_verdict_stays_until_all_have_read_it(tmp_path: Path) -> None:
         assert errors
         assert all("step 2 was not saved" in one and "rank 0: its writer process ended" in one for one in errors)
     assert good(tmp_path) == 6
+
+
+def test_checkpointers_one_after_another(tmp_path: Path) -> None:
+    assert values(run(2, "ranked_saves:reopened", str(tmp_path))) == [[None, *range(11)]] * 2

@@ -19,7 +19,8 @@ from typing import Final
 
 import torch
 
-from penstock.client.integrations.rank_groups import HostGroup, RankGroups, Stages, open_group
+from penstock.client.host_group import HostGroup, open_group
+from penstock.client.integrations.rank_groups import RankGroups, Stages
 from penstock.proto.errors import DeadlineError, LaneLostError, ProtocolError
 
 __all__ = ["MAX_MESSAGE_BYTES", "Kind", "Message", "Relay"]

@@ -8,27 +8,21 @@ is its *leader*, the leader of the first stage is the *reader*.
     dp 1   2 3    ->    6 7     box 1: rank 2 reads
 
 Other libraries' groups are on the accelerators' network, and what travels here are batches in the host's memory. So
-these groups are of their own, on gloo, and no collective of ours can meet one of theirs.
+the groups are host groups, and no collective of ours can meet one of theirs.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.distributed_c10d import _get_default_store as default_store
 
 from penstock.proto.errors import InvalidArgumentError
 
-__all__ = ["HostGroup", "RankGroups", "Stages", "open_group"]
+__all__ = ["RankGroups", "Stages"]
 
 Stages = Literal["ends", "all"]
 """Stages of a pipeline that get batches: the first and the last, or every one."""
@@ -134,46 +128,3 @@ class RankGroups:
 
 def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group))
-
-
-class HostGroup:
-    """Group of ranks for batches in the host's memory, on gloo. All of its ranks make it, and no other rank.
-
-    It is made without dist.new_group. Called by all ranks of the job, that would need all groups of the job on each
-    rank. With use_local_synchronization torch names a group by the number of groups that a rank is in, which differs
-    between Megatron's ranks, so that they would wait for each other under different names.
-
-    Every operation waits for at most `timeout_s`, and raises RuntimeError.
-    """
-
-    def __init__(self, ranks: Sequence[int], rank: int, timeout_s: float) -> None:
-        made = _made[tuple(ranks)]
-        _made[tuple(ranks)] += 1
-        digest = hashlib.blake2b(repr(tuple(ranks)).encode(), digest_size=16).hexdigest()
-        store = PrefixStore(f"penstock/{digest}/{made}", default_store())
-        self._ranks = list(ranks)
-        # Any: torch's stubs lack the methods that it inherits
-        self._group: Any = dist.ProcessGroupGloo(store, ranks.index(rank), len(ranks), timedelta(seconds=timeout_s))
-
-    def send(self, tensor: torch.Tensor, rank: int) -> None:
-        self._group.send([tensor], self._ranks.index(rank), 0).wait()
-
-    def receive(self, tensor: torch.Tensor, rank: int) -> None:
-        self._group.recv([tensor], self._ranks.index(rank), 0).wait()
-
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Send the first rank's tensor to the others."""
-        self._group.broadcast(tensor, root=0).wait()
-
-    def sum(self, tensor: torch.Tensor) -> None:
-        """Add up the tensors of all ranks, on all of them."""
-        self._group.allreduce(tensor, dist.ReduceOp.SUM).wait()
-
-
-_made: Counter[tuple[int, ...]] = Counter()
-"""Number of groups that this process has made of these ranks. It is the same on all of them."""
-
-
-def open_group(ranks: Sequence[int], rank: int, timeout_s: float) -> HostGroup | None:
-    """Return a new group; None for a single rank."""
-    return HostGroup(ranks, rank, timeout_s) if len(ranks) > 1 else None

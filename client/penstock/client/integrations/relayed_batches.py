@@ -59,8 +59,10 @@ def _received(relay: Relay) -> Iterator[Any]:
 
 def failure_message(error: Exception, rank: int) -> Message:
     """Return the message of the reader's error."""
-    text = str(error) if isinstance(error, PenstockError) else f"rank {rank} got {type(error).__name__}: {error}"
-    return Kind.ERROR, torch.frombuffer(bytearray(f"{type(error).__name__}\n{text}".encode()), dtype=torch.uint8)
+    name, text = type(error).__name__, str(error)
+    if not isinstance(error, PenstockError):
+        name, text = PenstockError.__name__, f"rank {rank} got {name}: {text}"
+    return Kind.ERROR, torch.frombuffer(bytearray(f"{name}\n{text}".encode()), dtype=torch.uint8)
 
 
 def error_of(content: torch.Tensor) -> PenstockError:

@@ -30,8 +30,9 @@ from penstock.client.api.appliance import Appliance
 from penstock.client.api.appliance_settings import resolve
 from penstock.client.api.data_loader import DataExecutor, DataLoader
 from penstock.client.checkpoint.checkpointer import AsyncCheckpointer
+from penstock.client.host_group import HostGroup
 from penstock.client.integrations.batch_relay import Relay
-from penstock.client.integrations.rank_groups import HostGroup, RankGroups
+from penstock.client.integrations.rank_groups import RankGroups
 from penstock.client.integrations.relayed_batches import relayed
 from penstock.proto.errors import CheckpointError, InvalidArgumentError
 from penstock.proto.state.checkpoint_files import MANIFEST
@@ -170,10 +171,8 @@ def _box(dp_rank: int, dp_world_size: int) -> tuple[RankGroups | None, Relay | N
     if not dist.is_initialized() or dist.get_world_size() <= dp_world_size:
         return None, None
     rank, timeout_s = dist.get_rank(), resolve().timeout_s + GRACE_S
-    boxes = torch.zeros(dist.get_world_size(), dtype=torch.int64)
-    boxes[rank] = dp_rank
-    HostGroup(range(dist.get_world_size()), rank, timeout_s).sum(boxes)
-    ranks = RankGroups.of_boxes(rank, boxes.tolist())
+    job = HostGroup(range(dist.get_world_size()), rank, timeout_s)
+    ranks = RankGroups.of_boxes(rank, [int(box) for box in job.gather(torch.tensor(dp_rank))])
     return ranks, Relay(ranks, "all", timeout_s)
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from penstock.client.host_group import HostGroup
 from penstock.proto.errors import CATALOGUE, CheckpointError, InvalidArgumentError, PenstockError
 
 __all__ = ["Ranks"]
@@ -37,7 +37,7 @@ class Ranks:
     def __init__(self, group: dist.ProcessGroup | None, timeout_s: float) -> None:
         self.rank, self.size = 0, 1
         self.timeout_s = timeout_s
-        self._group: dist.ProcessGroup | None = None
+        self._group: HostGroup | None = None
         self._alone = not _initialized()  # checked again at each exchange
         if _initialized() and dist.get_rank(group) < 0:
             raise InvalidArgumentError(
@@ -47,13 +47,8 @@ class Ranks:
         if _initialized() and dist.get_world_size(group) > 1:
             members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
             self.rank, self.size = dist.get_rank(group), len(members)
-            self._group = dist.new_group(
-                members,
-                # The timeout is longer than a rank may wait for its own writer before it joins the exchange.
-                timeout=timedelta(seconds=timeout_s + MARGIN_S),
-                backend="gloo",
-                use_local_synchronization=True,
-            )
+            # The timeout is longer than a rank may wait for its own writer before it joins the exchange.
+            self._group = HostGroup(members, dist.get_rank(), timeout_s + MARGIN_S)
 
     def exchange(self, value: dict[str, Any]) -> list[dict[str, Any]]:
         """Return all ranks' values, by rank. Raises CheckpointError if a rank is lost or does not answer in time."""
@@ -66,13 +61,11 @@ class Ranks:
             return [value]
         own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         try:
-            lengths = [torch.empty(1, dtype=torch.int64, device="cpu") for _ in range(self.size)]
-            dist.all_gather(lengths, torch.tensor([own.numel()], device="cpu"), group=self._group)
+            lengths = self._group.gather(torch.tensor([own.numel()], device="cpu"))
             longest = max(int(length) for length in lengths)
             padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
             padded[: own.numel()] = own
-            values = [torch.empty(longest, dtype=torch.uint8, device="cpu") for _ in range(self.size)]
-            dist.all_gather(values, padded, group=self._group)
+            values = self._group.gather(padded)
         except RuntimeError as error:
             raise CheckpointError(
                 f"rank {self.rank} lost the connection to the other {self.size - 1} ranks, or waited for them for more "
@@ -113,9 +106,7 @@ class Ranks:
         return [answer["value"] for answer in answers]
 
     def close(self) -> None:
-        group, self._group = self._group, None
-        if group is not None and dist.is_initialized():
-            dist.destroy_process_group(group)
+        self._group = None
 
 
 def _initialized() -> bool:

@@ -1,0 +1,74 @@
+"""Groups of ranks for values in the host's memory, on gloo, beside the groups of torch.distributed's own registry.
+
+A group is made without dist.new_group, for two reasons. Called by all ranks of the job, that needs all groups of the
+job on each rank. With use_local_synchronization, torch names a group by its ranks alone, and uses the name again once
+the group is destroyed: the next group of these ranks finds the addresses of the destroyed one in the store, and waits
+for a peer that does not listen there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import _get_default_store as default_store
+
+__all__ = ["HostGroup", "open_group"]
+
+
+class HostGroup:
+    """Group of ranks of the job. All of these ranks make it, as their next group of these ranks; no other rank does.
+
+    Every operation, also the making, waits for at most `timeout_s`, and raises RuntimeError then.
+
+    Args:
+        ranks: ranks of the job, in the same order on all of them.
+        rank: this rank.
+        timeout_s: longest wait for the other ranks, in seconds.
+    """
+
+    def __init__(self, ranks: Sequence[int], rank: int, timeout_s: float) -> None:
+        made = _made[tuple(ranks)]
+        _made[tuple(ranks)] += 1
+        digest = hashlib.blake2b(repr(tuple(ranks)).encode(), digest_size=16).hexdigest()
+        store = PrefixStore(f"penstock/{digest}/{made}", default_store())
+        self._ranks = list(ranks)
+        # Any: torch's stubs lack the methods that it inherits
+        self._group: Any = dist.ProcessGroupGloo(store, ranks.index(rank), len(ranks), timedelta(seconds=timeout_s))
+
+    def send(self, tensor: torch.Tensor, rank: int) -> None:
+        """Send a tensor to a rank, which receives it."""
+        self._group.send([tensor], self._ranks.index(rank), 0).wait()
+
+    def receive(self, tensor: torch.Tensor, rank: int) -> None:
+        """Receive a tensor from a rank, into this one of the same dims and dtype."""
+        self._group.recv([tensor], self._ranks.index(rank), 0).wait()
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Send the first rank's tensor to the others."""
+        self._group.broadcast(tensor, root=0).wait()
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        """Add up the tensors of all ranks, on all of them."""
+        self._group.allreduce(tensor, dist.ReduceOp.SUM).wait()
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensors of all ranks, in the group's order. They have the same dims and dtype."""
+        found = [torch.empty_like(tensor) for _ in self._ranks]
+        self._group.allgather([found], [tensor]).wait()
+        return found
+
+
+_made: Counter[tuple[int, ...]] = Counter()
+"""Number of groups that this process has made of these ranks. It is the same on all of them."""
+
+
+def open_group(ranks: Sequence[int], rank: int, timeout_s: float) -> HostGroup | None:
+    """Return a new group; None for a single rank."""
+    return HostGroup(ranks, rank, timeout_s) if len(ranks) > 1 else None
