@@ -144,7 +144,7 @@ loaders: $(STAMP) ## save and resume other libraries' loaders again and again, 3
 	$(BIN)/python -m pip install --no-deps litdata==0.2.76  # it asks for torchvision, which would bring another torch
 	$(BIN)/pytest -n 2 tests/loaders/run_third_party.py
 
-frameworks: $(FRAMEWORKS_VENV)/.setup-done ## train inside torchtitan, Megatron-core, TRL, NeMo Automodel and JAX, and run a fleet on Ray; 4 GB below .frameworks
+frameworks: $(FRAMEWORKS_VENV)/.setup-done $(PEERS)/streaming/.setup-done $(PEERS)/energon/.setup-done ## train inside torchtitan, Megatron-core, TRL, NeMo Automodel and JAX, import positions, run a fleet on Ray; 6 GB
 	$(FRAMEWORKS_VENV)/bin/python -m pytest -n 1 tests/frameworks/run_*.py tests/deploy/run_up_ray.py
 
 $(FRAMEWORKS_VENV)/.setup-done: pyproject.toml tests/frameworks/requirements.txt
