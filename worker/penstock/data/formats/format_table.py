@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.data.formats.mds import check_mds, open_mds
-from penstock.data.formats.parquet import open_parquet
+from penstock.data.formats.parquet.parquet_reader import open_parquet
 from penstock.data.formats.shards import Shard, ShardReader
 from penstock.data.formats.text_shards import check_json, check_separated, open_json, open_separated
 

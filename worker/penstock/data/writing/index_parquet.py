@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from penstock.data.formats.index import INDEX, write_index
-from penstock.data.formats.parquet import parquet_shards
+from penstock.data.formats.parquet.parquet_reader import parquet_shards
 from penstock.data.formats.shards import Shard
 from penstock.proto.errors import DatasetError
 from penstock.runtime.files.atomic_files import write_whole
