@@ -4,17 +4,35 @@ Progress shows which snapshots are no longer needed."""
 from __future__ import annotations
 
 from penstock.appliance.core.cluster_state import ClusterState
-from penstock.appliance.model.entities import Attempt, Box
+from penstock.appliance.core.opening import resumes
+from penstock.appliance.model.entities import Attempt, Box, Run
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.rpc.bounds.message_bounds import owned
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 
+def note_opening(cluster: ClusterState, run: Run, request: pb.OpenRunRequest) -> None:
+    """Mark a run that begins anew as unused, until its first step is reported or a state is loaded."""
+    if resumes(request):
+        _note_use(cluster, run)
+    elif run.attempt == 0:
+        run.unused = True
+        cluster.journal.put("unused", {"run": run.name})
+
+
+def _note_use(cluster: ClusterState, run: Run) -> None:
+    if run.unused:
+        run.unused = False
+        cluster.journal.drop("unused", run=run.name)
+
+
 def advance(cluster: ClusterState, attempt: Attempt, box: Box, request: pb.WatchRunRequest, now: float) -> None:
     """Record the box's newly reported position, `request.delivered`. It must not be before the recorded one."""
     position = Position.from_proto(request.delivered)
     steps, box.delivered = position.step - box.step, owned(request.delivered)
+    if position.step > 0:
+        _note_use(cluster, cluster.runs[attempt.run])
     _note_ends(cluster, attempt, box, position)
     box.measure(now, steps)
     # Not every position of the window is kept, so its lower edge may be late by a fraction of the window, never early.

@@ -159,6 +159,7 @@ class Registry:
         opener = f"box {request.box}, client {shown(client)} on host {request.host_id or '?'}"
         if run is None:
             run = cluster.runs[name] = Run(name, seed, 0, 0, 0, 0)
+        box_progress.note_opening(cluster, run, request)
         number = run.attempt + 1
         if run.current is not None:
             why = f"attempt {run.current.number} of run {name} was superseded by attempt {number}, opened by {opener}"

@@ -414,6 +414,8 @@ class Run:
     """Highest generation used in the run. The generations of the next attempt are above it."""
     current: Attempt | None = None
     past: dict[int, ClosedAttempt] = field(default_factory=dict)
+    unused: bool = False
+    """True if the run has delivered nothing and was never resumed from a state, so that it has no position to lose."""
 
 
 class AssignedSlots:
