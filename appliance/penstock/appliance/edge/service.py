@@ -536,6 +536,12 @@ class Service(CoordinatorServicer):
         if track is not None:
             yield pb.HistoryPart(history=await asyncio.to_thread(track.message))
 
+    async def EndRun(self, request: pb.EndRunRequest, context: _Context) -> pb.EndRunReply:
+        async with self._journal.synced():
+            reply = self._registry.end_run(request)
+        await self._keep_closed()
+        return reply
+
     async def Status(self, request: pb.StatusRequest, context: _Context) -> pb.StatusReply:
         return await self.snapshot()
 

@@ -22,6 +22,7 @@ from penstock.deploy.cli.commands.doctor import doctor
 from penstock.deploy.cli.commands.down import down
 from penstock.deploy.cli.commands.import_state import import_state
 from penstock.deploy.cli.commands.replay import replay
+from penstock.deploy.cli.commands.run import run
 from penstock.deploy.cli.commands.state import state
 from penstock.deploy.cli.commands.status import status
 from penstock.deploy.cli.commands.top import top
@@ -44,6 +45,7 @@ class _Commands(Group):
         "Try it": ("demo",),
         "Run it": ("coordinator", "worker", "up", "down"),
         "Look at it": ("status", "top", "state", "replay"),
+        "Change it": ("run",),
         "Check and set up": ("doctor", "config", "import-state"),
     }
 
@@ -87,6 +89,7 @@ app.command()(guarded(down))
 app.command()(guarded(demo))
 app.command()(guarded(status))
 app.command()(guarded(top))
+app.add_typer(run, name="run")
 app.add_typer(state, name="state")
 app.command()(guarded(replay))
 app.add_typer(doctor, name="doctor")

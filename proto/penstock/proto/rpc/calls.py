@@ -308,6 +308,10 @@ class CoordinatorClient(AuthenticatedCall):
         request = pb.DrainWorkerRequest(worker=worker, undo=undo, look=look)
         return self._ask("DrainWorker", self.deadline_s, lambda: request, pb.DrainWorkerReply)
 
+    def end_run(self, run: str) -> pb.EndRunReply:
+        """End a run (JOB/ORDINAL), or all runs of a job (JOB). Raises UnknownRunError."""
+        return self._ask("EndRun", self.deadline_s, lambda: pb.EndRunRequest(run=run), pb.EndRunReply)
+
     def fetch_histories(self, run: str, box: int) -> list[pb.History]:
         """Return the histories of a box in all attempts that are kept, oldest first; empty for an unknown run or
         box."""
@@ -418,6 +422,10 @@ class AsyncCoordinatorClient(AuthenticatedCall):
         return await self._ask(
             "DrainWorker", self.deadline_s, lambda: pb.DrainWorkerRequest(worker=worker, undo=undo), pb.DrainWorkerReply
         )
+
+    async def end_run(self, run: str) -> pb.EndRunReply:
+        """End a run (JOB/ORDINAL), or all runs of a job (JOB). Raises UnknownRunError."""
+        return await self._ask("EndRun", self.deadline_s, lambda: pb.EndRunRequest(run=run), pb.EndRunReply)
 
     async def put_snapshot(
         self, header: pb.SnapshotHeader, data: bytes, *, deadline_s: float = TRANSFER_DEADLINE_S

@@ -94,6 +94,10 @@ class CoordinatorStub:
     """What is kept of a box's stream for `penstock replay`: one `history` for each attempt, oldest first. With `snapshot` in
     the request: that snapshot's bytes, as `data`.
     """
+    EndRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.EndRunRequest, _coordinator_pb2.EndRunReply]
+    """Ends the open attempt of a run, or of all runs of a job, whether its training job lives or not: a live one gets
+    SupersededError from its next call. The run may be opened again. A run that is closed already stays so.
+    """
 
 @_typing.type_check_only
 class CoordinatorAsyncStub(CoordinatorStub):
@@ -144,6 +148,10 @@ class CoordinatorAsyncStub(CoordinatorStub):
     FetchHistory: _aio.UnaryStreamMultiCallable[_coordinator_pb2.FetchHistoryRequest, _coordinator_pb2.HistoryPart]  # type: ignore[assignment]
     """What is kept of a box's stream for `penstock replay`: one `history` for each attempt, oldest first. With `snapshot` in
     the request: that snapshot's bytes, as `data`.
+    """
+    EndRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.EndRunRequest, _coordinator_pb2.EndRunReply]  # type: ignore[assignment]
+    """Ends the open attempt of a run, or of all runs of a job, whether its training job lives or not: a live one gets
+    SupersededError from its next call. The run may be opened again. A run that is closed already stays so.
     """
 
 class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
@@ -282,6 +290,16 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.HistoryPart], _abc.AsyncIterator[_coordinator_pb2.HistoryPart]]:
         """What is kept of a box's stream for `penstock replay`: one `history` for each attempt, oldest first. With `snapshot` in
         the request: that snapshot's bytes, as `data`.
+        """
+
+    @_abc_1.abstractmethod
+    def EndRun(
+        self,
+        request: _coordinator_pb2.EndRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.EndRunReply, _abc.Awaitable[_coordinator_pb2.EndRunReply]]:
+        """Ends the open attempt of a run, or of all runs of a job, whether its training job lives or not: a live one gets
+        SupersededError from its next call. The run may be opened again. A run that is closed already stays so.
         """
 
 def add_CoordinatorServicer_to_server(servicer: CoordinatorServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
