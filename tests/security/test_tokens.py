@@ -269,6 +269,7 @@ CALLS: dict[str, Call] = {
     "Status": lambda c: c.status(),
     "FetchHistory": lambda c: c.fetch_histories("none/0", 0),
     "EndRun": lambda c: c.end_run("none/0"),
+    "OpenDashboard": lambda c: c.open_dashboard(),
 }
 
 

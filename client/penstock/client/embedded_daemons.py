@@ -68,6 +68,7 @@ def serve(given: dict[str, Any], fork_server: StartedForkServer) -> int:
                 limits=limits,
                 ready=lambda address: listening.set(),
                 stop=stop,
+                http_on_demand=True,
             )
         )
         settings = DaemonSettings(

@@ -2073,6 +2073,40 @@ class EndedRun(_message.Message):
 Global___EndedRun: _TypeAlias = EndedRun  # noqa: Y015
 
 @_typing.final
+class OpenDashboardRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenDashboardRequest: _TypeAlias = OpenDashboardRequest  # noqa: Y015
+
+@_typing.final
+class OpenDashboardReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    URL_FIELD_NUMBER: _builtins.int
+    url: _builtins.str
+    def __init__(
+        self,
+        *,
+        url: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["url", b"url"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenDashboardReply: _TypeAlias = OpenDashboardReply  # noqa: Y015
+
+@_typing.final
 class FetchHistoryRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -114,6 +114,11 @@ class CoordinatorStub(object):
                 request_serializer=penstock_dot_proto_dot_v1_dot_coordinator__pb2.EndRunRequest.SerializeToString,
                 response_deserializer=penstock_dot_proto_dot_v1_dot_coordinator__pb2.EndRunReply.FromString,
                 _registered_method=True)
+        self.OpenDashboard = channel.unary_unary(
+                '/penstock.proto.v1.Coordinator/OpenDashboard',
+                request_serializer=penstock_dot_proto_dot_v1_dot_coordinator__pb2.OpenDashboardRequest.SerializeToString,
+                response_deserializer=penstock_dot_proto_dot_v1_dot_coordinator__pb2.OpenDashboardReply.FromString,
+                _registered_method=True)
 
 
 class CoordinatorServicer(object):
@@ -241,6 +246,13 @@ class CoordinatorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def OpenDashboard(self, request, context):
+        """Returns the URL of the dashboard. An embedded coordinator starts it on loopback at the first call.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CoordinatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -323,6 +335,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.EndRun,
                     request_deserializer=penstock_dot_proto_dot_v1_dot_coordinator__pb2.EndRunRequest.FromString,
                     response_serializer=penstock_dot_proto_dot_v1_dot_coordinator__pb2.EndRunReply.SerializeToString,
+            ),
+            'OpenDashboard': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenDashboard,
+                    request_deserializer=penstock_dot_proto_dot_v1_dot_coordinator__pb2.OpenDashboardRequest.FromString,
+                    response_serializer=penstock_dot_proto_dot_v1_dot_coordinator__pb2.OpenDashboardReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -757,6 +774,33 @@ class Coordinator(object):
             '/penstock.proto.v1.Coordinator/EndRun',
             penstock_dot_proto_dot_v1_dot_coordinator__pb2.EndRunRequest.SerializeToString,
             penstock_dot_proto_dot_v1_dot_coordinator__pb2.EndRunReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenDashboard(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.proto.v1.Coordinator/OpenDashboard',
+            penstock_dot_proto_dot_v1_dot_coordinator__pb2.OpenDashboardRequest.SerializeToString,
+            penstock_dot_proto_dot_v1_dot_coordinator__pb2.OpenDashboardReply.FromString,
             options,
             channel_credentials,
             insecure,

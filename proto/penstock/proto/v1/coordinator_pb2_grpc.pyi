@@ -98,6 +98,8 @@ class CoordinatorStub:
     """Ends the open attempt of a run, or of all runs of a job, whether its training job lives or not: a live one gets
     SupersededError from its next call. The run may be opened again. A run that is closed already stays so.
     """
+    OpenDashboard: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.OpenDashboardRequest, _coordinator_pb2.OpenDashboardReply]
+    """Returns the URL of the dashboard. An embedded coordinator starts it on loopback at the first call."""
 
 @_typing.type_check_only
 class CoordinatorAsyncStub(CoordinatorStub):
@@ -153,6 +155,8 @@ class CoordinatorAsyncStub(CoordinatorStub):
     """Ends the open attempt of a run, or of all runs of a job, whether its training job lives or not: a live one gets
     SupersededError from its next call. The run may be opened again. A run that is closed already stays so.
     """
+    OpenDashboard: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.OpenDashboardRequest, _coordinator_pb2.OpenDashboardReply]  # type: ignore[assignment]
+    """Returns the URL of the dashboard. An embedded coordinator starts it on loopback at the first call."""
 
 class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -301,5 +305,13 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         """Ends the open attempt of a run, or of all runs of a job, whether its training job lives or not: a live one gets
         SupersededError from its next call. The run may be opened again. A run that is closed already stays so.
         """
+
+    @_abc_1.abstractmethod
+    def OpenDashboard(
+        self,
+        request: _coordinator_pb2.OpenDashboardRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.OpenDashboardReply, _abc.Awaitable[_coordinator_pb2.OpenDashboardReply]]:
+        """Returns the URL of the dashboard. An embedded coordinator starts it on loopback at the first call."""
 
 def add_CoordinatorServicer_to_server(servicer: CoordinatorServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
