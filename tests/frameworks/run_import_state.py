@@ -22,10 +22,10 @@ from typing import Any
 
 import moved
 import pytest
+from benchmarks.peers.importing import STUBS
 from documented import REPO, blocks
 from moved_runs import TOPOLOGIES, each_row_once, import_state, refused, rest_of
 
-from benchmarks.peers.importing import STUBS
 from penstock.client import Appliance
 from penstock.data import MDSWriter
 
