@@ -150,4 +150,5 @@ def plain(found: ClusterView, since: float) -> Iterable[str]:
     for run in found.open_runs:
         yield f"{now} {_figures(run)}  {printable(run.finding.text)}"
     if not found.open_runs:
-        yield f"{now} no run is open, {found.workers_by_state['live']} workers are there"
+        live = found.workers_by_state["live"]
+        yield f"{now} no run is open, {live} {'worker is' if live == 1 else 'workers are'} there"
