@@ -102,7 +102,10 @@ class StateDir:
                 )
             self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise JournalError(f"the state directory {self.path} cannot be used: {error}") from error
+            raise JournalError(
+                f"the state directory {self.path} cannot be used: {error.strerror}; choose a folder that this user "
+                "can create and write to (--state-dir)"
+            ) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -154,4 +154,5 @@ def plain(found: ClusterView, since: float) -> Iterable[str]:
         yield f"{now} {_figures(run)}  {printable(run.finding.text)}"
     if not found.open_runs:
         ended = f", {found.ended}" if found.ended else ""
-        yield f"{now} no run is open{ended}, {found.workers_by_state['live']} workers are there"
+        live = found.workers_by_state["live"]
+        yield f"{now} no run is open{ended}, {live} {'worker is' if live == 1 else 'workers are'} there"
