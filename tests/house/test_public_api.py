@@ -87,7 +87,7 @@ SIGNATURES = {
     "penstock.client:infer_batch_size": "(data, batch_size=None)",
     "penstock.client:DataLoader.__iter__": "(self)",
     "penstock.client:DataExecutor": (
-        "(loader, num_steps=None, checkpoint_steps=None, *, appliance=None, persistent=False)"
+        "(loader, num_steps=None, checkpoint_steps=None, *, appliance=None, persistent=False, rest_only=False)"
     ),
     "penstock.client:DataExecutor.__iter__": "(self)",
     "penstock.client:Lookahead": "(loader, *, depth=1, checkpoint_steps=None, appliance=None)",
