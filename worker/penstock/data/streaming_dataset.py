@@ -28,10 +28,11 @@ from penstock.data.arguments import byte_count, sample_count, whole
 from penstock.data.cache.index_watch import IndexWatch
 from penstock.data.cache.open_shards import MIN_OPEN, OpenShards
 from penstock.data.cache.shard_cache import HeldShard, ShardCache
+from penstock.data.formats.decoded_blocks import MEMORY
 from penstock.data.formats.index import read_index
 from penstock.data.formats.mds import columns_of
 from penstock.data.formats.readers import open_shard
-from penstock.data.formats.shards import Shard, ShardReader
+from penstock.data.formats.shards import BulkReader, Shard, ShardReader
 from penstock.data.ordering.permutation import Ints
 from penstock.data.remote.folders import RemoteFolder, joined
 from penstock.data.stop_iteration import stop_iteration_error
@@ -68,6 +69,8 @@ class Stream:
     """True to keep compressed files in the cache beside the decompressed ones; None: the dataset's setting."""
     timeout_s: float | None = None
     """Seconds to wait for a shard; None: the dataset's setting."""
+    columns: Sequence[str] | None = None
+    """Names of the columns to read; None: the dataset's setting."""
 
 
 class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
@@ -98,6 +101,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         download_threads: int = 4,
         cache_group: str | int | None = None,
         allow_unsafe_types: bool = False,
+        columns: Sequence[str] | None = None,
+        decoded_limit: int | str | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         """
@@ -116,6 +121,11 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
                 user made or can write to are refused.
             allow_unsafe_types: True: read columns of pickles. A pickle can run any code when it is read, so use this
                 only for data that you trust.
+            columns: names of the columns that samples have; None: all. Of Parquet files no other column is read. The
+                order of samples, and so a saved state, does not depend on the columns.
+            decoded_limit: largest number of bytes, or a text such as "1gb", of decoded row groups that this process
+                keeps in memory; the least recently used ones are dropped first. All datasets of a process share one
+                limit, the largest that any of them was given. None: 256 MiB.
 
         Raises:
             ShardUnavailableError: an index cannot be fetched.
@@ -130,6 +140,12 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         self.streams = tuple(_with_plain_weights(number, stream) for number, stream in enumerate(given))
         _check_weights(self.streams)
         limit = byte_count("cache_limit", cache_limit)
+        self.decoded_limit = byte_count("decoded_limit", decoded_limit)
+        """Bytes of decoded row groups that this dataset asks the process to keep; None: the default."""
+        self._columns = [
+            _columns(f"stream {number}: " if streams else "", columns if stream.columns is None else stream.columns)
+            for number, stream in enumerate(self.streams)
+        ]
         remotes = [_remote_of(stream) for stream in self.streams]
         self.name = ", ".join(name for _, _, name in remotes[:3]) + (", ..." if len(remotes) > 3 else "")
         """Name of the dataset, for errors."""
@@ -155,7 +171,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
             IndexWatch.of(cache.index_path, index, hashed=_hashed(own), in_place=cache.in_place)
             for cache, index, own in zip(self._caches, indexes, shards, strict=True)
         ]
-        for own, (_, _, name) in zip(shards, remotes, strict=True):
+        for own, (_, _, name), wanted in zip(shards, remotes, self._columns, strict=True):
+            _check_columns(own, wanted, name)
             if own and own[0].format == "mds":
                 try:
                     # raises an error now instead of after a shard was fetched
@@ -163,9 +180,21 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
                 except DatasetError as error:
                     raise DatasetError(f"{name}: {error.message}") from None
         self._shards = [(number, shard) for number, own in enumerate(shards) for shard in own]
-        self.sizes: list[Ints] = [np.array([shard.samples for shard in own], np.int64) for own in shards]
-        """Number of samples in each shard, for each stream."""
-        self._bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate(self.sizes))])
+        self.sizes: list[Ints] = [
+            np.array([samples for shard in own for samples in shard.units], np.int64) for own in shards
+        ]
+        """Number of samples in each unit that is read as a whole, for each stream: a row group, or else a shard."""
+        units = [len(shard.units) for _, shard in self._shards]
+        self._shard_of = np.repeat(np.arange(len(units)), units)
+        """Number of the shard that each unit belongs to."""
+        self.has_blocks = any(shard.blocks for _, shard in self._shards)
+        """True if any shard has blocks that are decoded as a whole."""
+        known = [shard for _, shard in self._shards if shard.decoded_bytes]
+        self.sample_bytes = sum(shard.decoded_bytes for shard in known) / max(1, sum(shard.samples for shard in known))
+        """Mean number of bytes that a sample takes in a decoded row group; 0 if it is unknown."""
+        counts = np.array([shard.samples for _, shard in self._shards], np.int64)
+        self._bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+        self._reads_bulk = any(shard.format not in ("mds", "json", "xsv", "csv", "tsv") for _, shard in self._shards)
         self._starts: list[int] = self._bounds.tolist()  # indexing a list is faster than an array for a single sample
         if not len(self):
             raise DatasetError(
@@ -176,6 +205,14 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
                 raise DatasetError(f"{name}: the index lists no samples, but an epoch needs some of this stream")
         self.fingerprint = _fingerprint(shards)
         """Digest of all shards. It changes with the data, and does not depend on where they are stored."""
+
+    @property
+    def files(self) -> list[Ints] | None:
+        """Number of the shard that each unit of `sizes` belongs to, for each stream; None if no shard has
+        blocks."""
+        if not self.has_blocks:
+            return None
+        return np.split(self._shard_of, np.cumsum([len(sizes) for sizes in self.sizes])[:-1])
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -214,7 +251,21 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         shards = np.searchsorted(self._bounds, samples, side="right") - 1
         offsets = samples - self._bounds[shards]
         get, opened = self._open.get, self._opened
-        return [get(shard, opened)[offset] for shard, offset in zip(shards.tolist(), offsets.tolist(), strict=True)]
+        if not self._reads_bulk:
+            return [get(shard, opened)[row] for shard, row in zip(shards.tolist(), offsets.tolist(), strict=True)]
+        order = np.argsort(shards, kind="stable")
+        ends = np.flatnonzero(np.diff(shards[order], append=-1)) + 1
+        found: list[dict[str, Any]] = [{}] * len(samples)
+        begin = 0
+        for end in ends.tolist():
+            chosen = order[begin:end]
+            reader = get(int(shards[chosen[0]]), opened)
+            rows = offsets[chosen].tolist()
+            read = reader.get_many(rows) if isinstance(reader, BulkReader) else [reader[row] for row in rows]
+            for place, sample in zip(chosen.tolist(), read, strict=True):
+                found[place] = sample
+            begin = end
+        return found
 
     def _overridden(self, index: int) -> dict[str, Any]:
         """Return a sample by calling a subclass's `__getitem__`, which may raise any exception."""
@@ -228,7 +279,11 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
             raise
 
     def fetch_ahead(self, shards: Ints) -> None:
-        """Fetch these shards in the background, in this order. The list replaces the one of the call before."""
+        """Fetch the shards of these units (see `sizes`) in the background, in this order. The list replaces the one of
+        the call before."""
+        shards = self._shard_of[shards]
+        _, firsts = np.unique(shards, return_index=True)
+        shards = shards[np.sort(firsts)]
         self._open.most = max(MIN_OPEN, len(shards))
         wanted: list[list[Shard]] = [[] for _ in self._caches]
         for number in shards.tolist():
@@ -292,7 +347,10 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         held = self._caches[stream].hold(shard)
         try:
             source = self._source(stream, held.paths[0], shard)
-            reader = open_shard(shard, held.paths, allow_unsafe_types=self._unsafe, source=source)
+            MEMORY.raise_limit(self.decoded_limit)
+            reader = open_shard(
+                shard, held.paths, allow_unsafe_types=self._unsafe, source=source, columns=self._columns[stream]
+            )
             self._indexes[stream].check(held.paths)  # after opening: the open file cannot change any more
             return held, reader
         except BaseException:
@@ -304,6 +362,27 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         if remote is None or (remote.local and path.is_relative_to(remote.local)):
             return str(path)
         return f"{remote.url_of(shard.name)} ({path}: remove it to have it fetched again)"
+
+
+def _columns(where: str, columns: Sequence[str] | None) -> tuple[str, ...] | None:
+    """Return the names of the columns to read; None: all."""
+    if columns is None:
+        return None
+    if isinstance(columns, str) or not columns or not all(isinstance(name, str) for name in columns):
+        raise InvalidArgumentError(f"{where}columns must be a list of at least one column's name, got {columns!r}")
+    if len(set(columns)) != len(columns):
+        raise InvalidArgumentError(f"{where}columns must be unique, got {', '.join(columns)}")
+    return tuple(columns)
+
+
+def _check_columns(shards: Sequence[Shard], columns: tuple[str, ...] | None, where: str) -> None:
+    """Raise InvalidArgumentError for a column that the index shows to be missing. All shards have the same columns."""
+    known = shards[0].settings.get("column_names", shards[0].settings.get("columns")) if shards else None
+    missing = [name for name in columns or () if known is not None and name not in known]
+    if missing and known is not None:
+        raise InvalidArgumentError(
+            f"{where}: columns must be some of {', '.join(known)}, got {', '.join(missing)}, which the data have not"
+        )
 
 
 def _hashed(shards: Sequence[Shard]) -> bool:
@@ -395,4 +474,6 @@ def _fingerprint(streams: Sequence[Sequence[Shard]]) -> str:
         for shard in shards:
             files = [(file.raw.name, file.raw.size, sorted(file.raw.hashes.items())) for file in shard.files]
             digest.update(f"{shard.format} {shard.samples} {files}\n".encode())
+            if shard.blocks:  # the order depends on them
+                digest.update(f"blocks {shard.blocks} of {shard.decoded_bytes} bytes\n".encode())
     return digest.hexdigest()

@@ -30,7 +30,7 @@ FORMATS: Mapping[str, tuple[str, ...]] = {
     "xsv": ("data", "meta"),
     "csv": ("data", "meta"),
     "tsv": ("data", "meta"),
-    # Penstock's own index of plain Parquet files, see parquet.py; mosaicml-streaming has no such format.
+    # Penstock's own index of plain Parquet files, see the package parquet; mosaicml-streaming has no such format.
     "parquet": ("data",),
 }
 """Kinds of files that a shard of each format consists of, in the order of `Shard.files`."""
@@ -42,7 +42,7 @@ MAX_NUMBER = 1 << 44
 """Largest size of a file in bytes, and largest number of samples in it. With this limit, sums over all shards stay
 below 64 bits."""
 
-_OWN = {"version", "format", "samples", "compression", "hashes"}
+_OWN = {"version", "format", "samples", "compression", "hashes", "blocks", "decoded_bytes"}
 _OWN |= {f"{form}_{part}" for form in ("raw", "zip") for part in ("data", "meta")}
 """Fields of a shard's entry in the index that do not go into `Shard.settings`."""
 
@@ -156,7 +156,19 @@ def _shard(entry: Any, known: dict[str, Mapping[str, Any]], files: dict[str, Sto
     if settings is None:
         _CHECKS[form](rest)
         settings = known[key] = rest
-    return Shard(form, samples, tuple(pairs), compression, settings)
+    return Shard(form, samples, tuple(pairs), compression, settings, *_blocks(entry, samples))
+
+
+def _blocks(entry: dict[str, Any], samples: int) -> tuple[tuple[int, ...], int]:
+    """Return the samples in each block of a shard's file, and the bytes of all blocks once they are decoded."""
+    blocks = entry.get("blocks")
+    if blocks is None:
+        return (), 0
+    if not isinstance(blocks, list) or not all(type(rows) is int and rows >= 0 for rows in blocks):
+        raise _Bad("blocks", "must be a list of numbers of samples, none below 0")
+    if sum(blocks) != samples:
+        raise _Bad("blocks", f"must have {samples} samples together, as the shard, got {sum(blocks)}")
+    return tuple(blocks), _count(entry, "decoded_bytes", "decoded_bytes") if "decoded_bytes" in entry else 0
 
 
 def _stored(entry: dict[str, Any], field: str, files: dict[str, StoredFile]) -> StoredFile:
@@ -260,7 +272,9 @@ def _mark(rest: dict[str, Any], field: str) -> None:
 
 
 def _check_parquet(rest: dict[str, Any]) -> None:
-    del rest  # a Parquet file describes its columns itself
+    """Raise _Bad for invalid column names. An index may lack them: a Parquet file describes its columns itself."""
+    if "column_names" in rest:
+        _names(rest, "column_names")
 
 
 _CHECKS = {
@@ -287,6 +301,8 @@ def _entry(shard: Shard) -> dict[str, Any]:
         "compression": shard.compression or None,
         "hashes": sorted(shard.files[0].raw.hashes),
     }
+    if shard.blocks:
+        entry |= {"blocks": list(shard.blocks), "decoded_bytes": shard.decoded_bytes}
     for part, file in zip(FORMATS[shard.format], shard.files, strict=True):
         entry[f"raw_{part}"] = _info(file.raw)
         entry[f"zip_{part}"] = None if file.packed is None else _info(file.packed)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from penstock.data.formats.mds import MDSReader
 from penstock.data.formats.parquet import ParquetReader
-from penstock.data.formats.shards import Shard, ShardReader
+from penstock.data.formats.shards import BulkReader, ColumnReader, Shard, ShardReader
 from penstock.data.formats.text_shards import JSONReader, XSVReader
 from penstock.proto.errors import DatasetError, ShardCorruptError
 
@@ -15,22 +16,74 @@ __all__ = ["open_shard"]
 
 
 def open_shard(
-    shard: Shard, paths: Sequence[Path], *, allow_unsafe_types: bool = False, source: str = ""
+    shard: Shard,
+    paths: Sequence[Path],
+    *,
+    allow_unsafe_types: bool = False,
+    source: str = "",
+    columns: Sequence[str] | None = None,
 ) -> ShardReader:
     """Return a reader of a shard. `paths`: its raw files, in the order of `shard.files`. `source`: address that the
-    files came from, for errors.
+    files came from, for errors. `columns`: names of the columns that samples have; None: all.
 
     Raises ShardCorruptError if the files differ from the index, and DatasetError for a column with pickles unless
     `allow_unsafe_types`.
     """
-    if not source:
-        return _reader(shard, paths, allow_unsafe_types)
     try:
         reader = _reader(shard, paths, allow_unsafe_types)
+        if columns is not None:
+            reader = _projected(reader, columns)
     except ShardCorruptError as error:
-        raise ShardCorruptError(f"{source}: {error.message}") from error
-    reader.name = source
+        raise ShardCorruptError(f"{source}: {error.message}" if source else error.message) from error
+    if source:
+        reader.name = source
     return reader
+
+
+def _projected(reader: ShardReader, columns: Sequence[str]) -> ShardReader:
+    """Return a reader whose samples have only these columns."""
+    if isinstance(reader, ColumnReader):
+        reader.select(columns)
+        return reader
+    return _Projected(reader, columns)
+
+
+class _Projected:
+    """Reader that leaves out columns after they were read."""
+
+    def __init__(self, reader: ShardReader, columns: Sequence[str]) -> None:
+        self._reader, self._columns = reader, columns
+
+    @property
+    def name(self) -> str:
+        return self._reader.name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self._reader.name = name
+
+    def __len__(self) -> int:
+        return len(self._reader)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self._chosen(self._reader[index])
+
+    def get_many(self, rows: Sequence[int]) -> list[dict[str, Any]]:
+        reader = self._reader
+        found = reader.get_many(rows) if isinstance(reader, BulkReader) else [reader[row] for row in rows]
+        return [self._chosen(sample) for sample in found]
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def _chosen(self, sample: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return {name: sample[name] for name in self._columns}
+        except KeyError as error:
+            raise DatasetError(
+                f"{self.name}: a sample must have the column {error}, which columns= names, got "
+                f"{', '.join(map(str, sample))}"
+            ) from error
 
 
 def _reader(shard: Shard, paths: Sequence[Path], allow_unsafe_types: bool) -> ShardReader:

@@ -6,11 +6,11 @@ has the offsets of the samples. Each file is stored raw, compressed, or in both 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
-__all__ = ["Shard", "ShardFile", "ShardReader", "StoredFile"]
+__all__ = ["BulkReader", "ColumnReader", "Shard", "ShardFile", "ShardReader", "StoredFile"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,16 @@ class Shard:
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Other fields of the shard's entry in the index, which its format's reader needs: column names, encodings,
     separator."""
+    blocks: tuple[int, ...] = ()
+    """Number of samples in each block of the file, in the order of the file, if its format has blocks that are decoded
+    as a whole: the row groups of Parquet. Empty for a format without blocks, or an index that does not list them."""
+    decoded_bytes: int = 0
+    """Smallest number of bytes that all blocks take in memory once they are decoded; 0 if it is unknown."""
+
+    @property
+    def units(self) -> tuple[int, ...]:
+        """Number of samples in each unit that is read as a whole: each block, or else the shard."""
+        return self.blocks or (self.samples,)
 
     @property
     def name(self) -> str:
@@ -60,7 +70,11 @@ class Shard:
 
 
 class ShardReader(Protocol):
-    """An open shard. Safe for threads, and for forked children."""
+    """An open shard. Safe for threads, and for forked children.
+
+    Readers may also have `get_many(rows: Sequence[int]) -> list[dict]`, which returns the samples at these indexes, in
+    this order, and is faster than one call for each (see BulkReader).
+    """
 
     name: str
     """Name of the shard, for errors."""
@@ -75,3 +89,19 @@ class ShardReader(Protocol):
     def close(self) -> None:
         """Close the shard. Values that were read stay valid, and a read in progress ends normally. A later read raises
         ValueError."""
+
+
+@runtime_checkable
+class BulkReader(Protocol):
+    """An open shard that reads many samples in one call."""
+
+    def get_many(self, rows: Sequence[int]) -> list[dict[str, Any]]:
+        """Return the samples at these indexes, in this order. Raises what `__getitem__` raises."""
+
+
+@runtime_checkable
+class ColumnReader(Protocol):
+    """An open shard that can read some columns without the others."""
+
+    def select(self, columns: Sequence[str]) -> None:
+        """Read only these columns from now on. Raises DatasetError for a column that the shard has not."""

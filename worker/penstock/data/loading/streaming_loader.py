@@ -4,12 +4,14 @@ topology."""
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, get_args
 
 import numpy as np
 
-from penstock.data.arguments import one_of, sample_count, whole
+from penstock.data.arguments import byte_count, one_of, sample_count, whole
+from penstock.data.formats.decoded_blocks import MEMORY
 from penstock.data.loading.collating import checked_collate
 from penstock.data.loading.map_reading import MapReader
 from penstock.data.loading.position_loader import PositionLoader, check_settings
@@ -29,6 +31,9 @@ __all__ = ["StreamingLoader"]
 
 BLOCK = 1 << 18
 """Default number of samples that are shuffled with each other."""
+SHUFFLE_MEMORY = 128 << 20
+"""Default number of bytes of decoded row groups that are shuffled with each other: two blocks fit into the default
+decoded_limit, the present one and the one after it."""
 EXAMINED_POSITIONS = 1 << 14
 """Largest number of upcoming positions that are looked at to find the shards to prefetch."""
 
@@ -59,6 +64,7 @@ class StreamingLoader(PositionLoader):
         shuffle: bool = False,
         seed: int | None = None,
         shuffle_block: int | str | None = BLOCK,
+        shuffle_memory: int | str | None = SHUFFLE_MEMORY,
         partitions: int = 1,
         interleave: Interleave = "shards",
         epoch_size: int | str | None = None,
@@ -80,6 +86,11 @@ class StreamingLoader(PositionLoader):
             shuffle_block: approximate number of samples that are shuffled with each other. A block consists of whole
                 shards whose sizes add up to about this number, and all shards of a block are needed at the same time.
                 None: all samples are shuffled with each other.
+            shuffle_memory: approximate number of bytes, or a text such as "1gb", of the decoded row groups whose
+                samples are shuffled with each other, over all partitions together. Only files with several row groups
+                (Parquet) use it: the row groups of a block of files are shuffled, and samples only among some
+                neighbouring row groups, which must be in memory at the same time (see decoded_limit of
+                StreamingDataset). None: all samples of a block are shuffled with each other.
             partitions: number of parts that the data are divided into. Rows are drawn from the parts in turn. If the
                 number of boxes divides this number, each box reads only the shards of its own parts; so give the
                 largest number of boxes that you will use.
@@ -116,6 +127,7 @@ class StreamingLoader(PositionLoader):
         partitions, epoch_size = whole("partitions", partitions), sample_count("epoch_size", epoch_size)
         shuffle_block = sample_count("shuffle_block", shuffle_block)
         predownload = sample_count("predownload", predownload)
+        shuffle_memory = byte_count("shuffle_memory", shuffle_memory)
         seed, skip = whole("seed", seed), list(skip)
         if not isinstance(dataset, StreamingDataset):
             raise InvalidArgumentError(
@@ -141,6 +153,8 @@ class StreamingLoader(PositionLoader):
             partitions=partitions,
             interleave=interleave,
             batch=batch,
+            files=dataset.files,
+            inner=_inner_block(dataset, shuffle_memory, partitions),
         )
         reader = _reader(
             dataset, len(order), checked_collate(collate_fn), seed, reseed, own_collate=collate_fn is not collate
@@ -156,6 +170,9 @@ class StreamingLoader(PositionLoader):
             "batch": batch if mixed and interleave == "batches" else None,
             "tail": tail,
         }
+        if shuffle and dataset.has_blocks:
+            described["shuffle_memory"] = shuffle_memory or "all"
+            _check_memory(dataset, shuffle_block, shuffle_memory)
         filed = None
         if order_file is not None:
             if interleave == "batches" and mixed:
@@ -234,6 +251,29 @@ def _reader(
         reseed_collate=own_collate if reseed is None else reseed,
         many=dataset.get_many,
     )
+
+
+def _inner_block(dataset: StreamingDataset, shuffle_memory: int | None, partitions: int) -> int | None:
+    """Return the number of samples of a partition that are shuffled with each other in files with several row groups;
+    None: as many as in a block of files. It depends only on the data and on settings that a state holds."""
+    if shuffle_memory is None or not dataset.sample_bytes:
+        return None
+    return max(1, int(shuffle_memory / dataset.sample_bytes) // partitions)
+
+
+def _check_memory(dataset: StreamingDataset, shuffle_block: int | None, shuffle_memory: int | None) -> None:
+    """Warn if the row groups whose samples are shuffled with each other do not fit into the process's memory for
+    them. Each would be read and decoded again for almost every sample."""
+    block = min(len(dataset), shuffle_block or len(dataset)) * dataset.sample_bytes
+    needed = int(min(block, shuffle_memory or block))
+    limit = max(MEMORY.limit, dataset.decoded_limit or 0)
+    if needed > limit:
+        warnings.warn(
+            f"{dataset.name}: row groups of {needed} bytes are shuffled with each other, but decoded_limit keeps "
+            f"{limit} bytes in memory, so each row group will be decoded many times. Give StreamingDataset a "
+            "decoded_limit of twice as much, or the loader a smaller shuffle_memory",
+            stacklevel=3,
+        )
 
 
 def _check_batches(batch: int, partitions: int, tail: Tail, length: int, skip: list[range]) -> None:

@@ -41,7 +41,13 @@ from penstock.data.remote.transfer import (
     over_http,
     scrubbed,
 )
-from penstock.proto.errors import DatasetError, InvalidArgumentError, PenstockError, ShardUnavailableError
+from penstock.proto.errors import (
+    DatasetError,
+    InvalidArgumentError,
+    PenstockError,
+    ShardCorruptError,
+    ShardUnavailableError,
+)
 from penstock.runtime.files.atomic_files import write_whole
 from penstock.runtime.files.plain_files import open_plain, read_plain
 
@@ -252,6 +258,39 @@ class RemoteFolder:
         except Exception:
             return False
         return bool(info.get("size") == size)
+
+    def size(self, name: str, *, deadline_s: float) -> int:
+        """Return the size of a file, in bytes. Raises ShardUnavailableError."""
+
+        def work(until: float) -> int:
+            info = self._call(until, "info", self._path_of(name, until))
+            if type(info.get("size")) is not int:
+                raise DatasetError(f"{self.url_of(name)}: the server must report a file's size, got {info.get('size')!r}")
+            return int(info["size"])
+
+        found: int = self._retry(work, name, deadline_s, "read")
+        return found
+
+    def read_range(self, name: str, begin: int, end: int, *, deadline_s: float) -> bytes:
+        """Return the bytes of a file from `begin` to `end`. Raises ShardUnavailableError, ShardCorruptError if the file
+        ends before, and DatasetError if the server sends something else."""
+
+        def work(until: float) -> bytes:
+            data = self._call(until, "cat_file", self._path_of(name, until), start=begin, end=end)
+            return bytes(data)
+
+        data: bytes = self._retry(work, name, deadline_s, "read")
+        if len(data) < end - begin:
+            raise ShardCorruptError(
+                f"{self.url_of(name)}: bytes {begin} to {end} must be {end - begin}, got {len(data)}: it has changed or "
+                "is truncated"
+            )
+        if len(data) > end - begin:
+            raise DatasetError(
+                f"{self.url_of(name)}: the server must send bytes {begin} to {end} of it, got {len(data)}: it knows no "
+                "ranges. Download the files, or use another server"
+            )
+        return data
 
     def version(self, name: str, *, deadline_s: float) -> str | None:
         """Return a text that changes whenever the file is written (from the remote's ETag or time); None if the remote

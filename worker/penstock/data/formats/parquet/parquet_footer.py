@@ -18,12 +18,15 @@ from typing import Any
 
 from penstock.data.formats.descriptors import Descriptor
 
-__all__ = ["RowGroup", "footer_bytes", "row_groups"]
+__all__ = ["TAIL_BYTES", "RowGroup", "footer_bytes", "footer_length", "row_groups"]
+
+TAIL_BYTES = 64 << 10
+"""Bytes at the end of a remote file that are fetched first: the whole footer of most files."""
 
 _BYTES = (1, 4, 8, 12, 4, 8, 4, 1)
 """Bytes that a value takes in memory, by the number of its physical type: BOOLEAN, INT32, INT64, INT96, FLOAT, DOUBLE,
 BYTE_ARRAY, FIXED_LEN_BYTE_ARRAY. A text counts as its offset, or as its number in a dictionary."""
-_MAGIC = b"PAR1"
+_MAGIC, _ENCRYPTED = b"PAR1", b"PARE"
 _DEEPEST = 32
 """Largest nesting of structs and lists in a footer; the format needs 8."""
 
@@ -45,16 +48,26 @@ class RowGroup:
     nbytes: int
     """Smallest number of bytes that the row group takes in memory. A row group may be far larger in memory than in the
     file, where a billion equal numbers take some hundred bytes."""
+    column_bytes: tuple[int, ...] = ()
+    """The same of each column, in the order of the file's schema: a leaf of a nested column counts as a column."""
 
 
 def footer_bytes(file: Descriptor) -> bytes:
     """Return the footer of a Parquet file. Raises ValueError if it has none."""
     size = os.fstat(file.fileno()).st_size
-    end = file.read(8, max(0, size - 8))
+    length = footer_length(file.read(8, max(0, size - 8)), size)
+    return file.read(length - 8, size - length)
+
+
+def footer_length(end: bytes, size: int) -> int:
+    """Return the number of bytes from the footer's beginning to the file's end. `end`: the last 8 bytes of the file;
+    `size`: its size. Raises ValueError if it does not end with a footer."""
     length = int.from_bytes(end[:4], "little")
+    if end[4:] == _ENCRYPTED:
+        raise ValueError("its footer is encrypted, which Penstock cannot read: write it without encryption")
     if end[4:] != _MAGIC or length > size - 12:
         raise ValueError("it does not end with a footer")
-    return file.read(length, size - 8 - length)
+    return length + 8
 
 
 def row_groups(footer: bytes) -> list[RowGroup]:
@@ -67,15 +80,15 @@ def row_groups(footer: bytes) -> list[RowGroup]:
 
 
 def _row_group(group: dict[int, Any]) -> RowGroup:
-    nbytes = 0
+    sizes = []
     for column in group[1]:
         values = column[3]
         if min(values[5], values[6]) < 0 or not 0 <= values[1] < len(_BYTES):
             raise ValueError("its footer is damaged: a column has a size below 0, or no type")
-        nbytes += max(values[6], values[5] * _BYTES[values[1]])
+        sizes.append(max(values[6], values[5] * _BYTES[values[1]]))
     if group[3] < 0:
         raise ValueError("its footer is damaged: a row group has fewer than 0 rows")
-    return RowGroup(group[3], nbytes)
+    return RowGroup(group[3], sum(sizes), tuple(sizes))
 
 
 def _struct(data: bytes, at: int, wanted: Wanted, depth: int) -> tuple[dict[int, Any], int]:
