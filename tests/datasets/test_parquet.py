@@ -171,7 +171,7 @@ def test_row_group_with_more_text_than_an_array(tmp_path: Path, monkeypatch: pyt
     array = pyarrow.StringArray.from_buffers(2, offsets, text)
     table = pyarrow.table({"x": pyarrow.chunked_array([array, array])})
     path = write(tmp_path / "a.parquet", [{"x": "\0"}] * 4)
-    monkeypatch.setattr(pyarrow.parquet.ParquetFile, "read_row_group", lambda self, group, columns: table)
+    monkeypatch.setattr(pyarrow.parquet.ParquetFile, "read_row_group", lambda self, group, columns, use_threads: table)
     reader = open_shard(shard_of(path), [path])
     assert [reader[index] for index in (0, 2)] == [{"x": "\0"}] * 2
 
@@ -183,7 +183,7 @@ def test_large_list_row_groups_are_read_in_parts(tmp_path: Path, monkeypatch: py
     parts: list[int] = []
     smallest = 10
 
-    def read_row_group(self: Any, group: int, columns: Any = None) -> Any:
+    def read_row_group(self: Any, group: int, **keywords: Any) -> Any:
         raise pyarrow.ArrowNotImplementedError("Nested data conversions not implemented for chunked array outputs")
 
     def iter_batches(self: Any, rows: int, **keywords: Any) -> Any:
@@ -331,7 +331,7 @@ def test_memory_that_pyarrow_lacks_is_named(tmp_path: Path, monkeypatch: pytest.
     shard = Shard("parquet", 3, (ShardFile(StoredFile("x.parquet", path.stat().st_size)),))
     reader = parquet.ParquetReader(shard, path)
 
-    def read(group: int, rows: int) -> Any:
+    def read(file: Any, group: int, rows: int) -> Any:
         raise pyarrow.lib.ArrowMemoryError("malloc of size 70368744177664 failed")
 
     monkeypatch.setattr(reader, "_table", read)

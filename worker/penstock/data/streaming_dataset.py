@@ -25,6 +25,7 @@ import torch.utils.data
 import xxhash
 
 from penstock.data.arguments import byte_count, sample_count, whole
+from penstock.data.cache.decode_ahead import DecodeAhead
 from penstock.data.cache.index_watch import IndexWatch
 from penstock.data.cache.open_shards import MIN_OPEN, OpenShards
 from penstock.data.cache.shard_cache import HeldShard, ShardCache
@@ -32,7 +33,7 @@ from penstock.data.formats.decoded_blocks import MEMORY
 from penstock.data.formats.index import read_index
 from penstock.data.formats.mds import columns_of
 from penstock.data.formats.readers import open_shard
-from penstock.data.formats.shards import BulkReader, Shard, ShardReader
+from penstock.data.formats.shards import BlockReader, BulkReader, Shard, ShardReader
 from penstock.data.ordering.permutation import Ints
 from penstock.data.remote.folders import RemoteFolder, joined
 from penstock.data.stop_iteration import stop_iteration_error
@@ -164,6 +165,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
             for stream, (remote, folder, _) in zip(self.streams, remotes, strict=True)
         ]
         self._open = OpenShards()
+        self._decoder = DecodeAhead(self._decode)
         self._relieve_caches()
         indexes = [cache.index() for cache in self._caches]
         shards = [read_index(index, name) for index, (_, _, name) in zip(indexes, remotes, strict=True)]
@@ -187,6 +189,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         units = [len(shard.units) for _, shard in self._shards]
         self._shard_of = np.repeat(np.arange(len(units)), units)
         """Number of the shard that each unit belongs to."""
+        self._unit_sizes = np.concatenate(self.sizes)
         self.has_blocks = any(shard.blocks for _, shard in self._shards)
         """True if any shard has blocks that are decoded as a whole."""
         known = [shard for _, shard in self._shards if shard.decoded_bytes]
@@ -292,6 +295,22 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         for cache, ahead in zip(self._caches, wanted, strict=True):
             cache.fetch_ahead(ahead)
 
+    def decode_ahead(self, units: Ints) -> None:
+        """Decode these units (see `sizes`) in the background, in this order, as far as half of the memory for decoded
+        row groups lasts. The list replaces the one of the call before. Does nothing if the index lists no row
+        groups."""
+        if not self.has_blocks:
+            return
+        needed = np.cumsum(self._unit_sizes[units]) * self.sample_bytes
+        limit = max(MEMORY.limit, self.decoded_limit or 0) // 2
+        self._decoder.want(units[needed <= limit].tolist())
+
+    def _decode(self, unit: int) -> None:
+        shard = int(self._shard_of[unit])
+        reader = self._open.get(shard, self._opened)
+        if isinstance(reader, BlockReader):
+            reader.load(unit - int(np.searchsorted(self._shard_of, shard)))
+
     def shares(self, epoch_size: int | None = None) -> list[int]:
         """Return the number of samples that an epoch takes of each stream. `epoch_size`: number of samples in the
         epoch; None: as the streams' settings say."""
@@ -311,6 +330,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
     def close(self) -> None:
         """Release all shards and stop fetching. Samples that were read stay valid."""
+        self._decoder.close()
         self._open.clear()
         for cache in self._caches:
             cache.close()
@@ -320,13 +340,14 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
             self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_open"} | {
+        return {name: value for name, value in self.__dict__.items() if name not in ("_open", "_decoder")} | {
             "_caches": copy.deepcopy(self._caches)  # the original's may be in use
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._open = OpenShards()
+        self._decoder = DecodeAhead(self._decode)
         self._relieve_caches()
 
     def _relieve_caches(self) -> None:

@@ -11,6 +11,7 @@ import os
 import threading
 import weakref
 from collections import OrderedDict, deque
+from collections.abc import Iterable
 from typing import Protocol
 
 __all__ = ["DECODED_BYTES", "MEMORY", "BlockMemory", "BlockOwner"]
@@ -60,11 +61,12 @@ class BlockMemory:
             self._owners[token] = weakref.ref(owner, lambda _: ended.append(token))
         return token
 
-    def used(self, token: int, block: int) -> None:
-        """Make this block the last one to be dropped."""
+    def used(self, token: int, blocks: Iterable[int]) -> None:
+        """Make these blocks the last ones to be dropped."""
         with self._lock:
-            if (token, block) in self._blocks:
-                self._blocks.move_to_end((token, block))
+            for block in blocks:
+                if (token, block) in self._blocks:
+                    self._blocks.move_to_end((token, block))
 
     def make_room(self, nbytes: int) -> None:
         """Drop blocks until `nbytes` more fit, before a block of this size is decoded."""

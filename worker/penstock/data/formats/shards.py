@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-__all__ = ["BulkReader", "ColumnReader", "Shard", "ShardFile", "ShardReader", "StoredFile"]
+__all__ = ["BlockReader", "BulkReader", "ColumnReader", "Shard", "ShardFile", "ShardReader", "StoredFile"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,3 +105,11 @@ class ColumnReader(Protocol):
 
     def select(self, columns: Sequence[str]) -> None:
         """Read only these columns from now on. Raises DatasetError for a column that the shard has not."""
+
+
+@runtime_checkable
+class BlockReader(Protocol):
+    """An open shard of blocks that are decoded as a whole."""
+
+    def load(self, block: int) -> None:
+        """Decode a block, if it is not in memory. Raises what `__getitem__` raises."""

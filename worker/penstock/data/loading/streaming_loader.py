@@ -31,9 +31,13 @@ __all__ = ["StreamingLoader"]
 
 BLOCK = 1 << 18
 """Default number of samples that are shuffled with each other."""
-SHUFFLE_MEMORY = 128 << 20
+SHUFFLE_MEMORY = 96 << 20
 """Default number of bytes of decoded row groups that are shuffled with each other: two blocks fit into the default
 decoded_limit, the present one and the one after it."""
+DECODED_AHEAD = 1 << 13
+"""Number of samples, without shuffling, whose row groups are decoded ahead."""
+DECODED_RUNS = 64
+"""Largest number of runs of positions that are looked at to find the row groups to decode ahead."""
 EXAMINED_POSITIONS = 1 << 14
 """Largest number of upcoming positions that are looked at to find the shards to prefetch."""
 
@@ -184,6 +188,9 @@ class StreamingLoader(PositionLoader):
             filed = FiledOrder(order, file, dataset.name, int(order.starts[-1]))
             described[ORDER_FILE] = file.described
         self.dataset, self._shards, self._filed, self._reader = dataset, order, filed, reader
+        self._shuffle = shuffle
+        inner = _inner_block(dataset, shuffle_memory, partitions)
+        self._decoded_ahead = partitions * inner if shuffle and inner else DECODED_AHEAD
         self._ahead = predownload or 2 * min(shuffle_block or len(order), len(order))
         self._prefetched_from: tuple[EpochRemainder | None, int] = None, 0
         """Position from which the shards to prefetch were listed last: the epoch's remainder, and the position in
@@ -202,6 +209,8 @@ class StreamingLoader(PositionLoader):
         """Prefetch the shards that this process needs for its next samples, then those that the box needs for later
         positions, including those of the next epoch."""
         remainder, position = own_batches.remainder, int(plans[0].positions[0])
+        if self.dataset.has_blocks:
+            self._decode_ahead(remainder, plans)
         remainder_before, at = self._prefetched_from
         if remainder_before is remainder and position - at < self._ahead // 4:
             return
@@ -216,6 +225,23 @@ class StreamingLoader(PositionLoader):
         shards = np.concatenate(needed)
         _, first = np.unique(shards, return_index=True)
         self.dataset.fetch_ahead(shards[np.sort(first)])
+
+    def _decode_ahead(self, remainder: EpochRemainder, plans: list[BatchPlan]) -> None:
+        """Decode the row groups that the next batches need, then those of the next blocks of row groups."""
+        order, begin = self._shards, int(plans[-1].positions[-1]) + 1
+        needed = [order.shards_of(np.concatenate([plan.ids for plan in plans]))]
+        if begin < len(order) and not (self._filed and self._filed.covers(remainder.epoch)):
+            run = max(order.partitions, self._identity.boxes)
+            near = remainder.near(
+                self._identity.box, begin, min(self._decoded_ahead, len(order) - begin), run=run, runs=DECODED_RUNS
+            )
+            if self._shuffle:
+                needed.append(order.shards(remainder.epoch, near))
+            else:
+                needed.append(order.shards_of(order.ids(remainder.epoch, near)))
+        units = np.concatenate(needed)
+        _, first = np.unique(units, return_index=True)
+        self.dataset.decode_ahead(units[np.sort(first)])
 
     def _needed(self, epoch: int, positions: Ints) -> Ints:
         """Return the numbers of the shards that these positions need."""

@@ -120,7 +120,12 @@ class _Texts:
         return str(raw, "utf-8") if self._is_text else bytes(raw)
 
     def many(self, rows: Sequence[int]) -> list[Any]:
-        return [self.at(row) for row in rows]
+        if self._valid is not None:
+            return [self.at(row) for row in rows]
+        data, offsets = self._data, self._offsets
+        if self._is_text:
+            return [str(data[offsets[row] : offsets[row + 1]], "utf-8") for row in rows]
+        return [bytes(data[offsets[row] : offsets[row + 1]]) for row in rows]
 
 
 class _Lists:

@@ -32,6 +32,9 @@ __all__ = ["ParquetReader"]
 EXPANDED_BYTES = 64 << 20
 """Largest size in bytes of a text column in one row group that is expanded to one text per row."""
 
+LOADING_WAIT_S = 5.0
+"""Seconds that a thread waits for another thread's row group before it looks again."""
+
 Columns = list[tuple[str, Column]]
 """Columns of a row group: (name, values by row) for each."""
 
@@ -64,9 +67,13 @@ class ParquetReader:
     def __init__(self, shard: Shard, path: Path) -> None:
         stored = shard.files[0].raw
         self.name = stored.name
-        self._reading = threading.Lock()
-        """Lock of pyarrow's file object, which is not thread-safe. One thread reads a row group; the others wait, and
-        then find it in memory."""
+        self._lock = threading.Lock()
+        """Lock of the next two attributes. It is held for no longer than a look-up."""
+        self._loading: dict[int, threading.Event] = {}
+        """Row groups that a thread is decoding now, and the event that ends it: other threads wait for it."""
+        self._idle: list[Any] = []
+        """pyarrow's file objects that no thread uses: they are not thread-safe, so each thread that decodes has its
+        own."""
         self._kept: dict[int, Columns] = {}
         """Row groups in memory. Counted, and dropped, by MEMORY."""
         self._wanted: list[str] | None = None
@@ -85,13 +92,16 @@ class ParquetReader:
             self._groups = row_groups(footer_bytes(self._opened))
             same = f"/proc/self/fd/{self._opened.fileno()}"
             footer = library.read_metadata(same)
-            self._file: Any = library.ParquetFile(
-                same, metadata=footer, read_dictionary=_text_columns(footer), page_checksum_verification=True
-            )
+            self._footer = footer
+            self._texts = _text_columns(footer)
+            self._schema = footer.schema.to_arrow_schema()
+            self._idle.append(self._new_file(self._opened))
         except ShardCorruptError:
             raise
         except Exception as error:
             raise ShardCorruptError(f"{self.name}: {path} cannot be read: {error}") from error
+        self._several = len(self._schema) > 1
+        """True if several columns are read, which pyarrow then decodes in threads of its own."""
         self._token = MEMORY.add_owner(self)
         self._begins: list[int] = [0, *itertools.accumulate(group.rows for group in self._groups)]
         if not footer.num_rows == self._begins[-1] == shard.samples:
@@ -109,18 +119,18 @@ class ParquetReader:
 
     def select(self, columns: Sequence[str]) -> None:
         """Read only these columns from now on. Raises DatasetError for a column that the file has not."""
-        known = self._file.schema_arrow.names
+        known = self._schema.names
         missing = [name for name in columns if name not in known]
         if missing:
             raise DatasetError(
                 f"{self.name}: it must have the columns {', '.join(missing)}, which columns= names, got "
                 f"{', '.join(known)}"
             )
-        paths = [self._file.schema.column(leaf).path for leaf in range(len(self._file.schema))]
+        paths = [self._footer.schema.column(leaf).path for leaf in range(len(self._footer.schema))]
         self._leaves = [
             leaf for leaf, path in enumerate(paths) if any(f"{path}.".startswith(f"{name}.") for name in columns)
         ]
-        self._wanted = list(columns)
+        self._wanted, self._several = list(columns), len(columns) > 1
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         group = self._group_of(index)
@@ -137,6 +147,11 @@ class ParquetReader:
 
     def get_many(self, rows: Sequence[int]) -> list[dict[str, Any]]:
         """Return the samples at these indexes, in this order. Each row group is looked up once."""
+        if not rows:
+            return []
+        first = self._group_of(rows[0])
+        if self._begins[first] <= min(rows) and max(rows) < self._begins[first + 1]:
+            return self._of_group(first, rows)
         places: dict[int, list[int]] = {}
         for place, index in enumerate(rows):
             places.setdefault(self._group_of(index), []).append(place)
@@ -145,29 +160,47 @@ class ParquetReader:
             if len(own) == 1:
                 found[own[0]] = self[rows[own[0]]]
                 continue
-            begin = self._begins[group]
-            columns = self._columns(group, rows[own[0]])
-            try:
-                values = [column.many([rows[place] - begin for place in own]) for _, column in columns]
-            except (ValueError, OverflowError):
-                for place in own:  # to name the sample
-                    found[place] = self[rows[place]]
-                continue
-            names = [name for name, _ in columns]
-            for place, sample in zip(own, zip(*values, strict=True), strict=True):
-                found[place] = dict(zip(names, sample, strict=True))
+            for place, sample in zip(own, self._of_group(group, [rows[place] for place in own]), strict=True):
+                found[place] = sample
         return found
+
+    def _of_group(self, group: int, rows: Sequence[int]) -> list[dict[str, Any]]:
+        """Return samples of one row group."""
+        begin = self._begins[group]
+        columns = self._columns(group, rows[0])
+        inside = [row - begin for row in rows]
+        try:
+            values = [column.many(inside) for _, column in columns]
+        except (ValueError, OverflowError):
+            return [self[row] for row in rows]  # names the sample
+        names = [name for name, _ in columns]
+        if len(names) == 1:
+            name = names[0]
+            return [{name: value} for value in values[0]]
+        return [dict(zip(names, sample, strict=True)) for sample in zip(*values, strict=True)]
+
+    def load(self, block: int) -> None:
+        """Decode a row group, if it is not in memory."""
+        self._columns(block, self._begins[block])
 
     def drop(self, block: int) -> None:
         """Drop a row group from memory."""
         self._kept.pop(block, None)
 
     def close(self) -> None:
-        """Close the file. Waits until a read in another thread has ended."""
-        with self._reading:
-            self._kept = {}
-            MEMORY.remove_owner(self._token)
-            self._file = self._opened = None  # pyarrow closes the file when its last reference is dropped
+        """Close the file. Reads in progress end normally, and the file is closed after the last of them."""
+        with self._lock:
+            self._opened = None
+            self._idle, self._kept = [], {}
+        MEMORY.remove_owner(self._token)
+
+    def _new_file(self, opened: Descriptor) -> Any:
+        return pyarrow_parquet().ParquetFile(
+            f"/proc/self/fd/{opened.fileno()}",
+            metadata=self._footer,
+            read_dictionary=self._texts,
+            page_checksum_verification=True,
+        )
 
     def _group_of(self, index: int) -> int:
         if not 0 <= index < len(self):
@@ -185,30 +218,48 @@ class ParquetReader:
     def _columns(self, group: int, index: int) -> Columns:
         kept = self._kept.get(group)
         if kept is not None:
-            MEMORY.used(self._token, group)
+            MEMORY.used(self._token, (group,))
             return kept
-        with self._reading:
-            if self._file is None:
-                raise ValueError(f"{self.name} is closed")
-            kept = self._kept.get(group)
-            if kept is not None:
-                return kept
-            try:
-                return self._read(group)
-            except DatasetError:
-                raise
-            except MemoryError as error:
-                raise DatasetError(
-                    f"{self.name}: row group {group} must fit in memory: {error}; write it in smaller row groups"
-                ) from error
-            except NotImplementedError as error:
-                raise DatasetError(
-                    f"{self.name}: sample {index}, row group {group}: pyarrow cannot read it: {error}"
-                ) from error
-            except Exception as error:
-                raise ShardCorruptError(f"{self.name}: sample {index}, row group {group}: {error}") from error
+        while True:
+            with self._lock:
+                opened = self._opened
+                if opened is None:
+                    raise ValueError(f"{self.name} is closed")
+                kept = self._kept.get(group)
+                if kept is not None:
+                    return kept
+                loading = self._loading.get(group)
+                if loading is None:
+                    self._loading[group] = threading.Event()
+                    break
+            loading.wait(LOADING_WAIT_S)  # then look again: the other thread may have failed
+        try:
+            return self._decoded(opened, group, index)
+        finally:
+            with self._lock:
+                self._loading.pop(group).set()
 
-    def _read(self, group: int) -> Columns:
+    def _decoded(self, opened: Descriptor, group: int, index: int) -> Columns:
+        """Decode a row group. `index`: sample that needs it, for errors."""
+        try:
+            with self._lock:
+                file = self._idle.pop() if self._idle else None
+            columns = self._read(opened, self._new_file(opened) if file is None else file, group)
+        except DatasetError:
+            raise
+        except MemoryError as error:
+            raise DatasetError(
+                f"{self.name}: row group {group} must fit in memory: {error}; write it in smaller row groups"
+            ) from error
+        except NotImplementedError as error:
+            raise DatasetError(
+                f"{self.name}: sample {index}, row group {group}: pyarrow cannot read it: {error}"
+            ) from error
+        except Exception as error:
+            raise ShardCorruptError(f"{self.name}: sample {index}, row group {group}: {error}") from error
+        return columns
+
+    def _read(self, opened: Descriptor, file: Any, group: int) -> Columns:
         rows = self._begins[group + 1] - self._begins[group]
         needed = self._needed(group)
         MEMORY.make_room(needed)
@@ -218,14 +269,18 @@ class ParquetReader:
                 f"{self.name}: row group {group} must fit into memory: it takes {needed} bytes, but {free} are free. "
                 "Write the file in smaller row groups"
             )
-        table = self._table(group, rows)
+        table = self._table(file, group, rows)
         if table.num_rows != rows:
             raise ValueError(f"it must have {rows} rows as in the file's footer, got {table.num_rows}")
-        self._check_unchanged()
+        self._check_unchanged(opened)
         arrays = dict(zip(table.column_names, map(_expand_texts, table.columns), strict=True))
         names = table.column_names if self._wanted is None else self._wanted
         columns = [(name, column_of(arrays[name])) for name in names]
-        self._kept[group] = columns
+        with self._lock:
+            if self._opened is None:
+                return columns
+            self._idle.append(file)
+            self._kept[group] = columns
         MEMORY.add(self._token, group, sum(arrays[name].nbytes for name in names))
         return columns
 
@@ -234,26 +289,25 @@ class ParquetReader:
         found = self._groups[group]
         return found.nbytes if self._leaves is None else sum(found.column_bytes[leaf] for leaf in self._leaves)
 
-    def _check_unchanged(self) -> None:
+    def _check_unchanged(self, opened: Descriptor) -> None:
         """Raise ShardCorruptError if the file was written to since it was opened: its row groups may be those of two
         files."""
-        assert self._opened is not None
-        found = os.fstat(self._opened.fileno())
+        found = os.fstat(opened.fileno())
         if found.st_mtime_ns != self._version:
             raise ShardCorruptError(
                 f"{self.name}: it was written to since it was opened. Write new data to a new file, and index it"
             )
 
-    def _table(self, group: int, rows: int) -> Any:
+    def _table(self, file: Any, group: int, rows: int) -> Any:
         """Return a row group with `rows` rows. pyarrow puts at most 2 GiB of text into one array of a list column, so a
         larger row group is read in parts."""
         try:
-            return self._file.read_row_group(group, columns=self._wanted)
+            return file.read_row_group(group, columns=self._wanted, use_threads=self._several)
         except NotImplementedError:
             part = rows // 2
             while part:
                 try:
-                    batches = list(self._file.iter_batches(part, row_groups=[group], columns=self._wanted))
+                    batches = list(file.iter_batches(part, row_groups=[group], columns=self._wanted))
                     return importlib.import_module("pyarrow").Table.from_batches(batches)
                 except NotImplementedError:
                     part //= 4
