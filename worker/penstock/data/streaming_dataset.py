@@ -33,7 +33,7 @@ from penstock.data.formats.decoded_blocks import MEMORY
 from penstock.data.formats.index import read_index
 from penstock.data.formats.mds import columns_of
 from penstock.data.formats.readers import open_shard
-from penstock.data.formats.shards import BlockReader, BulkReader, Shard, ShardReader
+from penstock.data.formats.shards import BlockReader, Shard, ShardReader, rows_of
 from penstock.data.ordering.permutation import Ints
 from penstock.data.remote.folders import RemoteFolder, joined
 from penstock.data.stop_iteration import stop_iteration_error
@@ -256,15 +256,15 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         get, opened = self._open.get, self._opened
         if not self._reads_bulk:
             return [get(shard, opened)[row] for shard, row in zip(shards.tolist(), offsets.tolist(), strict=True)]
+        if len(samples) and (shards == shards[0]).all():
+            return rows_of(get(int(shards[0]), opened), offsets.tolist())
         order = np.argsort(shards, kind="stable")
-        ends = np.flatnonzero(np.diff(shards[order], append=-1)) + 1
+        ends = np.flatnonzero(np.append(shards[order][1:] != shards[order][:-1], True)) + 1
         found: list[dict[str, Any]] = [{}] * len(samples)
         begin = 0
-        for end in ends.tolist():
+        for end in ends.tolist() if len(samples) else ():
             chosen = order[begin:end]
-            reader = get(int(shards[chosen[0]]), opened)
-            rows = offsets[chosen].tolist()
-            read = reader.get_many(rows) if isinstance(reader, BulkReader) else [reader[row] for row in rows]
+            read = rows_of(get(int(shards[chosen[0]]), opened), offsets[chosen].tolist())
             for place, sample in zip(chosen.tolist(), read, strict=True):
                 found[place] = sample
             begin = end

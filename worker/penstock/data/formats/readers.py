@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.data.formats.mds import MDSReader
 from penstock.data.formats.parquet import ParquetReader
-from penstock.data.formats.shards import BulkReader, ColumnReader, Shard, ShardReader
+from penstock.data.formats.shards import ColumnReader, Shard, ShardReader, rows_of
 from penstock.data.formats.text_shards import JSONReader, XSVReader
 from penstock.proto.errors import DatasetError, ShardCorruptError
 
@@ -69,9 +69,7 @@ class _Projected:
         return self._chosen(self._reader[index])
 
     def get_many(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        reader = self._reader
-        found = reader.get_many(rows) if isinstance(reader, BulkReader) else [reader[row] for row in rows]
-        return [self._chosen(sample) for sample in found]
+        return [self._chosen(sample) for sample in rows_of(self._reader, rows)]
 
     def close(self) -> None:
         self._reader.close()

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-__all__ = ["BlockReader", "BulkReader", "ColumnReader", "Shard", "ShardFile", "ShardReader", "StoredFile"]
+__all__ = ["BlockReader", "ColumnReader", "Shard", "ShardFile", "ShardReader", "StoredFile", "rows_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class ShardReader(Protocol):
     """An open shard. Safe for threads, and for forked children.
 
     Readers may also have `get_many(rows: Sequence[int]) -> list[dict]`, which returns the samples at these indexes, in
-    this order, and is faster than one call for each (see BulkReader).
+    this order, and is faster than one call for each (see `rows_of`).
     """
 
     name: str
@@ -91,12 +91,13 @@ class ShardReader(Protocol):
         ValueError."""
 
 
-@runtime_checkable
-class BulkReader(Protocol):
-    """An open shard that reads many samples in one call."""
-
-    def get_many(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """Return the samples at these indexes, in this order. Raises what `__getitem__` raises."""
+def rows_of(reader: ShardReader, rows: Sequence[int]) -> list[dict[str, Any]]:
+    """Return the samples at these indexes, in this order: by the reader's own `get_many`, if it has one."""
+    many = getattr(reader, "get_many", None)
+    if many is None:
+        return [reader[row] for row in rows]
+    found: list[dict[str, Any]] = many(rows)
+    return found
 
 
 @runtime_checkable

@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
+
 from penstock.data.formats.decoded_blocks import MEMORY
 from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.parquet.parquet_columns import Column, column_of
@@ -52,6 +54,8 @@ def _expand_texts(column: Any) -> Any:
     arrow = importlib.import_module("pyarrow")
     if not arrow.types.is_dictionary(column.type) or column.type.value_type not in (arrow.string(), arrow.binary()):
         return column
+    if column.null_count == 0 and all(_has_no_repeats(chunk) for chunk in column.chunks):
+        return arrow.chunked_array([chunk.dictionary for chunk in column.chunks], column.type.value_type)
     compute = importlib.import_module("pyarrow.compute")
     size = 0
     for chunk in column.chunks:
@@ -59,8 +63,14 @@ def _expand_texts(column: Any) -> Any:
     return column.cast(column.type.value_type) if size <= EXPANDED_BYTES else column
 
 
+def _has_no_repeats(chunk: Any) -> bool:
+    """Return True if the dictionary of an array is the array: each text occurs once, in the order of the rows."""
+    indices = chunk.indices.to_numpy()
+    return len(chunk.dictionary) == len(indices) and np.array_equal(indices, np.arange(len(indices)))
+
+
 class ParquetReader:
-    """Reader of a Parquet file, see formats.shards.ShardReader, BulkReader and ColumnReader. Values are Python's: None,
+    """Reader of a Parquet file, see formats.shards.ShardReader, ColumnReader and BlockReader. Values are Python's: None,
     lists, dictionaries, datetimes. Lists of numbers are numpy arrays, see parquet_columns.py; times with nanoseconds
     are numpy's, see parquet_values.py."""
 
