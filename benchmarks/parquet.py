@@ -2,13 +2,13 @@
 
     python -m benchmarks.parquet [--groups 300] [--rounds 3] [--columns text tokens] [--folder FOLDER] [--json FILE]
 
-The file of the first case is that of the issue: 300 row groups of 1,000 rows with some 4 KB of text; the second has lists of 1,025
+The file of the first case has 300 row groups of 1,000 rows with some 4 KB of text; the second one has lists of 1,025
 tokens in place of texts. In each round each reader has one turn, first in order, then shuffled, over `--samples` rows
 at most. The medians of samples per second are reported; only their ratios are comparable. All readers make batches of
 32: lists of texts, or one tensor of tokens. The peers are measured if they are installed (datasets, pylance).
 
-`datasets, streaming` shuffles in a buffer of 10,000 rows. `datasets, Arrow` and Lance read a copy of the data in their own format,
-which was made before, and shuffle all rows with each other.
+`datasets, streaming` shuffles in a buffer of 10,000 rows. `datasets, Arrow` and Lance read a copy of the data in their
+own format, which was made before, and shuffle all rows with each other.
 """
 
 from __future__ import annotations
@@ -107,7 +107,9 @@ def lance(path: Path, column: str) -> Reader:
     library: Any = importlib.import_module("lance")
     where = path.parent / ".lance"
     file = pyarrow.parquet.ParquetFile(path)
-    rows = library.write_dataset(file.iter_batches(columns=[column]), where, schema=_only(file, column), mode="overwrite")
+    rows = library.write_dataset(
+        file.iter_batches(columns=[column]), where, schema=_only(file, column), mode="overwrite"
+    )
 
     def made(batch: Any) -> Any:
         values = batch[column]
@@ -122,10 +124,6 @@ def lance(path: Path, column: str) -> Reader:
         return (made(batch) for batch in rows.to_batches(batch_size=BATCH))
 
     return epoch
-
-
-def _only(file: Any, column: str) -> Any:
-    return arrow.schema([file.schema_arrow.field(column)])
 
 
 def _numbers(count: int, shuffle: bool) -> Iterator[list[int]]:
@@ -166,9 +164,7 @@ def measure(path: Path, column: str, rounds: int, samples: int) -> dict[str, dic
         for name, reader in readers.items():
             for kind, rates in found[name].items():
                 rates.append(rate(reader, samples, kind == "shuffled"))
-    return {
-        name: {kind: statistics.median(rates) for kind, rates in kinds.items()} for name, kinds in found.items()
-    }
+    return {name: {kind: statistics.median(rates) for kind, rates in kinds.items()} for name, kinds in found.items()}
 
 
 def main() -> None:

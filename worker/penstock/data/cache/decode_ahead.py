@@ -1,7 +1,7 @@
 """Decoding of blocks (row groups) in a thread, before a reader needs them.
 
-Decoding releases the GIL, so it runs beside the code that makes samples. There is one thread for a dataset. It ends when
-it had nothing to do for a while, and starts again; a forked child starts one of its own.
+Decoding releases the GIL, so it runs beside the code that makes samples. There is one thread for a dataset. It ends
+when it had nothing to do for a while, and starts again; a forked child starts one of its own.
 """
 
 from __future__ import annotations

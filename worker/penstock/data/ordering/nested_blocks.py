@@ -3,8 +3,8 @@ neighbouring blocks.
 
     index -> group of permuted pieces -> permuted within the group -> piece -> index in the sequence
 
-A block is decoded as a whole, so a reader needs the blocks of one group in memory and no others: shuffled reading decodes
-each block once, as sequential reading does.
+A block is decoded as a whole, so a reader needs the blocks of one group in memory and no others: shuffled reading
+decodes each block once, as sequential reading does.
 """
 
 from __future__ import annotations

@@ -70,7 +70,9 @@ def parts_of(
     repeat, at = divmod(epoch * rest, total) if total else (0, 0)
     while rest:
         taken = min(rest, total - at)
-        parts.append(_piece(sizes, at, at + taken, first_shard, key=int(mix(key, repeat)), shuffle=shuffle, files=files))
+        parts.append(
+            _piece(sizes, at, at + taken, first_shard, key=int(mix(key, repeat)), shuffle=shuffle, files=files)
+        )
         rest, repeat, at = rest - taken, repeat + 1, 0
     return ShardParts.joined(parts)
 

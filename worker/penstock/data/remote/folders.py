@@ -265,7 +265,9 @@ class RemoteFolder:
         def work(until: float) -> int:
             info = self._call(until, "info", self._path_of(name, until))
             if type(info.get("size")) is not int:
-                raise DatasetError(f"{self.url_of(name)}: the server must report a file's size, got {info.get('size')!r}")
+                raise DatasetError(
+                    f"{self.url_of(name)}: the server must report a file's size, got {info.get('size')!r}"
+                )
             return int(info["size"])
 
         found: int = self._retry(work, name, deadline_s, "read")
@@ -282,8 +284,8 @@ class RemoteFolder:
         data: bytes = self._retry(work, name, deadline_s, "read")
         if len(data) < end - begin:
             raise ShardCorruptError(
-                f"{self.url_of(name)}: bytes {begin} to {end} must be {end - begin}, got {len(data)}: it has changed or "
-                "is truncated"
+                f"{self.url_of(name)}: bytes {begin} to {end} must be {end - begin}, got {len(data)}: it has changed, "
+                "or is truncated"
             )
         if len(data) > end - begin:
             raise DatasetError(

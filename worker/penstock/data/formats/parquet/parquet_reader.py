@@ -22,14 +22,15 @@ import numpy as np
 
 from penstock.data.formats.decoded_blocks import MEMORY
 from penstock.data.formats.descriptors import Descriptor
+from penstock.data.formats.fields import names
 from penstock.data.formats.parquet.parquet_columns import Column, column_of
 from penstock.data.formats.parquet.parquet_footer import footer_bytes, row_groups
-from penstock.data.formats.parquet.parquet_index import pyarrow_parquet
+from penstock.data.formats.parquet.parquet_shards import pyarrow_parquet
 from penstock.data.formats.shards import Shard
 from penstock.proto.errors import DatasetError, ShardCorruptError
 from penstock.runtime.process.free_memory import free_memory
 
-__all__ = ["ParquetReader"]
+__all__ = ["ParquetReader", "check_parquet", "open_parquet"]
 
 EXPANDED_BYTES = 64 << 20
 """Largest size in bytes of a text column in one row group that is expanded to one text per row."""
@@ -39,6 +40,19 @@ LOADING_WAIT_S = 5.0
 
 Columns = list[tuple[str, Column]]
 """Columns of a row group: (name, values by row) for each."""
+
+
+def check_parquet(settings: dict[str, Any]) -> None:
+    """Check the settings of a shard's entry in the index, see `Format.check`. A file describes its columns itself, so
+    an index may lack their names."""
+    if "column_names" in settings:
+        names(settings, "column_names")
+
+
+def open_parquet(shard: Shard, paths: Sequence[Path], allow_unsafe_types: bool) -> ParquetReader:
+    """Return a reader of a shard, see `Format.open`."""
+    del allow_unsafe_types  # Parquet has no column of pickles
+    return ParquetReader(shard, paths[0])
 
 
 def _text_columns(footer: Any) -> list[str]:
@@ -70,8 +84,8 @@ def _has_no_repeats(chunk: Any) -> bool:
 
 
 class ParquetReader:
-    """Reader of a Parquet file, see formats.shards.ShardReader, ColumnReader and BlockReader. Values are Python's: None,
-    lists, dictionaries, datetimes. Lists of numbers are numpy arrays, see parquet_columns.py; times with nanoseconds
+    """Reader of a Parquet file, see ShardReader, ColumnReader and BlockReader in formats.shards. Values are Python's:
+    None, lists, dictionaries, datetimes. Lists of numbers are numpy arrays, see parquet_columns.py; times with nanoseconds
     are numpy's, see parquet_values.py."""
 
     def __init__(self, shard: Shard, path: Path) -> None:
@@ -120,8 +134,8 @@ class ParquetReader:
         if shard.blocks and shard.blocks != tuple(group.rows for group in self._groups):
             self.close()
             raise ShardCorruptError(
-                f"{self.name}: its row groups have other numbers of rows than its index says: make the index again with "
-                "index_parquet"
+                f"{self.name}: its row groups have other numbers of rows than its index says: make the index again, "
+                "with index_parquet"
             )
 
     def __len__(self) -> int:
@@ -183,11 +197,10 @@ class ParquetReader:
             values = [column.many(inside) for _, column in columns]
         except (ValueError, OverflowError):
             return [self[row] for row in rows]  # names the sample
-        names = [name for name, _ in columns]
-        if len(names) == 1:
-            name = names[0]
-            return [{name: value} for value in values[0]]
-        return [dict(zip(names, sample, strict=True)) for sample in zip(*values, strict=True)]
+        keys = [name for name, _ in columns]
+        if len(keys) == 1:
+            return [{keys[0]: value} for value in values[0]]
+        return [dict(zip(keys, sample, strict=True)) for sample in zip(*values, strict=True)]
 
     def load(self, block: int) -> None:
         """Decode a row group, if it is not in memory."""
@@ -284,14 +297,14 @@ class ParquetReader:
             raise ValueError(f"it must have {rows} rows as in the file's footer, got {table.num_rows}")
         self._check_unchanged(opened)
         arrays = dict(zip(table.column_names, map(_expand_texts, table.columns), strict=True))
-        names = table.column_names if self._wanted is None else self._wanted
-        columns = [(name, column_of(arrays[name])) for name in names]
+        read = table.column_names if self._wanted is None else self._wanted
+        columns = [(name, column_of(arrays[name])) for name in read]
         with self._lock:
             if self._opened is None:
                 return columns
             self._idle.append(file)
             self._kept[group] = columns
-        MEMORY.add(self._token, group, sum(arrays[name].nbytes for name in names))
+        MEMORY.add(self._token, group, sum(arrays[name].nbytes for name in read))
         return columns
 
     def _needed(self, group: int) -> int:
