@@ -59,7 +59,7 @@ def write(folder: Path, column: str, groups: int) -> Path:
             values = arrow.array([" ".join(words[chosen]) for chosen in random.integers(0, 5000, (ROWS, 585))])
         else:
             numbers = random.integers(0, 50_000, ROWS * TOKENS).astype(np.int32)
-            offsets = np.arange(0, len(numbers) + 1, TOKENS, np.int32)
+            offsets = np.arange(0, len(numbers) + 1, TOKENS).astype(np.int32)
             values = arrow.ListArray.from_arrays(offsets, numbers)
         table = arrow.table({"number": np.arange(group * ROWS, (group + 1) * ROWS), column: values})
         writer = writer or pyarrow.parquet.ParquetWriter(path, table.schema)
@@ -107,9 +107,8 @@ def lance(path: Path, column: str) -> Reader:
     library: Any = importlib.import_module("lance")
     where = path.parent / ".lance"
     file = pyarrow.parquet.ParquetFile(path)
-    rows = library.write_dataset(
-        file.iter_batches(columns=[column]), where, schema=_only(file, column), mode="overwrite"
-    )
+    schema = arrow.schema([file.schema_arrow.field(column)])
+    rows = library.write_dataset(file.iter_batches(columns=[column]), where, schema=schema, mode="overwrite")
 
     def made(batch: Any) -> Any:
         values = batch[column]

@@ -12,7 +12,7 @@ import importlib
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -108,7 +108,7 @@ class _Texts:
         types = importlib.import_module("pyarrow.types")
         self._valid = _valid(array)
         _, offsets, data = array.buffers()
-        code = "q" if wide else "i"
+        code: Literal["q", "i"] = "q" if wide else "i"
         self._offsets = memoryview(offsets if offsets else bytes(8)).cast("B").cast(code)[array.offset :]
         self._data = memoryview(data if data else b"").cast("B")
         self._is_text = types.is_string(array.type) or types.is_large_string(array.type)
@@ -136,10 +136,10 @@ class _Lists:
         self._all, self._all_valid = _values(values, dtype), _valid(values)
         if types.is_fixed_size_list(array.type):
             size = array.type.list_size
-            self._offsets = (np.arange(len(array) + 1, dtype=np.int64) + array.offset) * size
+            self._offsets: npt.NDArray[Any] = (np.arange(len(array) + 1) + array.offset) * size
         else:
             self._offsets = array.offsets.to_numpy()
-        self._begins = memoryview(np.ascontiguousarray(self._offsets)).cast("B").cast(self._offsets.dtype.char)
+        self._begins = self._offsets.data
 
     def at(self, row: int) -> Any:
         if self._valid is not None and not self._valid[row]:

@@ -85,8 +85,8 @@ def _has_no_repeats(chunk: Any) -> bool:
 
 class ParquetReader:
     """Reader of a Parquet file, see ShardReader, ColumnReader and BlockReader in formats.shards. Values are Python's:
-    None, lists, dictionaries, datetimes. Lists of numbers are numpy arrays, see parquet_columns.py; times with nanoseconds
-    are numpy's, see parquet_values.py."""
+    None, lists, dictionaries, datetimes. Lists of numbers are numpy arrays (see parquet_columns.py), and times with
+    nanoseconds are numpy's (see parquet_values.py)."""
 
     def __init__(self, shard: Shard, path: Path) -> None:
         stored = shard.files[0].raw
