@@ -298,7 +298,7 @@ def test_many_rows_are_those_read_one_by_one(folder: Path) -> None:
         (pyarrow.list_(pyarrow.int32()), [[1, 2], [], None, [2**31 - 1]]),
         (pyarrow.large_list(pyarrow.uint16()), [[1, 2], [], None, [65535]]),
         (pyarrow.list_(pyarrow.float32()), [[0.5], None, [1.5, 2.5], []]),
-        (pyarrow.list_(pyarrow.float16()), [np.float16([0.5]), None]),
+        (pyarrow.list_(pyarrow.float16()), [[np.float16(0.5)], None]),
         (pyarrow.list_(pyarrow.int64(), 2), [[1, 2], [3, 4], [5, 6]]),
         (pyarrow.list_(pyarrow.bool_()), [[True, False], None, [True]]),
     ],

@@ -175,13 +175,13 @@ KEYWORDS = {
         "dataset batch_size global_batch_size shuffle seed shuffle_block num_samples tail skip order_file "
         "fetch_threads fetch_processes reseed keys rank collate_fn"
     ),
-    "penstock.data:Stream": "remote local split proportion repeat choose storage_options",
+    "penstock.data:Stream": "remote local split proportion repeat choose storage_options columns",
     "penstock.data:StreamingDataset": (
         "remote local split streams cache_limit validate_hash keep_zip timeout_s download_threads allow_unsafe_types "
-        "storage_options"
+        "columns decoded_limit storage_options"
     ),
     "penstock.data:StreamingLoader": (
-        "dataset batch_size global_batch_size shuffle seed shuffle_block partitions interleave epoch_size tail "
+        "dataset batch_size global_batch_size shuffle seed shuffle_block shuffle_memory partitions interleave epoch_size tail "
         "skip order_file predownload reseed keys rank collate_fn"
     ),
     "penstock.data:SyntheticDataset": "sample_spec num_samples seed",
