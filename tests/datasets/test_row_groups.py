@@ -17,15 +17,25 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch.utils.data
+from shard_server import ShardServer
 from shardsets import numbers
 
 from penstock.data import MDSWriter, Stream, StreamingDataset, StreamingLoader, index_parquet
+from penstock.data.cache.file_hashes import digest_of
 from penstock.data.formats.decoded_blocks import MEMORY, BlockMemory
+from penstock.data.formats.index import read_index, write_index
+from penstock.data.formats.parquet import parquet_ranges
 from penstock.data.formats.parquet.parquet_reader import ParquetReader
 from penstock.data.formats.parquet.parquet_shards import parquet_shards
 from penstock.data.loading import streaming_loader
 from penstock.data.writing.index_parquet import data_files
-from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError, StateMismatchError
+from penstock.proto.errors import (
+    DatasetError,
+    InvalidArgumentError,
+    ShardCorruptError,
+    ShardUnavailableError,
+    StateMismatchError,
+)
 
 Kept = dict[str, Any]
 
@@ -433,3 +443,89 @@ def test_local_pattern_selects_files(folder: Path) -> None:
         index_parquet(f"{folder}/x*.parquet")
     with pytest.raises(InvalidArgumentError, match="out is for remote folders"):
         index_parquet(folder, out=folder)
+
+
+# ---- ranges of remote files
+
+
+@pytest.fixture
+def remote(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ShardServer]:
+    monkeypatch.setattr(parquet_ranges, "MIN_RANGE_BYTES", 1)
+    with ShardServer(folder) as server:
+        yield server
+
+
+def fetched(cache: Path) -> list[str]:
+    return sorted(path.relative_to(cache).as_posix() for path in cache.rglob("*.*/*") if ".penstock" not in path.parts)
+
+
+def test_only_needed_row_groups_are_fetched(remote: ShardServer, folder: Path, tmp_path: Path) -> None:
+    dataset = StreamingDataset(remote.url, tmp_path / "cache", columns=["number"])
+    assert [dataset[at]["number"] for at in (0, 49, 60)] == [0, 49, 60]
+    ranges = fetched(tmp_path / "cache")
+    assert len(ranges) == 3  # two row groups and the footer
+    assert all(name.startswith("a.parquet.ranges/") for name in ranges)
+    assert dataset.get_many(np.array([999, 1, 540]))[2] == {"number": 540}
+    assert dataset.fingerprint == StreamingDataset(folder).fingerprint
+    again = StreamingDataset(remote.url, tmp_path / "cache")
+    asked = remote.requests["a.parquet"]
+    assert again[49] == {"number": 49, "text": "row 49"}
+    assert remote.requests["a.parquet"] == asked
+
+
+def test_order_is_that_of_whole_files(remote: ShardServer, folder: Path, tmp_path: Path) -> None:
+    settings: Kept = {"batch_size": 20, "shuffle": True, "seed": 2, "shuffle_memory": 3000}
+    with_ranges = StreamingLoader(StreamingDataset(remote.url, tmp_path / "cache", cache_limit=20_000), **settings)
+    assert rows(with_ranges) == rows(StreamingLoader(StreamingDataset(folder), **settings))
+    assert sum(path.stat().st_size for path in (tmp_path / "cache").rglob("*.*/*") if path.is_file()) < 40_000
+
+
+def test_changed_remote_file_is_named(remote: ShardServer, folder: Path, tmp_path: Path) -> None:
+    dataset = StreamingDataset(remote.url, tmp_path / "cache")
+    write_groups(folder / "a.parquet", [500])
+    with pytest.raises(ShardCorruptError, match=r"a\.parquet"):
+        dataset[300]
+    (folder / "b.parquet").unlink()
+    with pytest.raises(ShardUnavailableError, match=r"b\.parquet"):
+        dataset[600]
+
+
+def test_truncated_range_is_fetched_again(remote: ShardServer, tmp_path: Path) -> None:
+    dataset = StreamingDataset(remote.url, tmp_path / "cache")
+    assert dataset[0]["number"] == 0
+    (name,) = [path for path in (tmp_path / "cache" / "a.parquet.ranges").iterdir() if path.stat().st_size < 3000][:1]
+    os.truncate(name, 7)
+    assert StreamingDataset(remote.url, tmp_path / "cache")[0] == {"number": 0, "text": "row 0"}
+
+
+def test_files_with_hashes_are_fetched_whole(remote: ShardServer, folder: Path, tmp_path: Path) -> None:
+    shards = read_index((folder / "index.json").read_bytes(), "here")
+    hashed = [
+        replace(
+            shard,
+            files=(
+                replace(
+                    shard.files[0],
+                    raw=replace(shard.files[0].raw, hashes={"xxh64": digest_of(folder / shard.name, "xxh64")}),
+                ),
+            ),
+        )
+        for shard in shards
+    ]
+    (folder / "index.json").write_bytes(write_index(hashed))
+    dataset = StreamingDataset(remote.url, tmp_path / "cache")
+    assert dataset[600]["number"] == 600
+    assert (tmp_path / "cache" / "b.parquet").is_file()
+
+
+def test_ranges_of_an_index_are_checked(folder: Path) -> None:
+    shard = read_index((folder / "index.json").read_bytes(), "here")[0]
+    for changed, says in (
+        ({"ranges": shard.ranges[:-1]}, "2 offsets for each of 10 blocks"),
+        ({"ranges": (shard.size + 1, *shard.ranges[1:])}, "offsets from 0 to"),
+        ({"ranges": (shard.ranges[1], shard.ranges[0], *shard.ranges[2:])}, "ends before it begins"),
+        ({"blocks": (1, *shard.blocks[1:])}, "must have 500 samples together"),
+        ({"blocks": (-1, 51 + 50, *shard.blocks[2:])}, "none below 0"),
+    ):
+        with pytest.raises(DatasetError, match=f"shard 0: .*{says}"):
+            read_index(write_index([replace(shard, **changed)]), "here")

@@ -181,8 +181,8 @@ KEYWORDS = {
         "columns decoded_limit storage_options"
     ),
     "penstock.data:StreamingLoader": (
-        "dataset batch_size global_batch_size shuffle seed shuffle_block shuffle_memory partitions interleave epoch_size tail "
-        "skip order_file predownload reseed keys rank collate_fn"
+        "dataset batch_size global_batch_size shuffle seed shuffle_block shuffle_memory partitions interleave "
+        "epoch_size tail skip order_file predownload reseed keys rank collate_fn"
     ),
     "penstock.data:SyntheticDataset": "sample_spec num_samples seed",
     "penstock.data:WindowShuffled": "source window",

@@ -25,6 +25,7 @@ import torch.utils.data
 import xxhash
 
 from penstock.data.arguments import byte_count, sample_count, whole
+from penstock.data.cache.block_footers import BlockFooters
 from penstock.data.cache.decode_ahead import DecodeAhead
 from penstock.data.cache.index_watch import IndexWatch
 from penstock.data.cache.open_shards import MIN_OPEN, OpenShards
@@ -32,7 +33,8 @@ from penstock.data.cache.shard_cache import HeldShard, ShardCache
 from penstock.data.formats.decoded_blocks import MEMORY
 from penstock.data.formats.index import read_index
 from penstock.data.formats.mds import columns_of
-from penstock.data.formats.readers import open_shard
+from penstock.data.formats.parquet.parquet_ranges import block_shards
+from penstock.data.formats.readers import open_block, open_shard
 from penstock.data.formats.shards import BlockReader, Shard, ShardReader, rows_of
 from penstock.data.ordering.permutation import Ints
 from penstock.data.remote.folders import RemoteFolder, joined
@@ -182,6 +184,19 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
                 except DatasetError as error:
                     raise DatasetError(f"{name}: {error.message}") from None
         self._shards = [(number, shard) for number, own in enumerate(shards) for shard in own]
+        units = [len(shard.units) for _, shard in self._shards]
+        self._file_of = np.repeat(np.arange(len(units)), units)
+        """Number of the file that each unit of `sizes` lies in."""
+        self.has_blocks = any(shard.blocks for _, shard in self._shards)
+        """True if any shard has blocks that are decoded as a whole."""
+        known = [shard for _, shard in self._shards if shard.decoded_bytes]
+        self.sample_bytes = sum(shard.decoded_bytes for shard in known) / max(1, sum(shard.samples for shard in known))
+        """Mean number of bytes that a sample takes in a decoded row group; 0 if it is unknown."""
+        self._blocks: dict[int, tuple[Shard, int]] = {}
+        """Of each shard that is a block of a remote file, and fetched without the rest: the file, and the block's
+        number in it."""
+        self._footers = BlockFooters()
+        self._fetch_blocks()
         self.sizes: list[Ints] = [
             np.array([samples for shard in own for samples in shard.units], np.int64) for own in shards
         ]
@@ -190,11 +205,6 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         self._shard_of = np.repeat(np.arange(len(units)), units)
         """Number of the shard that each unit belongs to."""
         self._unit_sizes = np.concatenate(self.sizes)
-        self.has_blocks = any(shard.blocks for _, shard in self._shards)
-        """True if any shard has blocks that are decoded as a whole."""
-        known = [shard for _, shard in self._shards if shard.decoded_bytes]
-        self.sample_bytes = sum(shard.decoded_bytes for shard in known) / max(1, sum(shard.samples for shard in known))
-        """Mean number of bytes that a sample takes in a decoded row group; 0 if it is unknown."""
         counts = np.array([shard.samples for _, shard in self._shards], np.int64)
         self._bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
         self._reads_bulk = any(shard.format not in ("mds", "json", "xsv", "csv", "tsv") for _, shard in self._shards)
@@ -211,11 +221,10 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
     @property
     def files(self) -> list[Ints] | None:
-        """Number of the shard that each unit of `sizes` belongs to, for each stream; None if no shard has
-        blocks."""
+        """Number of the file that each unit of `sizes` lies in, for each stream; None if no file has blocks."""
         if not self.has_blocks:
             return None
-        return np.split(self._shard_of, np.cumsum([len(sizes) for sizes in self.sizes])[:-1])
+        return np.split(self._file_of, np.cumsum([len(sizes) for sizes in self.sizes])[:-1])
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -367,16 +376,31 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         stream, shard = self._shards[number]
         held = self._caches[stream].hold(shard)
         try:
-            source = self._source(stream, held.paths[0], shard)
+            file, block = self._blocks.get(number, (shard, 0))
+            source = self._source(stream, held.paths[0], file)
+            columns = self._columns[stream]
             MEMORY.raise_limit(self.decoded_limit)
-            reader = open_shard(
-                shard, held.paths, allow_unsafe_types=self._unsafe, source=source, columns=self._columns[stream]
-            )
+            if file is shard:
+                reader = open_shard(shard, held.paths, allow_unsafe_types=self._unsafe, source=source, columns=columns)
+            else:
+                place = self._footers.place(stream, self._caches[stream], file, block, source)
+                reader = open_block(shard, held.paths[0], place, source, columns)
             self._indexes[stream].check(held.paths)  # after opening: the open file cannot change any more
             return held, reader
         except BaseException:
             held.release()
             raise
+
+    def _fetch_blocks(self) -> None:
+        """Replace each file of which row groups can be fetched alone by its row groups. The order of samples stays that
+        of the files."""
+        found: list[tuple[int, Shard]] = []
+        for stream, shard in self._shards:
+            blocks = block_shards(shard) if self._caches[stream].fetches_ranges(shard) else []
+            for block in range(len(blocks)):
+                self._blocks[len(found) + block] = shard, block
+            found += [(stream, own) for own in blocks] or [(stream, shard)]
+        self._shards = found
 
     def _source(self, stream: int, path: Path, shard: Shard) -> str:
         remote = self._caches[stream].remote

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from penstock.data.formats.format_table import FORMATS
+from penstock.data.formats.parquet.parquet_ranges import FileRange
+from penstock.data.formats.parquet.parquet_reader import ParquetReader
 from penstock.data.formats.shards import ColumnReader, Shard, ShardReader, rows_of
 from penstock.proto.errors import DatasetError, ShardCorruptError
 
-__all__ = ["open_shard"]
+__all__ = ["open_block", "open_shard"]
 
 
 def open_shard(
@@ -35,6 +37,19 @@ def open_shard(
         raise ShardCorruptError(f"{source}: {error.message}" if source else error.message) from error
     if source:
         reader.name = source
+    return reader
+
+
+def open_block(shard: Shard, path: Path, place: FileRange, source: str, columns: Sequence[str] | None) -> ShardReader:
+    """Return a reader of a shard that is a row group of a file. `path`: file of the row group; the other arguments are
+    those of `open_shard`. Raises ShardCorruptError, DatasetError."""
+    try:
+        reader: ShardReader = ParquetReader(shard, path, place)
+        if columns is not None:
+            reader = _projected(reader, columns)
+    except ShardCorruptError as error:
+        raise ShardCorruptError(f"{source}: {error.message}") from error
+    reader.name = source
     return reader
 
 

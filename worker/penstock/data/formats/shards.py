@@ -23,6 +23,10 @@ class StoredFile:
     """Size in bytes."""
     hashes: Mapping[str, str] = field(default_factory=dict)
     """Digests in hexadecimal by the algorithm's name; empty if the writer stored none."""
+    source: str = ""
+    """Name of the file that this one is a range of; "" for a whole file. Only a cache has such a file by itself."""
+    begin: int = 0
+    """Offset of the range in `source`, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,11 @@ class Shard:
     as a whole: the row groups of Parquet. Empty for a format without blocks, or an index that does not list them."""
     decoded_bytes: int = 0
     """Smallest number of bytes that all blocks take in memory once they are decoded; 0 if it is unknown."""
+
+    ranges: tuple[int, ...] = ()
+    """Offsets in the file, in bytes, so that its blocks can be fetched without the rest: the beginning and the end of
+    each block, then the beginning of the footer, which ends with the file; shape (2 * blocks + 1,). Empty if
+    unknown."""
 
     @property
     def units(self) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from penstock.data.formats.descriptors import Descriptor
 
-__all__ = ["TAIL_BYTES", "RowGroup", "footer_bytes", "footer_length", "row_groups"]
+__all__ = ["TAIL_BYTES", "RowGroup", "footer_length", "row_groups", "tail_of"]
 
 TAIL_BYTES = 64 << 10
 """Bytes at the end of a remote file that are fetched first: the whole footer of most files."""
@@ -33,9 +33,9 @@ _DEEPEST = 32
 Wanted = dict[int, Any]
 """Fields of a struct to read, by field number. The value is None for a number, a mapping for a struct, and a list with
 one mapping for a list of structs."""
-_COLUMN: Wanted = {3: {1: None, 5: None, 6: None}}
+_COLUMN: Wanted = {3: {1: None, 5: None, 6: None, 7: None, 9: None, 11: None}}
 """Fields that are read of a column of a row group, from ColumnChunk.meta_data: type, num_values,
-total_uncompressed_size."""
+total_uncompressed_size, total_compressed_size, data_page_offset, dictionary_page_offset."""
 _FILE: Wanted = {4: [{1: [_COLUMN], 3: None}]}
 """Fields that are read of a footer, from FileMetaData.row_groups: columns, num_rows."""
 
@@ -50,13 +50,18 @@ class RowGroup:
     file, where a billion equal numbers take some hundred bytes."""
     column_bytes: tuple[int, ...] = ()
     """The same of each column, in the order of the file's schema: a leaf of a nested column counts as a column."""
+    begin: int = 0
+    """Offset in the file of the row group's first byte."""
+    end: int = 0
+    """Offset in the file after the row group's last byte."""
 
 
-def footer_bytes(file: Descriptor) -> bytes:
-    """Return the footer of a Parquet file. Raises ValueError if it has none."""
+def tail_of(file: Descriptor) -> bytes:
+    """Return the bytes of a Parquet file from its footer's beginning to the file's end. Raises ValueError if it has no
+    footer."""
     size = os.fstat(file.fileno()).st_size
     length = footer_length(file.read(8, max(0, size - 8)), size)
-    return file.read(length - 8, size - length)
+    return file.read(length, size - length)
 
 
 def footer_length(end: bytes, size: int) -> int:
@@ -80,15 +85,20 @@ def row_groups(footer: bytes) -> list[RowGroup]:
 
 
 def _row_group(group: dict[int, Any]) -> RowGroup:
-    sizes = []
+    sizes, begins, ends = [], [], []
     for column in group[1]:
         values = column[3]
         if min(values[5], values[6]) < 0 or not 0 <= values[1] < len(_BYTES):
             raise ValueError("its footer is damaged: a column has a size below 0, or no type")
         sizes.append(max(values[6], values[5] * _BYTES[values[1]]))
+        begin = values.get(9, 0)
+        if 0 < values.get(11, 0) < begin:  # pyarrow reads a column from its dictionary on, if that comes first
+            begin = values[11]
+        begins.append(begin)
+        ends.append(begin + values.get(7, 0))
     if group[3] < 0:
         raise ValueError("its footer is damaged: a row group has fewer than 0 rows")
-    return RowGroup(group[3], sum(sizes), tuple(sizes))
+    return RowGroup(group[3], sum(sizes), tuple(sizes), min(begins, default=0), max(ends, default=0))
 
 
 def _struct(data: bytes, at: int, wanted: Wanted, depth: int) -> tuple[dict[int, Any], int]:

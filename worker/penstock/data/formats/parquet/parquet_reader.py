@@ -24,7 +24,8 @@ from penstock.data.formats.decoded_blocks import MEMORY
 from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.fields import names
 from penstock.data.formats.parquet.parquet_columns import Column, column_of
-from penstock.data.formats.parquet.parquet_footer import footer_bytes, row_groups
+from penstock.data.formats.parquet.parquet_footer import tail_of
+from penstock.data.formats.parquet.parquet_ranges import FileRange, Footer, opened_range
 from penstock.data.formats.parquet.parquet_shards import pyarrow_parquet
 from penstock.data.formats.shards import Shard
 from penstock.proto.errors import DatasetError, ShardCorruptError
@@ -88,7 +89,14 @@ class ParquetReader:
     None, lists, dictionaries, datetimes. Lists of numbers are numpy arrays (see parquet_columns.py), and times with
     nanoseconds are numpy's (see parquet_values.py)."""
 
-    def __init__(self, shard: Shard, path: Path) -> None:
+    def __init__(self, shard: Shard, path: Path, place: FileRange | None = None) -> None:
+        """
+        Args:
+            path: the file, or the file of one row group.
+            place: where the row group lies in its file; None: `path` is the whole file.
+
+        Raises ShardCorruptError if the file cannot be read, or is not what its index says.
+        """
         stored = shard.files[0].raw
         self.name = stored.name
         self._lock = threading.Lock()
@@ -104,7 +112,6 @@ class ParquetReader:
         """Names of the columns to read; None: all."""
         self._leaves: list[int] | None = None
         """Numbers of the wanted columns' leaves in the file's schema; None: all."""
-        library = pyarrow_parquet()
         try:
             self._opened: Descriptor | None = Descriptor(path)  # a plain file: pyarrow must not wait for a pipe
             found = os.fstat(self._opened.fileno())
@@ -113,12 +120,11 @@ class ParquetReader:
                     f"{self.name}: {path} has {found.st_size} bytes, but its index says {stored.size}"
                 )
             self._version = found.st_mtime_ns
-            self._groups = row_groups(footer_bytes(self._opened))
-            same = f"/proc/self/fd/{self._opened.fileno()}"
-            footer = library.read_metadata(same)
-            self._footer = footer
-            self._texts = _text_columns(footer)
-            self._schema = footer.schema.to_arrow_schema()
+            footer = Footer.parse(tail_of(self._opened)) if place is None else place.footer
+            self._place, self._first = place, 0 if place is None else place.group
+            self._groups = footer.groups if place is None else footer.groups[place.group : place.group + 1]
+            self._footer, self._schema = footer.metadata, footer.schema
+            self._texts = _text_columns(footer.metadata)
             self._idle.append(self._new_file(self._opened))
         except ShardCorruptError:
             raise
@@ -128,9 +134,10 @@ class ParquetReader:
         """True if several columns are read, which pyarrow then decodes in threads of its own."""
         self._token = MEMORY.add_owner(self)
         self._begins: list[int] = [0, *itertools.accumulate(group.rows for group in self._groups)]
-        if not footer.num_rows == self._begins[-1] == shard.samples:
+        rows = self._footer.num_rows if place is None else self._begins[-1]
+        if not rows == self._begins[-1] == shard.samples:
             self.close()
-            raise ShardCorruptError(f"{self.name}: it has {footer.num_rows} rows, but its index says {shard.samples}")
+            raise ShardCorruptError(f"{self.name}: it has {rows} rows, but its index says {shard.samples}")
         if shard.blocks and shard.blocks != tuple(group.rows for group in self._groups):
             self.close()
             raise ShardCorruptError(
@@ -219,7 +226,7 @@ class ParquetReader:
 
     def _new_file(self, opened: Descriptor) -> Any:
         return pyarrow_parquet().ParquetFile(
-            f"/proc/self/fd/{opened.fileno()}",
+            f"/proc/self/fd/{opened.fileno()}" if self._place is None else opened_range(opened, self._place),
             metadata=self._footer,
             read_dictionary=self._texts,
             page_checksum_verification=True,
@@ -264,6 +271,7 @@ class ParquetReader:
 
     def _decoded(self, opened: Descriptor, group: int, index: int) -> Columns:
         """Decode a row group. `index`: sample that needs it, for errors."""
+        number = self._first + group
         try:
             with self._lock:
                 file = self._idle.pop() if self._idle else None
@@ -272,14 +280,14 @@ class ParquetReader:
             raise
         except MemoryError as error:
             raise DatasetError(
-                f"{self.name}: row group {group} must fit in memory: {error}; write it in smaller row groups"
+                f"{self.name}: row group {number} must fit in memory: {error}; write it in smaller row groups"
             ) from error
         except NotImplementedError as error:
             raise DatasetError(
-                f"{self.name}: sample {index}, row group {group}: pyarrow cannot read it: {error}"
+                f"{self.name}: sample {index}, row group {number}: pyarrow cannot read it: {error}"
             ) from error
         except Exception as error:
-            raise ShardCorruptError(f"{self.name}: sample {index}, row group {group}: {error}") from error
+            raise ShardCorruptError(f"{self.name}: sample {index}, row group {number}: {error}") from error
         return columns
 
     def _read(self, opened: Descriptor, file: Any, group: int) -> Columns:
@@ -289,10 +297,10 @@ class ParquetReader:
         free = free_memory()
         if needed > free:
             raise DatasetError(
-                f"{self.name}: row group {group} must fit into memory: it takes {needed} bytes, but {free} are free. "
-                "Write the file in smaller row groups"
+                f"{self.name}: row group {self._first + group} must fit into memory: it takes {needed} bytes, but "
+                f"{free} are free. Write the file in smaller row groups"
             )
-        table = self._table(file, group, rows)
+        table = self._table(file, self._first + group, rows)
         if table.num_rows != rows:
             raise ValueError(f"it must have {rows} rows as in the file's footer, got {table.num_rows}")
         self._check_unchanged(opened)

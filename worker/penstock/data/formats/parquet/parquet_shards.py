@@ -9,13 +9,13 @@ from __future__ import annotations
 import importlib
 import io
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from penstock.data.formats.descriptors import Descriptor
-from penstock.data.formats.parquet.parquet_footer import footer_length, row_groups
+from penstock.data.formats.parquet.parquet_footer import RowGroup, footer_length, row_groups, tail_of
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.proto.errors import DatasetError, PenstockError, ShardCorruptError
 
@@ -52,9 +52,9 @@ def shards_of_tails(files: Iterable[tuple[str, Callable[[], Tail]]]) -> list[Sha
     library = pyarrow_parquet()
     shards: list[Shard] = []
     first: tuple[str, list[str]] | None = None
-    for name, tail_of in files:
+    for name, tail_and_size in files:
         try:
-            tail, size = tail_of()
+            tail, size = tail_and_size()
             groups = row_groups(tail[:-8])  # before pyarrow reads it, see parquet_footer.py
             footer = library.read_metadata(io.BytesIO(tail))
             columns = list(footer.schema.to_arrow_schema().names)
@@ -81,16 +81,22 @@ def shards_of_tails(files: Iterable[tuple[str, Callable[[], Tail]]]) -> list[Sha
                 settings={"column_names": first[1]},
                 blocks=tuple(group.rows for group in groups),
                 decoded_bytes=sum(group.nbytes for group in groups),
+                ranges=_ranges(groups, size - len(tail)),
             )
         )
     return shards
 
 
+def _ranges(groups: Sequence[RowGroup], footer: int) -> tuple[int, ...]:
+    """Return `Shard.ranges`; empty unless all row groups lie before the footer, at offset `footer`."""
+    if not all(0 < group.begin <= group.end <= footer for group in groups):
+        return ()
+    return (*(at for group in groups for at in (group.begin, group.end)), footer)
+
+
 def _local_tail(path: Path) -> Tail:
     opened = Descriptor(path)  # a plain file, so that nothing waits for a pipe or a device
-    size = os.fstat(opened.fileno()).st_size
-    length = footer_length(opened.read(8, max(0, size - 8)), size)
-    return opened.read(length, size - length), size
+    return tail_of(opened), os.fstat(opened.fileno()).st_size
 
 
 def _opened_tail(source: IO[bytes]) -> Tail:
