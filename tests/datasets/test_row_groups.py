@@ -520,12 +520,13 @@ def test_files_with_hashes_are_fetched_whole(remote: ShardServer, folder: Path, 
 
 def test_ranges_of_an_index_are_checked(folder: Path) -> None:
     shard = read_index((folder / "index.json").read_bytes(), "here")[0]
-    for changed, says in (
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"ranges": shard.ranges[:-1]}, "2 offsets for each of 10 blocks"),
         ({"ranges": (shard.size + 1, *shard.ranges[1:])}, "offsets from 0 to"),
         ({"ranges": (shard.ranges[1], shard.ranges[0], *shard.ranges[2:])}, "ends before it begins"),
         ({"blocks": (1, *shard.blocks[1:])}, "must have 500 samples together"),
         ({"blocks": (-1, 51 + 50, *shard.blocks[2:])}, "none below 0"),
-    ):
+    ]
+    for changed, says in cases:
         with pytest.raises(DatasetError, match=f"shard 0: .*{says}"):
             read_index(write_index([replace(shard, **changed)]), "here")

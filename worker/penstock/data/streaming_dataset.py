@@ -314,11 +314,21 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         limit = max(MEMORY.limit, self.decoded_limit or 0) // 2
         self._decoder.want(units[needed <= limit].tolist())
 
+    def forget(self, units: Ints) -> None:
+        """Let the memory of these decoded units be freed, because their samples are not needed soon."""
+        for unit in units.tolist():
+            reader = self._open.peek(int(self._shard_of[unit]))
+            if isinstance(reader, BlockReader):
+                reader.forget(self._block_of(unit))
+
     def _decode(self, unit: int) -> None:
-        shard = int(self._shard_of[unit])
-        reader = self._open.get(shard, self._opened)
+        reader = self._open.get(int(self._shard_of[unit]), self._opened)
         if isinstance(reader, BlockReader):
-            reader.load(unit - int(np.searchsorted(self._shard_of, shard)))
+            reader.load(self._block_of(unit))
+
+    def _block_of(self, unit: int) -> int:
+        """Return the number of a unit in its shard."""
+        return unit - int(np.searchsorted(self._shard_of, self._shard_of[unit]))
 
     def shares(self, epoch_size: int | None = None) -> list[int]:
         """Return the number of samples that an epoch takes of each stream. `epoch_size`: number of samples in the

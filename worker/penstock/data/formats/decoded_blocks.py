@@ -42,6 +42,8 @@ class BlockMemory:
         self._lock = threading.RLock()
         self._blocks: OrderedDict[tuple[int, int], int] = OrderedDict()
         """Bytes of each block, by (owner, block), the least recently used one first."""
+        self._released: OrderedDict[tuple[int, int], None] = OrderedDict()
+        """Blocks that are not needed soon, which are dropped before all others."""
         self._owners: dict[int, weakref.ref[BlockOwner]] = {}
         self._ended: deque[int] = deque()
         """Owners that were garbage-collected. Their blocks are forgotten at the next call: a finalizer may run at any
@@ -67,10 +69,21 @@ class BlockMemory:
             for block in blocks:
                 if (token, block) in self._blocks:
                     self._blocks.move_to_end((token, block))
+                    self._released.pop((token, block), None)
 
     def make_room(self, nbytes: int) -> None:
-        """Drop blocks until `nbytes` more fit, before a block of this size is decoded."""
-        self._drop(self.limit - nbytes, keep=0)
+        """Drop blocks until `nbytes` more fit, before a block of this size is decoded; and of the blocks that were
+        released, as many as take `nbytes`."""
+        with self._lock:
+            self._forget_ended()
+            freed = 0
+            while self._released and freed < nbytes:
+                key, _ = self._released.popitem(last=False)
+                freed += self._blocks.get(key, 0)
+                if key in self._blocks:
+                    self._blocks.move_to_end(key, last=False)
+            limit = min(self.limit - nbytes, self.nbytes - freed)
+        self._drop(limit, keep=0)
 
     def add(self, token: int, block: int, nbytes: int) -> None:
         """Count a block, and drop others if the limit is exceeded."""
@@ -80,6 +93,13 @@ class BlockMemory:
             self.nbytes += nbytes - self._blocks.pop((token, block), 0)
             self._blocks[token, block] = nbytes
         self._drop(self.limit, keep=1)
+
+    def release(self, token: int, block: int) -> None:
+        """Drop this block once another one is decoded: its samples are not needed soon. Memory that is freed just
+        before it is allocated again need not come from the kernel."""
+        with self._lock:
+            if (token, block) in self._blocks:
+                self._released[token, block] = None
 
     def remove_owner(self, token: int) -> None:
         """Forget all blocks of a reader, which dropped them."""
@@ -91,6 +111,7 @@ class BlockMemory:
             self._forget_ended()
             while self.nbytes > limit and len(self._blocks) > keep:
                 (token, block), nbytes = self._blocks.popitem(last=False)
+                self._released.pop((token, block), None)
                 self.nbytes -= nbytes
                 dropped.append((self._owners[token](), block))
         for owner, block in dropped:

@@ -123,3 +123,6 @@ class BlockReader(Protocol):
 
     def load(self, block: int) -> None:
         """Decode a block, if it is not in memory. Raises what `__getitem__` raises."""
+
+    def forget(self, block: int) -> None:
+        """Let a block's memory be freed, because its samples are not needed soon."""

@@ -34,7 +34,7 @@ BLOCK = 1 << 18
 SHUFFLE_MEMORY = 96 << 20
 """Default number of bytes of decoded row groups that are shuffled with each other: two blocks fit into the default
 decoded_limit, the present one and the one after it."""
-DECODED_AHEAD = 1 << 13
+DECODED_AHEAD = 1 << 12
 """Number of samples, without shuffling, whose row groups are decoded ahead."""
 DECODED_RUNS = 64
 """Largest number of runs of positions that are looked at to find the row groups to decode ahead."""
@@ -190,6 +190,8 @@ class StreamingLoader(PositionLoader):
         self.dataset, self._shards, self._filed, self._reader = dataset, order, filed, reader
         self._shuffle = shuffle
         inner = _inner_block(dataset, shuffle_memory, partitions)
+        self._decoded: Ints = np.zeros(0, np.int64)
+        """Row groups that were needed for the batches of the call of `_decode_ahead` before."""
         self._decoded_ahead = partitions * inner if shuffle and inner else DECODED_AHEAD
         self._ahead = predownload or 2 * min(shuffle_block or len(order), len(order))
         self._prefetched_from: tuple[EpochRemainder | None, int] = None, 0
@@ -240,7 +242,9 @@ class StreamingLoader(PositionLoader):
             else:
                 needed.append(order.shards_of(order.ids(remainder.epoch, near)))
         units = np.concatenate(needed)
-        _, first = np.unique(units, return_index=True)
+        known, first = np.unique(units, return_index=True)
+        self.dataset.forget(np.setdiff1d(self._decoded, known, assume_unique=True))
+        self._decoded = known
         self.dataset.decode_ahead(units[np.sort(first)])
 
     def _needed(self, epoch: int, positions: Ints) -> Ints:

@@ -165,9 +165,15 @@ class ParquetReader:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         group = self._group_of(index)
+        sample = self._sample(group, index)
+        MEMORY.used(self._token, (group,))
+        return sample
+
+    def _sample(self, group: int, index: int) -> dict[str, Any]:
+        """Return a sample of this row group."""
+        columns = self._columns(group, index)
         row = index - self._begins[group]
         name = ""
-        columns = self._columns(group, index)
         try:
             sample = {}
             for name, column in columns:
@@ -180,19 +186,24 @@ class ParquetReader:
         """Return the samples at these indexes, in this order. Each row group is looked up once."""
         if not rows:
             return []
-        first = self._group_of(rows[0])
-        if self._begins[first] <= min(rows) and max(rows) < self._begins[first + 1]:
+        if min(rows) < 0 or max(rows) >= len(self):
+            self._group_of(min(rows)), self._group_of(max(rows))  # raises IndexError
+        begins = self._begins
+        first = bisect.bisect_right(begins, rows[0]) - 1
+        if begins[first] <= min(rows) and max(rows) < begins[first + 1]:
+            MEMORY.used(self._token, (first,))
             return self._of_group(first, rows)
         places: dict[int, list[int]] = {}
         for place, index in enumerate(rows):
-            places.setdefault(self._group_of(index), []).append(place)
+            places.setdefault(bisect.bisect_right(begins, index) - 1, []).append(place)
         found: list[dict[str, Any]] = [{}] * len(rows)
         for group, own in places.items():
             if len(own) == 1:
-                found[own[0]] = self[rows[own[0]]]
+                found[own[0]] = self._sample(group, rows[own[0]])
                 continue
             for place, sample in zip(own, self._of_group(group, [rows[place] for place in own]), strict=True):
                 found[place] = sample
+        MEMORY.used(self._token, places)
         return found
 
     def _of_group(self, group: int, rows: Sequence[int]) -> list[dict[str, Any]]:
@@ -216,6 +227,10 @@ class ParquetReader:
     def drop(self, block: int) -> None:
         """Drop a row group from memory."""
         self._kept.pop(block, None)
+
+    def forget(self, block: int) -> None:
+        """Let a row group's memory be freed, because its samples are not needed soon."""
+        MEMORY.release(self._token, block)
 
     def close(self) -> None:
         """Close the file. Reads in progress end normally, and the file is closed after the last of them."""
@@ -248,7 +263,6 @@ class ParquetReader:
     def _columns(self, group: int, index: int) -> Columns:
         kept = self._kept.get(group)
         if kept is not None:
-            MEMORY.used(self._token, (group,))
             return kept
         while True:
             with self._lock:
