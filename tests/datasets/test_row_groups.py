@@ -17,7 +17,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch.utils.data
-from shard_server import ShardServer
+from shard_server import Fault, ShardServer
 from shardsets import numbers
 
 from penstock.data import MDSWriter, Stream, StreamingDataset, StreamingLoader, index_parquet
@@ -439,6 +439,8 @@ def test_local_pattern_selects_files(folder: Path) -> None:
     shards = index_parquet(f"{folder}/[bc].parquet")
     assert [shard.name for shard in shards] == ["b.parquet", "c.parquet"]
     assert len(StreamingDataset(folder)) == 500
+    assert all(shard.ranges for shard in shards)
+    assert not any(shard.ranges for shard in index_parquet(folder, ranges=False))
     with pytest.raises(DatasetError, match=r"no file is x\*\.parquet"):
         index_parquet(f"{folder}/x*.parquet")
     with pytest.raises(InvalidArgumentError, match="out is for remote folders"):
@@ -516,6 +518,19 @@ def test_files_with_hashes_are_fetched_whole(remote: ShardServer, folder: Path, 
     dataset = StreamingDataset(remote.url, tmp_path / "cache")
     assert dataset[600]["number"] == 600
     assert (tmp_path / "cache" / "b.parquet").is_file()
+
+
+def test_server_without_ranges_is_named(remote: ShardServer, tmp_path: Path) -> None:
+    remote.fault = lambda name: Fault(no_ranges=True)
+    dataset = StreamingDataset(remote.url, tmp_path / "cache")
+    with pytest.raises(DatasetError, match=r"a\.parquet: the server must send bytes .*index_parquet"):
+        dataset[0]
+
+
+def test_broken_ranges_are_asked_for_again(remote: ShardServer, tmp_path: Path) -> None:
+    remote.faults["a.parquet"] = [Fault(cut_after=10), Fault(status=503), Fault(), Fault(cut_after=100)]
+    dataset = StreamingDataset(remote.url, tmp_path / "cache")
+    assert [dataset[at]["number"] for at in (0, 70)] == [0, 70]
 
 
 def test_ranges_of_an_index_are_checked(folder: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from penstock.data.cache.shard_cache import ShardCache
 from penstock.data.formats.parquet.parquet_ranges import FileRange, Footer, footer_shard
+from penstock.data.formats.parquet.parquet_shards import ranges_of
 from penstock.data.formats.shards import Shard
 from penstock.proto.errors import DatasetError, ShardCorruptError
 
@@ -40,8 +41,8 @@ class BlockFooters:
                 tail = path.read_bytes()
             try:
                 footer = Footer.parse(tail)
-                found = tuple(at for group in footer.groups for at in (group.begin, group.end))
-                if found != file.ranges[:-1] or file.blocks != tuple(group.rows for group in footer.groups):
+                found = ranges_of(footer.groups, file.ranges[-1])
+                if found != file.ranges or file.blocks != tuple(group.rows for group in footer.groups):
                     raise ValueError("its row groups are not those of its index: make the index again")
             except DatasetError:
                 raise

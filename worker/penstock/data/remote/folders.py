@@ -299,7 +299,7 @@ class RemoteFolder:
         if len(data) > end - begin:
             raise DatasetError(
                 f"{self.url_of(name)}: the server must send bytes {begin} to {end} of it, got {len(data)}: it knows no "
-                "ranges. Download the files, or use another server"
+                "ranges. Use another server; or make the index of a copy of the files, with index_parquet(ranges=False)"
             )
         return data
 

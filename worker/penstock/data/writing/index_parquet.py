@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ def index_parquet(
     *,
     storage_options: Mapping[str, Any] | None = None,
     out: str | os.PathLike[str] | None = None,
+    ranges: bool = True,
     timeout_s: float = 600.0,
 ) -> list[Shard]:
     """Write an index of all Parquet files in a folder and its subfolders, in the order of their paths. StreamingDataset
@@ -44,6 +46,8 @@ def index_parquet(
         storage_options: keyword arguments for fsspec's filesystem.
         out: local folder that the index is written to; None: the dataset's folder. Use it for a remote folder that you
             cannot write to, and give it as `local` of the StreamingDataset.
+        ranges: True: readers of a remote folder fetch only the row groups that they need, if the server knows ranges.
+            False: they fetch whole files. The order of samples is the same.
         timeout_s: seconds for each request to a remote folder.
 
     Returns the shards: a file each, with its row groups as blocks. Raises DatasetError; ShardCorruptError, which names
@@ -66,12 +70,14 @@ def index_parquet(
         raise DatasetError(f"{remote.url}: {what} (hidden files, and those in _temporary and the like, do not count)")
     if local:
         shards = parquet_shards((name, local / name) for name in names)
+        shards = shards if ranges else [replace(shard, ranges=()) for shard in shards]
         write_whole(local / INDEX, write_index(shards))
         return shards
     try:
         with ThreadPoolExecutor(REMOTE_THREADS) as threads:
             tails = list(threads.map(lambda name: _remote_tail(remote, name, timeout_s), names))
         shards = shards_of_tails((name, partial(_unchanged, tail)) for name, tail in zip(names, tails, strict=True))
+        shards = shards if ranges else [replace(shard, ranges=()) for shard in shards]
         if out is None:
             remote.write(INDEX, write_index(shards), deadline_s=timeout_s)
         else:

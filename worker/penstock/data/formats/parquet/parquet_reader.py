@@ -36,6 +36,8 @@ __all__ = ["ParquetReader", "check_parquet", "open_parquet"]
 EXPANDED_BYTES = 64 << 20
 """Largest size in bytes of a text column in one row group that is expanded to one text per row."""
 
+FEW_ROWS = 6
+"""Number of rows of a row group from which on they are read column by column, which costs more to begin."""
 LOADING_WAIT_S = 5.0
 """Seconds that a thread waits for another thread's row group before it looks again."""
 
@@ -198,8 +200,9 @@ class ParquetReader:
             places.setdefault(bisect.bisect_right(begins, index) - 1, []).append(place)
         found: list[dict[str, Any]] = [{}] * len(rows)
         for group, own in places.items():
-            if len(own) == 1:
-                found[own[0]] = self._sample(group, rows[own[0]])
+            if len(own) < FEW_ROWS:
+                for place in own:
+                    found[place] = self._sample(group, rows[place])
                 continue
             for place, sample in zip(own, self._of_group(group, [rows[place] for place in own]), strict=True):
                 found[place] = sample

@@ -19,7 +19,7 @@ from penstock.data.formats.parquet.parquet_footer import RowGroup, footer_length
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.proto.errors import DatasetError, PenstockError, ShardCorruptError
 
-__all__ = ["Tail", "parquet_shards", "pyarrow_parquet", "shards_of_tails"]
+__all__ = ["Tail", "parquet_shards", "pyarrow_parquet", "ranges_of", "shards_of_tails"]
 
 Tail = tuple[bytes, int]
 """Bytes of a file from its footer's beginning to the file's end, and the size of the file."""
@@ -81,17 +81,18 @@ def shards_of_tails(files: Iterable[tuple[str, Callable[[], Tail]]]) -> list[Sha
                 settings={"column_names": first[1]},
                 blocks=tuple(group.rows for group in groups),
                 decoded_bytes=sum(group.nbytes for group in groups),
-                ranges=_ranges(groups, size - len(tail)),
+                ranges=ranges_of(groups, size - len(tail)),
             )
         )
     return shards
 
 
-def _ranges(groups: Sequence[RowGroup], footer: int) -> tuple[int, ...]:
+def ranges_of(groups: Sequence[RowGroup], footer: int) -> tuple[int, ...]:
     """Return `Shard.ranges`; empty unless all row groups lie before the footer, at offset `footer`."""
-    if not all(0 < group.begin <= group.end <= footer for group in groups):
+    ranges = [(group.begin, group.end) if group.rows else (footer, footer) for group in groups]
+    if not all(0 < begin <= end <= footer for begin, end in ranges):
         return ()
-    return (*(at for group in groups for at in (group.begin, group.end)), footer)
+    return (*(at for pair in ranges for at in pair), footer)
 
 
 def _local_tail(path: Path) -> Tail:
