@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.data.formats.mds import check_mds, open_mds
-from penstock.data.formats.parquet.parquet_reader import open_parquet
+from penstock.data.formats.parquet.parquet_reader import check_parquet, open_parquet
 from penstock.data.formats.shards import ReadOptions, Shard, ShardReader
 from penstock.data.formats.text_shards import check_json, check_separated, open_json, open_separated
 
@@ -45,11 +45,6 @@ class Format:
     """Largest size of a raw file, in bytes."""
 
 
-def _unchecked(settings: dict[str, Any]) -> None:
-    """Check nothing: a file of this format describes itself."""
-    del settings
-
-
 _of_mosaicml = partial(Format, defaults={"size_limit": None}, max_bytes=MAX_BYTES)
 
 FORMATS: Mapping[str, Format] = {
@@ -61,7 +56,7 @@ FORMATS: Mapping[str, Format] = {
         _of_mosaicml("csv", _WITH_OFFSETS, check_separated, open_separated),
         _of_mosaicml("tsv", _WITH_OFFSETS, check_separated, open_separated),
         # Penstock's own: mosaicml-streaming has no index of plain Parquet files.
-        Format("parquet", ("data",), _unchecked, open_parquet),
+        Format("parquet", ("data",), check_parquet, open_parquet),
     )
 }
 """Formats by name."""

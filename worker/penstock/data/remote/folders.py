@@ -46,7 +46,13 @@ from penstock.data.remote.transfer import (
     s3_piece,
     scrubbed,
 )
-from penstock.proto.errors import DatasetError, InvalidArgumentError, PenstockError, ShardUnavailableError
+from penstock.proto.errors import (
+    DatasetError,
+    InvalidArgumentError,
+    PenstockError,
+    ShardCorruptError,
+    ShardUnavailableError,
+)
 from penstock.runtime.files.atomic_files import write_whole
 from penstock.runtime.files.plain_files import open_plain, read_plain
 
@@ -54,6 +60,10 @@ __all__ = ["LARGEST_READ", "RemoteFolder", "joined"]
 
 LARGEST_READ = 1 << 30
 """Largest file that is read into memory as a whole, in bytes: an index of some million shards."""
+RANGE_BYTES = 16 << 20
+"""Largest part of a range that is requested at a time, in bytes."""
+PAST_END = 416
+"""Status of HTTP for a range that begins after the file's end."""
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 10.0
 LAST_PAUSE_S = 0.2
@@ -273,6 +283,55 @@ class RemoteFolder:
         except Exception:
             return False
         return bool(info.get("size") == size)
+
+    def size(self, name: str, *, deadline_s: float) -> int:
+        """Return the size of a file, in bytes. Raises ShardUnavailableError."""
+
+        def work(until: float) -> int:
+            info = self._call(until, "info", self._path_of(name, until))
+            if type(info.get("size")) is not int:
+                raise DatasetError(
+                    f"{self.url_of(name)}: the server must report a file's size, got {info.get('size')!r}"
+                )
+            return int(info["size"])
+
+        found: int = self._retry(work, name, deadline_s, "read")
+        return found
+
+    def read_range(self, name: str, begin: int, end: int, *, deadline_s: float) -> bytes:
+        """Return the bytes of a file from `begin` to `end`. Raises ShardUnavailableError, ShardCorruptError if the file
+        ends before, and DatasetError if the server sends something else."""
+
+        def work(until: float) -> bytes:
+            try:
+                data = self._call(until, "cat_file", self._path_of(name, until), start=begin, end=end)
+            except Exception as error:
+                if getattr(error, "status", None) != PAST_END:
+                    raise
+                data = b""
+            return bytes(data)
+
+        data: bytes = self._retry(work, name, deadline_s, "read")
+        if len(data) < end - begin:
+            raise ShardCorruptError(
+                f"{self.url_of(name)}: bytes {begin} to {end} must be {end - begin}, got {len(data)}: it has changed, "
+                "or is truncated"
+            )
+        if len(data) > end - begin:
+            raise DatasetError(
+                f"{self.url_of(name)}: the server must send bytes {begin} to {end} of it, got {len(data)}: it knows no "
+                "ranges. Use another server; or make the index of a copy of the files, with index_parquet(ranges=False)"
+            )
+        return data
+
+    def download_range(self, name: str, to: Path, *, begin: int, size: int, deadline_s: float) -> None:
+        """Download `size` bytes of a file, from `begin` on, to the path `to`. Raises what `read_range` raises, and
+        ShardUnavailableError if the disk is full."""
+        until = time.monotonic() + deadline_s
+        with open(to, "wb", opener=open_plain) as file:
+            for at in range(begin, begin + size, RANGE_BYTES):
+                end = min(at + RANGE_BYTES, begin + size)
+                file.write(self.read_range(name, at, end, deadline_s=until - time.monotonic()))
 
     def version(self, name: str, *, deadline_s: float) -> str | None:
         """Return a text that changes whenever the file is written (from the remote's ETag or time); None if the remote
