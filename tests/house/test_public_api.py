@@ -45,6 +45,7 @@ NAMES = {
         "LogicalShards",
         "MDSWriter",
         "Mapped",
+        "MegatronDocuments",
         "Mixture",
         "Packed",
         "Repeated",
@@ -61,6 +62,7 @@ NAMES = {
         "WindowShuffled",
         "XSVWriter",
         "index_parquet",
+        "megatron_blend",
         "merge_index",
     },
 }

@@ -1,5 +1,6 @@
 """Sources of training data with an exact position, for an input_fn or a plain torch DataLoader."""
 
+from penstock.data.formats.megatron.token_documents import MegatronDocuments
 from penstock.data.formats.parquet import index_parquet
 from penstock.data.loading.map_loader import MapLoader
 from penstock.data.loading.streaming_loader import StreamingLoader
@@ -8,6 +9,7 @@ from penstock.data.sharded.layers.mapped import Filtered, Mapped, SkipSample
 from penstock.data.sharded.layers.mixture import Mixture
 from penstock.data.sharded.layers.repeated import Repeated
 from penstock.data.sharded.layers.windows import Grouped, WindowShuffled
+from penstock.data.sharded.megatron_blend import megatron_blend
 from penstock.data.sharded.protocol import Cursor, ShardedSource
 from penstock.data.sharded.shard_loader import ShardLoader
 from penstock.data.sharded.sources.lines import LineFile
@@ -31,6 +33,7 @@ __all__ = [
     "MDSWriter",
     "MapLoader",
     "Mapped",
+    "MegatronDocuments",
     "Mixture",
     "Packed",
     "Repeated",
@@ -46,5 +49,6 @@ __all__ = [
     "WindowShuffled",
     "XSVWriter",
     "index_parquet",
+    "megatron_blend",
     "merge_index",
 ]

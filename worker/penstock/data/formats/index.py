@@ -32,6 +32,8 @@ FORMATS: Mapping[str, tuple[str, ...]] = {
     "tsv": ("data", "meta"),
     # Penstock's own index of plain Parquet files, see parquet.py; mosaicml-streaming has no such format.
     "parquet": ("data",),
+    # Files of other libraries, as they are: see the packages beside this module.
+    "megatron": ("data", "meta"),
 }
 """Kinds of files that a shard of each format consists of, in the order of `Shard.files`."""
 
@@ -46,9 +48,10 @@ _OWN = {"version", "format", "samples", "compression", "hashes"}
 _OWN |= {f"{form}_{part}" for form in ("raw", "zip") for part in ("data", "meta")}
 """Fields of a shard's entry in the index that do not go into `Shard.settings`."""
 
-_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    form: {} if form == "parquet" else {"size_limit": None} for form in FORMATS
-}
+_SMALL = {"mds", "json", "xsv", "csv", "tsv"}
+"""Formats of mosaicml-streaming, whose files have offsets of 32 bits."""
+
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {form: {"size_limit": None} if form in _SMALL else {} for form in FORMATS}
 """Settings, by format, that only mosaicml-streaming's own reader needs. They are written with their default values."""
 
 _STEP = r"(?!\.{1,2}(?:/|\Z))[^/\\\0]+"
@@ -147,7 +150,7 @@ def _shard(entry: Any, known: dict[str, Mapping[str, Any]], files: dict[str, Sto
         if (packed is None) == bool(compression):
             what = "is missing, though compression is" if compression else "must be absent, because compression is"
             raise _Bad(f"zip_{part}", f"{what} {compression or None!r}")
-        if form != "parquet" and raw.size > MAX_BYTES:
+        if form in _SMALL and raw.size > MAX_BYTES:
             raise _Bad(f"raw_{part}.bytes", f"must be at most {MAX_BYTES}, the limit of its offsets, got {raw.size}")
         pairs.append(ShardFile(raw, packed))
     rest = {**_DEFAULTS[form], **{name: value for name, value in entry.items() if name not in _OWN}}
@@ -259,8 +262,8 @@ def _mark(rest: dict[str, Any], field: str) -> None:
         raise _Bad(field, "must be a string that is not empty")
 
 
-def _check_parquet(rest: dict[str, Any]) -> None:
-    del rest  # a Parquet file describes its columns itself
+def _check_nothing(rest: dict[str, Any]) -> None:
+    del rest  # the file describes its columns itself
 
 
 _CHECKS = {
@@ -269,7 +272,8 @@ _CHECKS = {
     "xsv": _check_xsv,
     "csv": _check_csv,
     "tsv": _check_csv,
-    "parquet": _check_parquet,
+    "parquet": _check_nothing,
+    "megatron": _check_nothing,
 }
 
 

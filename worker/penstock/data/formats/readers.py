@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from penstock.data.formats.megatron.token_documents import MegatronReader
 from penstock.data.formats.mds import MDSReader
 from penstock.data.formats.parquet import ParquetReader
 from penstock.data.formats.shards import Shard, ShardReader
@@ -43,6 +44,8 @@ def _reader(shard: Shard, paths: Sequence[Path], allow_unsafe_types: bool) -> Sh
             return XSVReader(shard, (data, meta))
         case "parquet", [data]:
             return ParquetReader(shard, data)
+        case "megatron", [data, meta]:
+            return MegatronReader(shard, data, meta)
     raise DatasetError(
         f"{shard.name}: this version of Penstock has no reader for a shard of format {shard.format!r} that consists of "
         f"{len(paths)} files: upgrade Penstock, or write the dataset in another format"
