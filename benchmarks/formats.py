@@ -1,4 +1,4 @@
-"""Speed of reading other libraries' files, beside each library's own reader: `python -m benchmarks.formats [FORMAT ...]`.
+"""Speed of reading other libraries' files beside their own readers: `python -m benchmarks.formats [FORMAT ...]`.
 
 Both read the same files (some MB, in the page cache) in one process, sample by sample, in sequence and in a shuffled
 order, and take turns. What is reported is a ratio: our samples per second over theirs, the median of the rounds. A

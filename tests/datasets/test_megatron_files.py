@@ -19,6 +19,7 @@ from format_folders import indexed
 from penstock.data import LogicalShards, MegatronDocuments, Packed, ShardLoader, StreamingDataset, megatron_blend
 from penstock.data.formats.megatron import token_index
 from penstock.data.formats.megatron.token_documents import megatron_shard
+from penstock.data.sharded.megatron_blend import MegatronPart
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError, StateMismatchError
 
 DATA = Path(__file__).parents[1] / "data" / "megatron"
@@ -119,6 +120,12 @@ def test_files_of_two_pairs_are_refused(copied: Callable[[str], Path]) -> None:
         MegatronDocuments(prefix)
 
 
+def read_all(prefix: Path) -> None:
+    documents = MegatronDocuments(prefix)
+    for at in range(len(documents)):
+        documents.sample(at)
+
+
 HEAD, SEQUENCES, DOCUMENTS = 34, 21, 12
 """Bytes before the tables of "sentences", its sequences and documents."""
 
@@ -158,9 +165,7 @@ def test_damaged_indexes_are_named(
     change(data)
     index.write_bytes(data)
     with pytest.raises(ShardCorruptError, match=rf"sentences.idx: .*{message}"):
-        documents = MegatronDocuments(prefix)
-        for at in range(len(documents)):
-            documents.sample(at)
+        read_all(prefix)
 
 
 @pytest.mark.usefixtures("kept")
@@ -236,14 +241,9 @@ def test_a_blend_without_weights_counts_tokens() -> None:
 
 def test_a_split_divides_documents() -> None:
     seen: list[list[int]] = []
-    for part, count in (("train", 36), ("valid", 3), ("test", 1)):
-        source = megatron_blend(
-            [f"{DATA}/text"],
-            shards=1,
-            split="90,8,2",
-            part=part,
-            shuffle=False,  # type: ignore[arg-type]
-        )
+    counts: dict[MegatronPart, int] = {"train": 36, "valid": 3, "test": 1}
+    for part, count in counts.items():
+        source = megatron_blend([f"{DATA}/text"], shards=1, split="90,8,2", part=part, shuffle=False)
         seen += lengths(source, count)
     assert seen == joined("text")
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
 import torch
 
 from penstock.data import MegatronDocuments, megatron_blend
+from penstock.data.sharded.megatron_blend import MegatronPart
 
 indexed = pytest.importorskip("megatron.core.datasets.indexed_dataset")
 
@@ -54,9 +56,7 @@ def test_parts_are_megatrons(split: str, tmp_path: Path) -> None:
     built(tmp_path / "a", np.int32, 333)
     weights = config.parse_and_normalize_split(split)
     documents = MegatronDocuments(tmp_path / "a")
-    for part, bounds in zip(
-        ("train", "valid", "test"), config.convert_split_vector_to_split_matrix(weights), strict=True
-    ):
+    for part, bounds in zip(get_args(MegatronPart), config.convert_split_vector_to_split_matrix(weights), strict=True):
         count = 0 if bounds is None else round(bounds[1] * 333.0) - round(bounds[0] * 333.0)
         if not count:
             continue

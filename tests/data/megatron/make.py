@@ -8,7 +8,9 @@ them: for each one the tokens of its sequences, and their modes.
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,13 +36,13 @@ def main() -> None:
     build("text", np.uint16, [[1 + i * 13 % 31] for i in range(40)])
     build("sentences", np.int32, [[2 + (i + k) % 5 for k in range(i % 5)] for i in range(12)])
     build("images", np.int32, [[3 + i, 4] for i in range(6)], multimodal=True)
-    expected = {}
+    expected: dict[str, Any] = {}
     for name in ("text", "sentences", "images"):
         data = IndexedDataset(str(HERE / name), multimodal=name == "images")
         bounds = data.document_indices.tolist()
         expected[name] = [
             [data[i][0].tolist() if data.multimodal else data[i].tolist() for i in range(begin, end)]
-            for begin, end in zip(bounds[:-1], bounds[1:], strict=True)
+            for begin, end in pairwise(bounds)
         ]
         if data.multimodal:
             expected["modes"] = [int(data[i][1]) for i in range(len(data))]

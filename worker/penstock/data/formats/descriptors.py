@@ -54,9 +54,9 @@ class Descriptor:
     def read_into(self, array: np.ndarray[Any, Any], begin: int) -> int:
         """Fill a contiguous array from position `begin`. Returns the number of bytes read, which is smaller than the
         array's at the file's end. Raises OSError."""
-        done = os.preadv(self._number, [array], begin)
+        done = os.preadv(self._number, [array.data], begin)
         if done < array.nbytes:  # as in `read`
-            rest = memoryview(array.reshape(-1).view(np.uint8)) if array.nbytes else memoryview(b"")
+            rest = array.reshape(-1).view(np.uint8).data
             while done < array.nbytes and (more := os.preadv(self._number, [rest[done:]], begin + done)):
                 done += more
         return done

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.data.formats.megatron.token_documents import MegatronReader
 from penstock.data.formats.mds import MDSReader
+from penstock.data.formats.megatron.token_documents import MegatronReader
 from penstock.data.formats.parquet import ParquetReader
 from penstock.data.formats.shards import Shard, ShardReader
 from penstock.data.formats.text_shards import JSONReader, XSVReader

@@ -8,6 +8,7 @@ torch.from_numpy wants it.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, SupportsIndex, overload
 
@@ -53,7 +54,7 @@ class _TokenFile:
             raise ValueError(f"{self.name} is closed")
         tokens = np.empty((end - begin) // self._itemsize, self.index.dtype)
         try:
-            read = os.preadv(file.fileno(), [tokens], begin)  # in most cases all, in one call
+            read = os.preadv(file.fileno(), [tokens.data], begin)  # in most cases all, in one call
             if read != end - begin:
                 read = file.read_into(tokens, begin)
         except OSError as error:
@@ -124,6 +125,9 @@ class MegatronDocuments:
 
     def __repr__(self) -> str:
         return f"<MegatronDocuments {self.prefix}: {len(self)} documents of {self.dtype}>"
+
+    def __iter__(self) -> Iterator[Tokens]:
+        return map(self._file.tokens, self._range)
 
     @overload
     def __getitem__(self, index: slice) -> MegatronDocuments: ...
@@ -218,7 +222,7 @@ class MegatronReader:
             raise IndexError(f"{self.name}: a sample's number must be at least 0 and below {len(self)}, got {index}")
         return self._file.sample(index)
 
-    def get_many(self, rows: list[int]) -> list[dict[str, Any]]:
+    def get_many(self, rows: Sequence[int]) -> list[dict[str, Any]]:
         """Return the samples with these numbers."""
         return [self[row] for row in rows]
 

@@ -103,8 +103,10 @@ class TokenIndex:
         first, last = TWO.unpack(self._read(self._tables[2] + 8 * number, 16))
         if not 0 <= first <= last <= self.sequences:
             self._corrupt(f"document {number} must end at or after its beginning, got sequences {first} to {last}")
-        begin = ONE.unpack(self._read(self._tables[1] + 8 * first, 8))[0] if first < last else 0
-        end = self.data_bytes if last == self.sequences else ONE.unpack(self._read(self._tables[1] + 8 * last, 8))[0]
+        begin: int = ONE.unpack(self._read(self._tables[1] + 8 * first, 8))[0] if first < last else 0
+        end: int = (
+            self.data_bytes if last == self.sequences else ONE.unpack(self._read(self._tables[1] + 8 * last, 8))[0]
+        )
         if first < last and not 0 <= begin <= end:
             self._corrupt(f"document {number} must end at or after its beginning, got bytes {begin} to {end}")
         return begin, end if first < last else begin
@@ -144,7 +146,7 @@ class TokenIndex:
         if self._kept is None:
             return None
         begins = np.append(self._begins(0, self.sequences), self.data_bytes)
-        return memoryview(np.ascontiguousarray(begins[self._bounds(0, self.documents + 1)], np.int64))
+        return begins[self._bounds(0, self.documents + 1)].data
 
     def digest(self) -> str:
         """Return a digest of the index: of all of it, or of parts of a large one."""
