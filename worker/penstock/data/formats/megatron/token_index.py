@@ -90,7 +90,7 @@ class TokenIndex:
         self._check()
         self.data_bytes = self._last_end()
         """Size in bytes that the .bin file must have."""
-        self._extents = self._kept_extents()
+        self._extents: memoryview | None = self._kept_extents()
         """First byte of each document, and the last one's end; None if the tables are not in memory."""
 
     def __len__(self) -> int:
@@ -99,7 +99,7 @@ class TokenIndex:
     def extent(self, number: int) -> tuple[int, int]:
         """Return (first byte, end) of a document, which must exist. Raises ShardCorruptError."""
         if self._extents is not None:
-            return self._extents[number], self._extents[number + 1]
+            return int(self._extents[number]), int(self._extents[number + 1])
         first, last = TWO.unpack(self._read(self._tables[2] + 8 * number, 16))
         if not 0 <= first <= last <= self.sequences:
             self._corrupt(f"document {number} must end at or after its beginning, got sequences {first} to {last}")
@@ -146,7 +146,8 @@ class TokenIndex:
         if self._kept is None:
             return None
         begins = np.append(self._begins(0, self.sequences), self.data_bytes)
-        return begins[self._bounds(0, self.documents + 1)].data
+        extents: memoryview = begins[self._bounds(0, self.documents + 1)].data
+        return extents
 
     def digest(self) -> str:
         """Return a digest of the index: of all of it, or of parts of a large one."""
