@@ -292,7 +292,7 @@ def test_image_of_another_format_is_not_opened(name: str, form: str) -> None:
 
 
 def test_missing_pillow_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.data.formats import images
+    from penstock.data.formats.media import images
 
     images._pil.cache_clear()
     monkeypatch.setitem(sys.modules, "PIL.Image", None)

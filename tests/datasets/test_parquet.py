@@ -23,13 +23,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.data.formats import parquet
 from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.index import read_index, write_index
-from penstock.data.formats.parquet_footer import footer_bytes, row_groups
+from penstock.data.formats.parquet import parquet_reader as parquet
+from penstock.data.formats.parquet.parquet_footer import footer_bytes, row_groups
 from penstock.data.formats.readers import open_shard
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.data.streaming_dataset import StreamingDataset
+from penstock.data.writing.index_parquet import index_parquet
 from penstock.proto.errors import DatasetError, ShardCorruptError
 
 ROWS: list[dict[str, Any]] = [
@@ -223,8 +224,8 @@ def test_indexed_plain_files_are_a_dataset(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         write(tmp_path / f"{name}.parquet", ROWS[begin : begin + 5])
     with pytest.raises(DatasetError, match=r"b/nothing: neither this folder"):
-        parquet.index_parquet(tmp_path / "b" / "nothing")
-    parquet.index_parquet(tmp_path)
+        index_parquet(tmp_path / "b" / "nothing")
+    index_parquet(tmp_path)
     dataset = StreamingDataset(str(tmp_path))
     assert [dataset[at] for at in range(len(dataset))] == [*ROWS[:5], *ROWS[40:45], *ROWS[100:105]]
 
@@ -280,7 +281,7 @@ def test_no_damage_is_more_than_an_error(data: st.DataObject, tmp_path_factory: 
 DAMAGED = """
 import sys
 from pathlib import Path
-from penstock.data.formats.parquet import ParquetReader
+from penstock.data.formats.parquet.parquet_reader import ParquetReader
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.proto.errors import DatasetError, ShardCorruptError
 path = Path(sys.argv[1])
@@ -314,7 +315,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     os.mkfifo(path)
     with pytest.raises(ShardCorruptError, match="it is not a regular file"):
-        parquet.index_parquet(tmp_path)
+        index_parquet(tmp_path)
     with pytest.raises(ShardCorruptError, match="it is not a regular file"):
         parquet.ParquetReader(Shard("parquet", 0, (ShardFile(StoredFile("x.parquet", 0)),)), path)
 

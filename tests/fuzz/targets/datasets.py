@@ -13,7 +13,7 @@ from targets.target import Target, pieces, script
 
 from penstock.data.formats.compressed_files import COMPRESSIONS, pack, unpack
 from penstock.data.formats.index import INDEX, read_index, write_index
-from penstock.data.formats.parquet_footer import row_groups
+from penstock.data.formats.parquet.parquet_footer import row_groups
 from penstock.data.formats.readers import open_shard
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.proto.errors import DatasetError

@@ -1,7 +1,6 @@
 """Sources of training data with an exact position, for an input_fn or a plain torch DataLoader."""
 
 from penstock.data.formats.megatron.token_documents import MegatronDocuments
-from penstock.data.formats.parquet import index_parquet
 from penstock.data.loading.map_loader import MapLoader
 from penstock.data.loading.streaming_loader import StreamingLoader
 from penstock.data.sharded.layers.documents import Chunked, Packed
@@ -17,6 +16,7 @@ from penstock.data.sharded.sources.logical_shards import LogicalShards
 from penstock.data.sharded.sources.savable import Savable
 from penstock.data.streaming_dataset import Stream, StreamingDataset
 from penstock.data.synthetic_dataset import SyntheticDataset
+from penstock.data.writing.index_parquet import index_parquet
 from penstock.data.writing.merge_index import merge_index
 from penstock.data.writing.text_writers import CSVWriter, JSONWriter, TSVWriter, XSVWriter
 from penstock.data.writing.writers import MDSWriter

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.data.formats import images
+from penstock.data.formats.media import images
 from penstock.proto.errors import DatasetError
 
 __all__ = ["ENCODINGS", "Encoding", "check_encoding", "encoding_of"]

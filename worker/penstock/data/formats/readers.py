@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.data.formats.mds import MDSReader
-from penstock.data.formats.megatron.token_documents import MegatronReader
-from penstock.data.formats.parquet import ParquetReader
+from penstock.data.formats.format_table import FORMATS
 from penstock.data.formats.shards import Shard, ShardReader
-from penstock.data.formats.text_shards import JSONReader, XSVReader
 from penstock.proto.errors import DatasetError, ShardCorruptError
 
 __all__ = ["open_shard"]
@@ -35,18 +32,10 @@ def open_shard(
 
 
 def _reader(shard: Shard, paths: Sequence[Path], allow_unsafe_types: bool) -> ShardReader:
-    match shard.format, paths:
-        case "mds", [data]:
-            return MDSReader(shard, data, allow_unsafe_types=allow_unsafe_types)
-        case "json", [data, meta]:
-            return JSONReader(shard, (data, meta))
-        case "xsv" | "csv" | "tsv", [data, meta]:
-            return XSVReader(shard, (data, meta))
-        case "parquet", [data]:
-            return ParquetReader(shard, data)
-        case "megatron", [data, meta]:
-            return MegatronReader(shard, data, meta)
-    raise DatasetError(
-        f"{shard.name}: this version of Penstock has no reader for a shard of format {shard.format!r} that consists of "
-        f"{len(paths)} files: upgrade Penstock, or write the dataset in another format"
-    )
+    known = FORMATS.get(shard.format)
+    if known is None or len(paths) != len(known.parts):
+        raise DatasetError(
+            f"{shard.name}: this version of Penstock has no reader for a shard of format {shard.format!r} that "
+            f"consists of {len(paths)} files: upgrade Penstock, or write the dataset in another format"
+        )
+    return known.open(shard, paths, allow_unsafe_types)

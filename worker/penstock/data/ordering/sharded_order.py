@@ -99,7 +99,8 @@ class ShardedOrder:
         return self._starts
 
     def ids(self, epoch: int, positions: npt.ArrayLike) -> Ints:
-        """Return the numbers of the samples at these positions of an epoch, which lie in [0, len(self))."""
+        """Return the ids of the samples at these positions of an epoch. Each position must lie in [0, len(self)); an id
+        is the number of a sample among all samples of all shards (see `starts`)."""
         at = np.asarray(positions, np.int64)
         ids = np.empty_like(at)
         for sequence, chosen, inner in self._split(epoch, at):

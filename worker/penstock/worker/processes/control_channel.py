@@ -201,7 +201,7 @@ class ControlChannel:
             return True
 
     def close(self) -> None:
-        """Close the socket, and received descriptors that belong to no message taken so far."""
+        """Close the socket, and the file descriptors that arrived with messages that `receive` has not returned."""
         self.sock.close()
         self._inbox.close()
 

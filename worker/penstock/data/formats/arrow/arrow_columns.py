@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from penstock.data.formats.arrow.ipc_messages import BatchLayout
-from penstock.data.formats.parquet_values import value_of
+from penstock.data.formats.parquet.parquet_values import value_of
 
 __all__ = ["Batch", "Column", "column_plans", "numbers_of"]
 

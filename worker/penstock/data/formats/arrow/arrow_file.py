@@ -36,7 +36,7 @@ from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.proto.errors import DatasetError, ShardCorruptError
 from penstock.runtime.process.free_memory import free_memory
 
-__all__ = ["KEPT_BYTES", "ArrowReader", "arrow_shard", "columns_of_arrow"]
+__all__ = ["KEPT_BYTES", "ArrowReader", "arrow_shard", "columns_of_arrow", "open_arrow"]
 
 KEPT_BYTES = 64 << 20
 """Largest size in bytes of the record batches that a reader keeps, where they are read as a whole. One is kept even if
@@ -246,6 +246,12 @@ class ArrowReader:
             while self._whole_bytes > KEPT_BYTES and len(self._whole) > 1:
                 self._whole_bytes -= self._whole.popitem(last=False)[1][0]
         return columns
+
+
+def open_arrow(shard: Shard, paths: Sequence[Path], allow_unsafe_types: bool) -> ArrowReader:
+    """Return the reader of a shard, see format_table.Format.open."""
+    del allow_unsafe_types  # there are no pickles
+    return ArrowReader(shard, paths[0])
 
 
 def arrow_shard(path: Path, name: str) -> Shard:

@@ -19,7 +19,7 @@ from penstock.data.formats.megatron.token_index import TokenIndex
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError
 
-__all__ = ["MegatronDocuments", "MegatronReader", "megatron_shard"]
+__all__ = ["MegatronDocuments", "MegatronReader", "megatron_shard", "open_megatron"]
 
 Tokens = np.ndarray[Any, np.dtype[Any]]
 
@@ -229,6 +229,12 @@ class MegatronReader:
     def close(self) -> None:
         """Close the file. Samples that were read stay valid."""
         self._file.close()
+
+
+def open_megatron(shard: Shard, paths: Sequence[Path], allow_unsafe_types: bool) -> MegatronReader:
+    """Return the reader of a shard, see format_table.Format.open."""
+    del allow_unsafe_types  # there are no pickles
+    return MegatronReader(shard, *paths)
 
 
 def megatron_shard(path: Path, name: str) -> Shard:

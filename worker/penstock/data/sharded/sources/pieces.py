@@ -116,8 +116,8 @@ class Pieces:
         return f"piece {number}" + (f" ({self.names[number]})" if self.names is not None else "")
 
     def sizes(self, number: int) -> Ints:
-        """Return the number of records in each part of a piece. A StreamingDataset has one part for each of its shards;
-        any other piece is one part."""
+        """Return the number of records in each part of piece `number`. A piece that is a StreamingDataset has its
+        shards as parts. Any other piece (a list, a table, a file) is a single part."""
         piece = self._pieces[number]
         if isinstance(piece, StreamingDataset):
             return np.concatenate(piece.sizes)

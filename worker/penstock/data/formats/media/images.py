@@ -77,19 +77,21 @@ def encode_raw(value: Any) -> bytes:
 
 
 def decode_jpeg(sample: bytes, begin: int, end: int) -> Any:
-    """Return the image of a whole JPEG file. Only its head is read here; PIL decodes the pixels on first use."""
-    return _opened("JPEG", sample[begin:end])
+    """Return the image of a whole JPEG file. Only its head is read here; the pixels are decoded on first use."""
+    return _jpeg_opener()(sample[begin:end])
+
+
+@cache
+def _jpeg_opener() -> Callable[[bytes], Any]:
+    _pil()  # raises an error that names the package
+    opener: Callable[[bytes], Any] = importlib.import_module("penstock.data.formats.media.jpeg_images").open_jpeg
+    return opener
 
 
 def decode_png(sample: bytes, begin: int, end: int) -> Any:
     """Return the image of a whole PNG file, decoded like a JPEG's."""
-    return _opened("PNG", sample[begin:end])
-
-
-def _opened(form: str, file: bytes) -> Any:
-    """Open an image file of the format `form`, and of no other. PIL would otherwise try dozens of formats, and start a
-    program for one of them."""
-    return _pil().open(BytesIO(file), formats=(form,))
+    # PIL would otherwise try dozens of formats, and start a program for one of them.
+    return _pil().open(BytesIO(sample[begin:end]), formats=("PNG",))
 
 
 def encode_jpeg(value: Any) -> bytes:

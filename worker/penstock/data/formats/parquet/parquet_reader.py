@@ -18,20 +18,18 @@ import itertools
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from penstock.data.formats.descriptors import Descriptor
-from penstock.data.formats.index import INDEX, write_index
-from penstock.data.formats.parquet_footer import footer_bytes, row_groups
-from penstock.data.formats.parquet_values import Value, value_of
+from penstock.data.formats.parquet.parquet_footer import footer_bytes, row_groups
+from penstock.data.formats.parquet.parquet_values import Value, value_of
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.proto.errors import DatasetError, ShardCorruptError
-from penstock.runtime.files.atomic_files import write_whole
 from penstock.runtime.process.free_memory import free_memory
 
-__all__ = ["KEPT_BYTES", "ParquetReader", "index_parquet", "parquet_shards"]
+__all__ = ["KEPT_BYTES", "ParquetReader", "open_parquet", "parquet_shards"]
 
 KEPT_BYTES = 256 << 20
 """Largest size of all row groups that a reader keeps in memory, in bytes. One row group is kept even if it is
@@ -47,18 +45,6 @@ def _pyarrow() -> Any:
         return importlib.import_module("pyarrow.parquet")
     except ImportError as error:
         raise DatasetError("Parquet files need the package pyarrow: pip install 'penstock[parquet]'") from error
-
-
-def index_parquet(folder: str | os.PathLike[str]) -> list[Shard]:
-    """Write an index of all Parquet files in a local folder and its subfolders, in the order of their paths.
-    StreamingDataset can then read them. Returns the shards. Raises DatasetError."""
-    root = Path(folder)
-    files = sorted(root.rglob("*.parquet"))
-    if not files:
-        raise DatasetError(f"{root}: neither this folder nor one below it has a *.parquet file")
-    shards = parquet_shards((path.relative_to(root).as_posix(), path) for path in files)
-    write_whole(root / INDEX, write_index(shards))
-    return shards
 
 
 def parquet_shards(files: Iterable[tuple[str, Path | IO[bytes]]]) -> list[Shard]:
@@ -117,6 +103,11 @@ def _expand_texts(column: Any) -> Any:
     for chunk in column.chunks:
         size += compute.sum(compute.binary_length(chunk.dictionary).take(chunk.indices)).as_py() or 0
     return column.cast(column.type.value_type) if size <= EXPANDED_BYTES else column
+
+
+def open_parquet(shard: Shard, paths: Sequence[Path], allow_unsafe_types: bool) -> ParquetReader:
+    del allow_unsafe_types  # this format has none
+    return ParquetReader(shard, paths[0])
 
 
 class ParquetReader:
