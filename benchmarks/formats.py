@@ -21,7 +21,7 @@ import numpy as np
 
 __all__ = ["CASES", "main", "measured"]
 
-ROUNDS = 5
+ROUNDS = 3
 Read = Callable[[int], Any]
 Case = Callable[[Path], tuple[int, Read, dict[str, Read]]]
 """Function that writes files into a folder. Returns (number of samples, our reader, other readers by name)."""
@@ -60,7 +60,30 @@ def megatron(folder: Path) -> tuple[int, Read, dict[str, Read]]:
     return 20_000, touched(MegatronDocuments(prefix)), readers
 
 
-CASES: Mapping[str, tuple[str, Case]] = {"megatron": ("megatron.core", megatron)}
+def saved_dataset(folder: Path) -> tuple[int, Read, dict[str, Read]]:
+    """10,000 rows with 2,049 tokens (int32) and a text, saved by Hugging Face datasets."""
+    from penstock.data import StreamingDataset, index_folder
+
+    datasets = _library("datasets")
+    draw = np.random.default_rng(0)
+    rows = [{"tokens": draw.integers(0, 50_000, 2049, np.int32), "text": f"row {i}"} for i in range(10_000)]
+    features = {"tokens": datasets.List(datasets.Value("int32")), "text": datasets.Value("string")}
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_list(rows, features=datasets.Features(features)).save_to_disk(folder / "saved")
+    index_folder(folder / "saved")
+    saved = datasets.load_from_disk(folder / "saved")
+    ours = StreamingDataset(local=folder / "saved")
+    return (
+        10_000,
+        ours.__getitem__,
+        {"datasets, numpy": saved.with_format("numpy").__getitem__, "datasets, Python": saved.__getitem__},
+    )
+
+
+CASES: Mapping[str, tuple[str, Case]] = {
+    "megatron": ("megatron.core", megatron),
+    "saved_dataset": ("datasets", saved_dataset),
+}
 """(package that it needs, case) of each format."""
 
 

@@ -61,6 +61,7 @@ NAMES = {
         "TSVWriter",
         "WindowShuffled",
         "XSVWriter",
+        "index_folder",
         "index_parquet",
         "megatron_blend",
         "merge_index",

@@ -5,20 +5,25 @@ To have a format checked by tests/datasets/test_format_contract.py, add a line t
 
 from __future__ import annotations
 
+import datetime
 import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.ipc
 
+from penstock.data import index_folder
 from penstock.data.formats.index import INDEX, write_index
 from penstock.data.formats.megatron.token_documents import megatron_shard
 from penstock.data.formats.shards import Shard
 
-__all__ = ["FOLDERS", "Made", "indexed", "plainly"]
+__all__ = ["FOLDERS", "Made", "indexed", "plainly", "saved_rows"]
 
 DATA = Path(__file__).parents[1] / "data"
 Samples = list[dict[str, Any]]
@@ -69,5 +74,63 @@ def megatron(folder: Path) -> Samples:
     return samples
 
 
-FOLDERS: dict[str, Callable[[Path], Samples]] = {"megatron": megatron}
+def saved_dataset(folder: Path) -> Samples:
+    """Rows that Hugging Face datasets saved, see tests/data/saved_datasets/make.py."""
+    for path in (DATA / "saved_datasets" / "chosen").iterdir():
+        shutil.copy(path, folder)
+    index_folder(folder)
+    return saved_rows("chosen")
+
+
+def saved_rows(name: str) -> Samples:
+    rows = json.loads((DATA / "saved_datasets" / "expected.json").read_text())[name]
+    image = bytes.fromhex(
+        "89504e470d0a1a0a0000000d49484452000000010000000108000000003a7e9b550000000a49444154789c6360000000020001"
+        "48afa4710000000049454e44ae426082"
+    )
+    return [
+        {
+            **row,
+            "input_ids": np.array(row["input_ids"], np.int32),
+            "image": {"bytes": image, **row["image"]},
+        }
+        for row in rows
+    ]
+
+
+def arrow(folder: Path, compression: str | None = None) -> Samples:
+    """A file and a stream of pyarrow, in record batches of 7 rows."""
+    rows = [
+        {
+            "tokens": np.arange(i, i + i % 6, dtype=np.uint16) if i % 5 else None,
+            "text": f"row {i} ü" if i % 3 else None,
+            "raw": bytes([i]) * (i % 4),
+            "number": i / 2,
+            "flag": i % 2 == 0,
+            "nested": {"a": [i, None], "b": {"c": str(i)}},
+            "when": datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC) + datetime.timedelta(seconds=i),
+        }
+        for i in range(60)
+    ]
+    table = pyarrow.Table.from_pylist(rows)
+    table = table.set_column(
+        0, "tokens", pyarrow.array([row["tokens"] for row in rows], pyarrow.list_(pyarrow.uint16()))
+    )
+    options = pyarrow.ipc.IpcWriteOptions(compression=compression)
+    for name, make, part in (
+        ("a.arrow", pyarrow.ipc.new_file, table[:33]),
+        ("b.arrow", pyarrow.ipc.new_stream, table[33:]),
+    ):
+        with make(str(folder / name), table.schema, options=options) as writer:
+            writer.write_table(part, max_chunksize=7)
+    index_folder(folder)
+    return rows
+
+
+FOLDERS: dict[str, Callable[[Path], Samples]] = {
+    "megatron": megatron,
+    "arrow": arrow,
+    "arrow, compressed": partial(arrow, compression="zstd"),
+    "saved dataset": saved_dataset,
+}
 """Function that writes a dataset into an empty folder and returns its samples, by format."""

@@ -16,6 +16,7 @@ from penstock.data.sharded.sources.logical_shards import LogicalShards
 from penstock.data.sharded.sources.savable import Savable
 from penstock.data.streaming_dataset import Stream, StreamingDataset
 from penstock.data.synthetic_dataset import SyntheticDataset
+from penstock.data.writing.index_folder import index_folder
 from penstock.data.writing.index_parquet import index_parquet
 from penstock.data.writing.merge_index import merge_index
 from penstock.data.writing.text_writers import CSVWriter, JSONWriter, TSVWriter, XSVWriter
@@ -48,6 +49,7 @@ __all__ = [
     "TSVWriter",
     "WindowShuffled",
     "XSVWriter",
+    "index_folder",
     "index_parquet",
     "megatron_blend",
     "merge_index",

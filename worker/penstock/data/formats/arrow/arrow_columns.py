@@ -102,7 +102,6 @@ class Column(ABC):
             return True
         return bool(batch.part(self.buffer, row // 8, 1)[0] >> row % 8 & 1)
 
-
     def all_valid(self, batch: Batch, begin: int, end: int) -> bool:
         """Return True if none of the rows from `begin` to `end` is null."""
         if not batch.nulls(self.node) or begin >= end:

@@ -15,7 +15,7 @@ import itertools
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -36,7 +36,7 @@ from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.proto.errors import DatasetError, ShardCorruptError
 from penstock.runtime.process.free_memory import free_memory
 
-__all__ = ["KEPT_BYTES", "ArrowReader", "arrow_shard", "columns_of_arrow", "open_arrow"]
+__all__ = ["KEPT_BYTES", "ArrowReader", "arrow_shards", "open_arrow"]
 
 KEPT_BYTES = 64 << 20
 """Largest size in bytes of the record batches that a reader keeps, where they are read as a whole. One is kept even if
@@ -254,15 +254,22 @@ def open_arrow(shard: Shard, paths: Sequence[Path], allow_unsafe_types: bool) ->
     return ArrowReader(shard, paths[0])
 
 
-def arrow_shard(path: Path, name: str) -> Shard:
-    """Return the shard of an Arrow IPC file. `name`: its path in the dataset's folder. Raises ShardCorruptError."""
-    file = _ArrowFile(path, name)
-    names = list(file.schema.names)
-    if len(set(names)) != len(names):
-        raise DatasetError(f"{name}: the names of columns must be unique, got {', '.join(names)}")
-    return Shard("arrow", file.begins[-1], (ShardFile(StoredFile(name, file.size)),))
-
-
-def columns_of_arrow(path: Path) -> list[str]:
-    """Return the names of a file's columns. Raises ShardCorruptError."""
-    return list(_ArrowFile(path, str(path)).schema.names)
+def arrow_shards(files: Iterable[tuple[str, Path]]) -> list[Shard]:
+    """Return a shard for each Arrow IPC file. `files`: (path relative to the dataset's folder, path) for each. The
+    columns of all files must have the same names. Raises DatasetError."""
+    shards: list[Shard] = []
+    first: tuple[str, list[str]] | None = None
+    for name, path in files:
+        file = _ArrowFile(path, name)
+        names = list(file.schema.names)
+        if len(set(names)) != len(names):
+            raise DatasetError(f"{name}: the names of columns must be unique, got {', '.join(names)}")
+        if first is None:
+            first = name, names
+        elif set(first[1]) != set(names):
+            raise DatasetError(
+                f"all Arrow files of a dataset must have the same columns: {first[0]} has {', '.join(first[1])}, but "
+                f"{name} has {', '.join(names)}. Move files of other data into another folder"
+            )
+        shards.append(Shard("arrow", file.begins[-1], (ShardFile(StoredFile(name, file.size)),)))
+    return shards
