@@ -13,7 +13,10 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +26,31 @@ __all__ = ["CASES", "main", "measured"]
 
 ROUNDS = 3
 Read = Callable[[int], Any]
-Case = Callable[[Path], tuple[int, Read, dict[str, Read]]]
-"""Function that writes files into a folder. Returns (number of samples, our reader, other readers by name)."""
+Stream = Callable[[], Iterable[Any]]
+
+
+@dataclass(frozen=True)
+class Readers:
+    """Readers of the same files."""
+
+    count: int
+    """Number of samples."""
+    ours: Read
+    theirs: Mapping[str, Read]
+    """Other readers by number."""
+    streams: Mapping[str, Stream] = field(default_factory=dict)
+    """Other readers that only read in sequence."""
+
+
+Case = Callable[[Path], Readers]
+"""Function that writes files into a folder, and returns readers of them."""
 
 
 def _library(name: str) -> Any:
     return importlib.import_module(name)
 
 
-def megatron(folder: Path) -> tuple[int, Read, dict[str, Read]]:
+def megatron(folder: Path) -> Readers:
     """20,000 documents of 100 to 2,000 tokens, uint16."""
     from penstock.data import MegatronDocuments
 
@@ -57,10 +76,10 @@ def megatron(folder: Path) -> tuple[int, Read, dict[str, Read]]:
         "IndexedDataset, mapped": touched(library.IndexedDataset(prefix)),
         "IndexedDataset, mmap=False": touched(library.IndexedDataset(prefix, mmap=False)),
     }
-    return 20_000, touched(MegatronDocuments(prefix)), readers
+    return Readers(20_000, touched(MegatronDocuments(prefix)), readers)
 
 
-def saved_dataset(folder: Path) -> tuple[int, Read, dict[str, Read]]:
+def saved_dataset(folder: Path) -> Readers:
     """10,000 rows with 2,049 tokens (int32) and a text, saved by Hugging Face datasets."""
     from penstock.data import StreamingDataset, index_folder
 
@@ -73,35 +92,77 @@ def saved_dataset(folder: Path) -> tuple[int, Read, dict[str, Read]]:
     index_folder(folder / "saved")
     saved = datasets.load_from_disk(folder / "saved")
     ours = StreamingDataset(local=folder / "saved")
-    return (
+    return Readers(
         10_000,
         ours.__getitem__,
         {"datasets, numpy": saved.with_format("numpy").__getitem__, "datasets, Python": saved.__getitem__},
     )
 
 
+def tfrecord(folder: Path) -> Readers:
+    """10,000 examples with 1,024 tokens and a text, written by TensorFlow."""
+    from penstock.data import StreamingDataset, index_folder
+
+    tf, draw = _library("tensorflow"), np.random.default_rng(0)
+    path = str(folder / "a.tfrecord")
+    with tf.io.TFRecordWriter(path) as writer:
+        for i in range(10_000):
+            tokens = tf.train.Int64List(value=draw.integers(0, 50_000, 1024).tolist())
+            text = tf.train.BytesList(value=[f"row {i}".encode()])
+            features = {"tokens": tf.train.Feature(int64_list=tokens), "text": tf.train.Feature(bytes_list=text)}
+            writer.write(tf.train.Example(features=tf.train.Features(feature=features)).SerializeToString())
+    index_folder(folder)
+    ours = StreamingDataset(local=folder)
+    schema = {"tokens": tf.io.FixedLenFeature([1024], tf.int64), "text": tf.io.FixedLenFeature([], tf.string)}
+
+    def one_by_one() -> Iterable[Any]:
+        parsed = tf.data.TFRecordDataset(path).map(lambda each: tf.io.parse_single_example(each, schema))
+        return iter(parsed.as_numpy_iterator())
+
+    def in_batches() -> Iterable[Any]:
+        parsed = tf.data.TFRecordDataset(path).batch(64).map(lambda each: tf.io.parse_example(each, schema))
+        return iter(parsed.as_numpy_iterator())
+
+    streams = {"TensorFlow": one_by_one, "TensorFlow, batches of 64": in_batches}
+    return Readers(10_000, ours.__getitem__, {}, streams)
+
+
 CASES: Mapping[str, tuple[str, Case]] = {
     "megatron": ("megatron.core", megatron),
     "saved_dataset": ("datasets", saved_dataset),
+    "tfrecord": ("tensorflow", tfrecord),
 }
 """(package that it needs, case) of each format."""
 
 
-def measured(count: int, readers: Mapping[str, Read], rounds: int = ROUNDS) -> dict[str, dict[str, float]]:
+def measured(readers: Readers, rounds: int = ROUNDS) -> dict[str, dict[str, float]]:
     """Return samples per second of each reader, "in sequence" and "shuffled": the median of rounds in which they take
     turns."""
+    count = readers.count
     orders = {"in sequence": list(range(count)), "shuffled": random.Random(1).sample(range(count), count)}
-    speeds: dict[str, dict[str, list[float]]] = {order: {name: [] for name in readers} for order in orders}
+    by_number = {"ours": readers.ours, **readers.theirs}
+    speeds: dict[str, dict[str, list[float]]] = {order: {} for order in orders}
+
+    def timed(order: str, name: str, run: Callable[[], object]) -> None:
+        started = time.perf_counter()
+        run()
+        speeds[order].setdefault(name, []).append(count / (time.perf_counter() - started))
+
     for _ in range(rounds):
-        for name, order in orders.items():
-            for reader, read in readers.items():
-                started = time.perf_counter()
-                for number in order:
-                    read(number)
-                speeds[name][reader].append(count / (time.perf_counter() - started))
+        for order, numbers in orders.items():
+            for name, read in by_number.items():
+                timed(order, name, partial(_read_all, read, numbers))
+        for name, stream in readers.streams.items():
+            timed("in sequence", name, lambda stream=stream: deque(stream(), maxlen=0))  # type: ignore[misc]
     return {
-        name: {reader: statistics.median(own) for reader, own in readers.items()} for name, readers in speeds.items()
+        order: {name: statistics.median(own) for name, own in readers_of.items()}
+        for order, readers_of in speeds.items()
     }
+
+
+def _read_all(read: Read, numbers: Sequence[int]) -> None:
+    for number in numbers:
+        read(number)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -113,13 +174,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"{name}: left out, {needed} is not installed")
             continue
         with tempfile.TemporaryDirectory() as folder:
-            count, ours, theirs = case(Path(folder))
-            for order, speeds in measured(count, {"ours": ours, **theirs}).items():
-                for reader in theirs:
-                    print(
-                        f"{name}, {order}: {speeds['ours']:,.0f} samples/s, {reader} {speeds[reader]:,.0f}, "
-                        f"ratio {speeds['ours'] / speeds[reader]:.2f}"
-                    )
+            for order, speeds in measured(case(Path(folder))).items():
+                ours = speeds.pop("ours")
+                print(f"{name}, {order}: {ours:,.0f} samples/s")
+                for reader, speed in speeds.items():
+                    print(f"    {reader}: {speed:,.0f}, ratio {ours / speed:.2f}")
 
 
 if __name__ == "__main__":

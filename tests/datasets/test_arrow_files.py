@@ -148,7 +148,8 @@ def test_whole_record_batches_are_kept_once(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_threads_read_one_file(tmp_path: Path) -> None:
-    for name, options in (("a.arrow", {}), ("b.arrow", {"compression": "zstd"})):
+    given: dict[str, dict[str, Any]] = {"a.arrow": {}, "b.arrow": {"compression": "zstd"}}
+    for name, options in given.items():
         reader = opened(write(tmp_path / name, numbers(200), **options))
         with ThreadPoolExecutor(8) as pool:
             assert [row["number"] for row in pool.map(reader.__getitem__, range(200))] == list(range(200))

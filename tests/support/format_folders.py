@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pyarrow
 import pyarrow.ipc
+import pytest
 
 from penstock.data import index_folder
 from penstock.data.formats.index import INDEX, write_index
@@ -127,10 +128,31 @@ def arrow(folder: Path, compression: str | None = None) -> Samples:
     return rows
 
 
+def tfrecord(folder: Path) -> Samples:
+    """Examples that TensorFlow wrote, see tests/data/tfrecord/make.py."""
+    pytest.importorskip("google_crc32c")
+    for path in (DATA / "tfrecord").glob("*.tfrecord*"):
+        shutil.copy(path, folder)
+    index_folder(folder)
+    made = json.loads((DATA / "tfrecord" / "expected.json").read_text())
+    kinds: dict[str | None, Callable[[list[Any]], Any]] = {
+        "bytes_list": lambda values: [bytes.fromhex(value) for value in values],
+        "float_list": lambda values: np.array(values, np.float32),
+        "int64_list": lambda values: np.array(values, np.int64),
+        None: lambda values: None,
+    }
+    return [
+        {name: kinds[kind](values) for name, (kind, values) in example.items()}
+        for file in made.values()
+        for example in file
+    ]
+
+
 FOLDERS: dict[str, Callable[[Path], Samples]] = {
     "megatron": megatron,
     "arrow": arrow,
     "arrow, compressed": partial(arrow, compression="zstd"),
     "saved dataset": saved_dataset,
+    "tfrecord": tfrecord,
 }
 """Function that writes a dataset into an empty folder and returns its samples, by format."""

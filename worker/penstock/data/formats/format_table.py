@@ -17,6 +17,7 @@ from penstock.data.formats.megatron.token_documents import open_megatron
 from penstock.data.formats.parquet.parquet_reader import open_parquet
 from penstock.data.formats.shards import Shard, ShardReader
 from penstock.data.formats.text_shards import check_json, check_separated, open_json, open_separated
+from penstock.data.formats.tfrecord.tfrecord_file import check_tfrecord, open_tfrecord
 
 __all__ = ["FORMATS", "MAX_BYTES", "Format"]
 
@@ -67,6 +68,7 @@ FORMATS: Mapping[str, Format] = {
         # Files of other libraries, as they are.
         Format("megatron", _WITH_OFFSETS, _unchecked, open_megatron),
         Format("arrow", ("data",), _unchecked, open_arrow),
+        Format("tfrecord", _WITH_OFFSETS, check_tfrecord, open_tfrecord),
     )
 }
 """Formats by name."""

@@ -6,7 +6,9 @@ Each format says which files of a folder are its own, and makes shards of them. 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from penstock.data.formats.arrow.arrow_file import arrow_shards
@@ -15,10 +17,14 @@ from penstock.data.formats.index import INDEX, join_indexes, write_index
 from penstock.data.formats.megatron.token_documents import megatron_shard
 from penstock.data.formats.parquet.parquet_reader import parquet_shards
 from penstock.data.formats.shards import Shard
+from penstock.data.formats.tfrecord.tfrecord_file import tfrecord_shards
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 from penstock.runtime.files.atomic_files import write_whole
 
 __all__ = ["index_folder"]
+
+_TFRECORD = re.compile(r".*\.tfrec(ord)?s?(-\d+-of-\d+)?")
+"""Names of TFRecord files: a.tfrecord, a.tfrecords, a.tfrec, a.tfrecord-00000-of-00010."""
 
 Files = list[tuple[str, Path]]
 """(path relative to the dataset's folder, path) of each file."""
@@ -34,24 +40,28 @@ def index_folder(folder: str | os.PathLike[str], format: str | None = None) -> l
     Hidden files and folders, and those whose names begin with `_`, are left out.
 
     Args:
-        folder: folder with files of one format: Parquet (*.parquet), Arrow IPC (*.arrow), Megatron-core's token files
-            (*.bin beside *.idx), or a Dataset or DatasetDict of Hugging Face datasets that `save_to_disk` wrote. A
-            DatasetDict gets an index in the folder of each split.
-        format: "parquet", "arrow" or "megatron"; None: the one whose files are there.
+        folder: folder with files of one format: Parquet (*.parquet), Arrow IPC (*.arrow), TFRecord (*.tfrecord and
+            the like), Megatron-core's token files (*.bin beside *.idx), or a Dataset or DatasetDict of Hugging Face
+            datasets that `save_to_disk` wrote. A DatasetDict gets an index in the folder of each split. Beside each
+            TFRecord file a file *.penstock-index is written.
+        format: "parquet", "arrow", "tfrecord" or "megatron"; None: the one whose files are there. "tfrecord-example"
+            or "tfrecord-bytes" says what the records of TFRecord files are; otherwise they are examples if the first
+            record of each file is one.
 
     Returns the shards. Raises InvalidArgumentError, DatasetError, ShardCorruptError.
     """
     root = Path(folder)
     if not root.is_dir():
         raise DatasetError(f"{root} must be a local folder with a dataset's files")
-    if format is not None and format not in _FORMATS:
-        raise InvalidArgumentError(f"format must be one of {', '.join(_FORMATS)}, got {format!r}")
+    if format is not None and format not in (*_FORMATS, *_VARIANTS):
+        raise InvalidArgumentError(f"format must be one of {', '.join((*_FORMATS, *_VARIANTS))}, got {format!r}")
     splits = saved_splits(root) if format in (None, "arrow") else None
     if splits is not None:
         return join_indexes([(split, index_folder(root / split, "arrow")) for split in splits])
     files = [path for path in _files(root) if path.name != INDEX]
     found = {}
-    for name in [format] if format else _FORMATS:
+    wanted, _ = _VARIANTS.get(format or "", (format, None))
+    for name in [wanted] if wanted else _FORMATS:
         find, _ = _FORMATS[name]
         own = find(root, files)
         if own:
@@ -63,7 +73,8 @@ def index_folder(folder: str | os.PathLike[str], format: str | None = None) -> l
             "another folder"
         )
     [(name, own)] = found.items()
-    shards = _FORMATS[name][1](own)
+    make = _VARIANTS[format][1] if format in _VARIANTS else _FORMATS[name][1]
+    shards = make(own)
     write_whole(root / INDEX, write_index(shards))
     return shards
 
@@ -88,6 +99,10 @@ def _arrow(root: Path, files: list[Path]) -> Files:
     return _named(root, saved_files(root) or [path for path in files if path.suffix == ".arrow"])
 
 
+def _tfrecord(root: Path, files: list[Path]) -> Files:
+    return _named(root, [path for path in files if _TFRECORD.fullmatch(path.name)])
+
+
 def _megatron(root: Path, files: list[Path]) -> Files:
     present = set(files)
     return _named(root, [path for path in files if path.suffix == ".bin" and path.with_suffix(".idx") in present])
@@ -96,6 +111,13 @@ def _megatron(root: Path, files: list[Path]) -> Files:
 _FORMATS: dict[str, tuple[Callable[[Path, list[Path]], Files], Callable[[Files], list[Shard]]]] = {
     "parquet": (_by_ending(".parquet"), parquet_shards),
     "arrow": (_arrow, arrow_shards),
+    "tfrecord": (_tfrecord, tfrecord_shards),
     "megatron": (_megatron, lambda files: [megatron_shard(path, name) for name, path in files]),
 }
 """(function that finds its files, function that makes shards of them) of each format."""
+
+_VARIANTS: dict[str, tuple[str, Callable[[Files], list[Shard]]]] = {
+    "tfrecord-bytes": ("tfrecord", partial(tfrecord_shards, records="bytes")),
+    "tfrecord-example": ("tfrecord", partial(tfrecord_shards, records="example")),
+}
+"""(format, function that makes shards) of names that say more than the files do."""

@@ -65,7 +65,8 @@ class TokenIndex:
         except OSError as error:
             raise ShardCorruptError(f"{name}: {path} cannot be read: {error}") from error
         head = self._read(0, HEAD.size)
-        magic, version, code, self.sequences, bounds = HEAD.unpack(head)
+        magic, version, code, sequences, bounds = HEAD.unpack(head)
+        self.sequences: int = sequences
         if magic != MAGIC:
             self._corrupt("it must begin with MMIDIDX. Give the .idx file that Megatron's preprocessing wrote")
         if version != VERSION:
@@ -74,7 +75,7 @@ class TokenIndex:
             self._corrupt(f"the code of its dtype must be one of {', '.join(map(str, DTYPES))}, got {code}")
         self.dtype = np.dtype(DTYPES[code]).newbyteorder("<")
         """dtype of the tokens."""
-        self.documents = max(0, bounds - 1)
+        self.documents: int = max(0, bounds - 1)
         plain = HEAD.size + 12 * self.sequences + 8 * bounds
         if bounds < 1 or self.size not in (plain, plain + self.sequences):
             self._corrupt(
