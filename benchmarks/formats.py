@@ -117,11 +117,13 @@ def tfrecord(folder: Path) -> Readers:
 
     def one_by_one() -> Iterable[Any]:
         parsed = tf.data.TFRecordDataset(path).map(lambda each: tf.io.parse_single_example(each, schema))
-        return iter(parsed.as_numpy_iterator())
+        numpy: Iterable[Any] = parsed.as_numpy_iterator()
+        return numpy
 
     def in_batches() -> Iterable[Any]:
         parsed = tf.data.TFRecordDataset(path).batch(64).map(lambda each: tf.io.parse_example(each, schema))
-        return iter(parsed.as_numpy_iterator())
+        numpy: Iterable[Any] = parsed.as_numpy_iterator()
+        return numpy
 
     streams = {"TensorFlow": one_by_one, "TensorFlow, batches of 64": in_batches}
     return Readers(10_000, ours.__getitem__, {}, streams)

@@ -6,6 +6,7 @@ To have a format checked by tests/datasets/test_format_contract.py, add a line t
 from __future__ import annotations
 
 import datetime
+import importlib
 import json
 import shutil
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from penstock.data.formats.index import INDEX, write_index
 from penstock.data.formats.megatron.token_documents import megatron_shard
 from penstock.data.formats.shards import Shard
 
-__all__ = ["FOLDERS", "Made", "indexed", "plainly", "saved_rows"]
+__all__ = ["FOLDERS", "FOLDERS_BESIDE", "Made", "indexed", "plainly", "saved_rows"]
 
 DATA = Path(__file__).parents[1] / "data"
 Samples = list[dict[str, Any]]
@@ -148,6 +149,19 @@ def tfrecord(folder: Path) -> Samples:
     ]
 
 
+def array_record(folder: Path) -> Samples:
+    """Records that the package array_record writes now, in two files: the smallest file has 64 KiB."""
+    library = importlib.import_module("array_record.python.array_record_module")
+    samples: Samples = [{"record": f"record {i} ".encode() * (i % 7)} for i in range(50)]
+    for name, part, options in (("a", samples[:20], "group_size:1"), ("b", samples[20:], "group_size:4,uncompressed")):
+        writer = library.ArrayRecordWriter(str(folder / f"{name}.array_record-00000-of-00001"), options)
+        for sample in part:
+            writer.write(sample["record"])
+        writer.close()
+    index_folder(folder)
+    return samples
+
+
 FOLDERS: dict[str, Callable[[Path], Samples]] = {
     "megatron": megatron,
     "arrow": arrow,
@@ -156,3 +170,6 @@ FOLDERS: dict[str, Callable[[Path], Samples]] = {
     "tfrecord": tfrecord,
 }
 """Function that writes a dataset into an empty folder and returns its samples, by format."""
+
+FOLDERS_BESIDE = {"array_record": array_record}
+"""The same of formats whose libraries are not installed for `make test`: tests/frameworks/run_formats.py."""

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import tensorflow as tf
+import tensorflow as tf  # type: ignore[import-untyped]
 
 HERE = Path(__file__).parent
 

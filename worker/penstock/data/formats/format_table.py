@@ -11,13 +11,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from penstock.data.formats.array_record.array_record_file import open_array_record
 from penstock.data.formats.arrow.arrow_file import open_arrow
 from penstock.data.formats.mds import check_mds, open_mds
 from penstock.data.formats.megatron.token_documents import open_megatron
 from penstock.data.formats.parquet.parquet_reader import open_parquet
 from penstock.data.formats.shards import Shard, ShardReader
 from penstock.data.formats.text_shards import check_json, check_separated, open_json, open_separated
-from penstock.data.formats.tfrecord.tfrecord_file import check_tfrecord, open_tfrecord
+from penstock.data.formats.tfrecord.example_messages import check_records
+from penstock.data.formats.tfrecord.tfrecord_file import open_tfrecord
 
 __all__ = ["FORMATS", "MAX_BYTES", "Format"]
 
@@ -68,7 +70,8 @@ FORMATS: Mapping[str, Format] = {
         # Files of other libraries, as they are.
         Format("megatron", _WITH_OFFSETS, _unchecked, open_megatron),
         Format("arrow", ("data",), _unchecked, open_arrow),
-        Format("tfrecord", _WITH_OFFSETS, check_tfrecord, open_tfrecord),
+        Format("array_record", ("data",), check_records, open_array_record),
+        Format("tfrecord", _WITH_OFFSETS, check_records, open_tfrecord),
     )
 }
 """Formats by name."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+from penstock.data.formats.array_record.array_record_file import array_record_shards
 from penstock.data.formats.arrow.arrow_file import arrow_shards
 from penstock.data.formats.arrow.saved_datasets import saved_files, saved_splits
 from penstock.data.formats.index import INDEX, join_indexes, write_index
@@ -25,6 +26,8 @@ __all__ = ["index_folder"]
 
 _TFRECORD = re.compile(r".*\.tfrec(ord)?s?(-\d+-of-\d+)?")
 """Names of TFRecord files: a.tfrecord, a.tfrecords, a.tfrec, a.tfrecord-00000-of-00010."""
+_ARRAY_RECORD = re.compile(r".*\.(array_?|a)records?(-\d+-of-\d+)?")
+"""Names of ArrayRecord files: a.array_record, a.array_record-00000-of-00010, a.arecord."""
 
 Files = list[tuple[str, Path]]
 """(path relative to the dataset's folder, path) of each file."""
@@ -41,12 +44,12 @@ def index_folder(folder: str | os.PathLike[str], format: str | None = None) -> l
 
     Args:
         folder: folder with files of one format: Parquet (*.parquet), Arrow IPC (*.arrow), TFRecord (*.tfrecord and
-            the like), Megatron-core's token files (*.bin beside *.idx), or a Dataset or DatasetDict of Hugging Face
-            datasets that `save_to_disk` wrote. A DatasetDict gets an index in the folder of each split. Beside each
-            TFRecord file a file *.penstock-index is written.
-        format: "parquet", "arrow", "tfrecord" or "megatron"; None: the one whose files are there. "tfrecord-example"
-            or "tfrecord-bytes" says what the records of TFRecord files are; otherwise they are examples if the first
-            record of each file is one.
+            the like), ArrayRecord (*.array_record and the like), Megatron-core's token files (*.bin beside *.idx), or
+            a Dataset or DatasetDict of Hugging Face datasets that `save_to_disk` wrote. A DatasetDict gets an index in
+            the folder of each split. Beside each TFRecord file a file *.penstock-index is written.
+        format: "parquet", "arrow", "tfrecord", "array_record" or "megatron"; None: the one whose files are there. With
+            "-example" or "-bytes" after "tfrecord" or "array_record" it says what the records are; otherwise they are
+            examples (tf.train.Example) if the first record of each file is one.
 
     Returns the shards. Raises InvalidArgumentError, DatasetError, ShardCorruptError.
     """
@@ -99,8 +102,8 @@ def _arrow(root: Path, files: list[Path]) -> Files:
     return _named(root, saved_files(root) or [path for path in files if path.suffix == ".arrow"])
 
 
-def _tfrecord(root: Path, files: list[Path]) -> Files:
-    return _named(root, [path for path in files if _TFRECORD.fullmatch(path.name)])
+def _matching(names: re.Pattern[str]) -> Callable[[Path, list[Path]], Files]:
+    return lambda root, files: _named(root, [path for path in files if names.fullmatch(path.name)])
 
 
 def _megatron(root: Path, files: list[Path]) -> Files:
@@ -111,7 +114,8 @@ def _megatron(root: Path, files: list[Path]) -> Files:
 _FORMATS: dict[str, tuple[Callable[[Path, list[Path]], Files], Callable[[Files], list[Shard]]]] = {
     "parquet": (_by_ending(".parquet"), parquet_shards),
     "arrow": (_arrow, arrow_shards),
-    "tfrecord": (_tfrecord, tfrecord_shards),
+    "tfrecord": (_matching(_TFRECORD), tfrecord_shards),
+    "array_record": (_matching(_ARRAY_RECORD), array_record_shards),
     "megatron": (_megatron, lambda files: [megatron_shard(path, name) for name, path in files]),
 }
 """(function that finds its files, function that makes shards of them) of each format."""
@@ -119,5 +123,7 @@ _FORMATS: dict[str, tuple[Callable[[Path, list[Path]], Files], Callable[[Files],
 _VARIANTS: dict[str, tuple[str, Callable[[Files], list[Shard]]]] = {
     "tfrecord-bytes": ("tfrecord", partial(tfrecord_shards, records="bytes")),
     "tfrecord-example": ("tfrecord", partial(tfrecord_shards, records="example")),
+    "array_record-bytes": ("array_record", partial(array_record_shards, records="bytes")),
+    "array_record-example": ("array_record", partial(array_record_shards, records="example")),
 }
 """(format, function that makes shards) of names that say more than the files do."""

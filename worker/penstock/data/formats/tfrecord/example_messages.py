@@ -13,7 +13,12 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["example_of"]
+from penstock.data.formats.fields import InvalidField
+
+__all__ = ["check_records", "example_of", "is_example"]
+
+KINDS = ("example", "bytes")
+"""What a dataset's records are: tf.train.Example, or any bytes."""
 
 VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
 """Wire types of protobuf."""
@@ -35,6 +40,20 @@ def example_of(data: bytes) -> dict[str, Any]:
                 name, value = _entry(entry)
                 sample[name] = value
     return sample
+
+
+def is_example(record: bytes) -> bool:
+    """Return True if bytes are an Example with at least one feature."""
+    try:
+        return bool(example_of(record))
+    except ValueError:
+        return False
+
+
+def check_records(settings: dict[str, Any]) -> None:
+    """Check what an index says of a shard's records. Raises InvalidField."""
+    if settings.get("records") not in KINDS:
+        raise InvalidField("records", f"must be one of {', '.join(KINDS)}, got {settings.get('records')!r:.100}")
 
 
 def _entry(entry: memoryview) -> tuple[str, Any]:
@@ -84,29 +103,31 @@ def _numbers(values: memoryview, plain: int) -> np.ndarray[Any, Any]:
 def _packed(data: memoryview) -> np.ndarray[Any, Any]:
     """Return packed integers: each has 7 bits in a byte, the lowest first, and the top bit set in all but its last."""
     if len(data) <= SHORT:
-        values, at = [], 0
+        few, at = [], 0
         while at < len(data):
             value, at = _varint(data, at)
-            values.append(value - (1 << 64) if value >> 63 else value)
-        return np.array(values, np.int64)
+            few.append(value - (1 << 64) if value >> 63 else value)
+        return np.array(few, np.int64)
     octets = np.frombuffer(data, np.uint8)
     last = np.flatnonzero(octets < 128)
     if len(last) == len(octets):
         return octets.astype(np.int64)
     if not len(last) or last[-1] != len(octets) - 1:
         raise ValueError("an integer is truncated")
-    sizes = np.empty(len(last), np.uint16 if len(octets) < 1 << 16 else np.int64)
+    sizes: np.ndarray[Any, Any] = np.empty(len(last), np.uint16 if len(octets) < 1 << 16 else np.int64)
     sizes[0], sizes[1:] = last[0] + 1, last[1:] - last[:-1]
     longest = int(sizes.max())
     if longest > 10:
         raise ValueError("an integer has more than 10 bytes")
-    kind = np.uint32 if longest <= 4 else np.uint64  # 28 bits fit into 32, which takes half the time
-    values, low = octets[last].astype(kind), octets & 127
+    kind = np.dtype(np.uint32 if longest <= 4 else np.uint64)  # 28 bits fit into 32, which takes half the time
+    values: np.ndarray[Any, Any] = octets[last].astype(kind)
+    low = octets & 127
     for place in range(1, longest):  # from the highest bits down
-        longer = values << kind(7)
+        longer = values << 7
         longer |= low[last - place]
         np.copyto(values, longer, where=sizes > place)
-    return values.astype(np.int64)
+    integers: np.ndarray[Any, Any] = values.astype(np.int64)
+    return integers
 
 
 def _fields(message: memoryview) -> Iterator[tuple[int, int, memoryview]]:

@@ -19,13 +19,12 @@ from typing import Any, NoReturn
 import numpy as np
 
 from penstock.data.formats.descriptors import Descriptor
-from penstock.data.formats.fields import InvalidField
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
-from penstock.data.formats.tfrecord.example_messages import example_of
+from penstock.data.formats.tfrecord.example_messages import example_of, is_example
 from penstock.data.formats.tfrecord.offset_file import ENDING, read_offsets, write_offsets
 from penstock.proto.errors import DatasetError, ShardCorruptError
 
-__all__ = ["TFRecordReader", "check_tfrecord", "open_tfrecord", "tfrecord_shards"]
+__all__ = ["TFRecordReader", "open_tfrecord", "tfrecord_shards"]
 
 LENGTH = struct.Struct("<QI")
 CHECKSUM = struct.Struct("<I")
@@ -33,8 +32,6 @@ FRAME = LENGTH.size + CHECKSUM.size
 """Bytes of a record besides its data."""
 READ_AT_ONCE = 1 << 20
 """Number of bytes that are read at a time while records are counted."""
-KINDS = ("example", "bytes")
-"""What a dataset's records are: tf.train.Example, or any bytes."""
 
 
 @cache
@@ -124,18 +121,12 @@ def open_tfrecord(shard: Shard, paths: Sequence[Path], allow_unsafe_types: bool)
     return TFRecordReader(shard, *paths)
 
 
-def check_tfrecord(settings: dict[str, Any]) -> None:
-    """Check a shard's settings in the index. Raises InvalidField."""
-    if settings.get("records") not in KINDS:
-        raise InvalidField("records", f"must be one of {', '.join(KINDS)}, got {settings.get('records')!r:.100}")
-
-
 def tfrecord_shards(files: Sequence[tuple[str, Path]], *, records: str | None = None) -> list[Shard]:
     """Return a shard for each TFRecord file, and write the file of its offsets beside it. `files`: (path relative to
     the dataset's folder, path) for each. `records`: "example" or "bytes"; None: "example" if each file's first record
     is one. Raises DatasetError, ShardCorruptError."""
     found = [(name, *_scanned(path, name)) for name, path in files]
-    kind = records or ("example" if all(_is_example(first) for _, _, _, first in found) else "bytes")
+    kind = records or ("example" if all(is_example(first) for _, _, _, first in found) else "bytes")
     shards = []
     for (name, path), (_, size, offsets, _) in zip(files, found, strict=True):
         try:
@@ -178,10 +169,3 @@ def _scanned(path: Path, name: str) -> tuple[int, np.ndarray[Any, np.dtype[np.in
         offsets.append(at)
     first = file.read(offsets[1] - FRAME, LENGTH.size) if size else b""
     return size, np.array(offsets, np.int64), first
-
-
-def _is_example(record: bytes) -> bool:
-    try:
-        return bool(example_of(record))
-    except ValueError:
-        return False
