@@ -129,10 +129,54 @@ def tfrecord(folder: Path) -> Readers:
     return Readers(10_000, ours.__getitem__, {}, streams)
 
 
+def array_record(folder: Path) -> Readers:
+    """10,000 records of 2,000 bytes that cannot be compressed."""
+    from penstock.data import StreamingDataset, index_folder
+
+    library, draw = _library("array_record.python.array_record_module"), np.random.default_rng(0)
+    path = str(folder / "a.array_record")
+    writer = library.ArrayRecordWriter(path, "group_size:1")
+    for _ in range(10_000):
+        writer.write(draw.bytes(2000))
+    writer.close()
+    index_folder(folder, "array_record-bytes")
+    theirs = _library("array_record.python.array_record_data_source").ArrayRecordDataSource(path)
+    ours = StreamingDataset(local=folder)
+    return Readers(10_000, ours.__getitem__, {"ArrayRecordDataSource": theirs.__getitem__})
+
+
+def lance(folder: Path) -> Readers:
+    """10,000 rows with 512 tokens and a text, in batches of 64 rows; a sample is a batch."""
+    import pyarrow
+
+    from penstock.data import LanceRows
+
+    library, draw = _library("lance"), np.random.default_rng(0)
+    tokens = pyarrow.array(list(draw.integers(0, 50_000, (10_000, 512), np.int32)))
+    table = pyarrow.table({"tokens": tokens, "text": [f"row {i}" for i in range(10_000)]})
+    theirs = library.write_dataset(table, str(folder / "rows.lance"))
+    ours = LanceRows(folder / "rows.lance")
+    batches = 10_000 // 64
+
+    def rows(batch: int) -> list[int]:
+        return [(batch * 64 + at * 157) % 10_000 for at in range(64)]
+
+    return Readers(
+        batches,
+        lambda batch: ours.__getitems__(rows(batch)),
+        {
+            "take, to_pylist": lambda batch: theirs.take(rows(batch)).to_pylist(),
+            "take alone": lambda batch: theirs.take(rows(batch)),
+        },
+    )
+
+
 CASES: Mapping[str, tuple[str, Case]] = {
     "megatron": ("megatron.core", megatron),
     "saved_dataset": ("datasets", saved_dataset),
     "tfrecord": ("tensorflow", tfrecord),
+    "array_record": ("array_record", array_record),
+    "lance": ("lance", lance),
 }
 """(package that it needs, case) of each format."""
 

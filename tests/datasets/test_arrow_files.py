@@ -39,7 +39,6 @@ COLUMNS: list[tuple[str, Any, Any]] = [
     ("date", pyarrow.date32(), lambda i: datetime.date(2026, 1, 1) + datetime.timedelta(i)),
     ("fine", pyarrow.timestamp("ns"), lambda i: np.datetime64("2026-01-01T00:00:00.000000001", "ns") + i),
     ("null", pyarrow.null(), lambda i: None),
-    ("flags", pyarrow.list_(pyarrow.bool_()), lambda i: [True, False] * (i % 3)),
     ("texts", pyarrow.list_(pyarrow.string()), lambda i: ["a", None, str(i)][: i % 4]),
     ("grid", pyarrow.list_(pyarrow.list_(pyarrow.float32())), lambda i: [[i, 0.5], []]),
     (
@@ -53,6 +52,7 @@ LISTS: list[tuple[str, Any]] = [
     ("tokens", pyarrow.list_(pyarrow.uint16())),
     ("large", pyarrow.large_list(pyarrow.int64())),
     ("pair", pyarrow.list_(pyarrow.float32(), 2)),
+    ("flags", pyarrow.list_(pyarrow.bool_())),
 ]
 
 
@@ -91,7 +91,14 @@ def test_every_type_is_as_pyarrow_has_it(nulls: bool, stream: bool, options: dic
 def test_lists_of_numbers_are_arrays(compression: str | None, tmp_path: Path) -> None:
     """Also where other rows are null, or have nulls; these are lists, as Python has them."""
     rows = [None, [1, 2], [3, None], [5, 6]] * 25
-    table = pyarrow.table({name: pyarrow.array(rows, kind) for name, kind in LISTS})
+    table = pyarrow.table(
+        {
+            name: pyarrow.array(
+                [row and [each and each % 2 == 0 for each in row] if name == "flags" else row for row in rows], kind
+            )
+            for name, kind in LISTS
+        }
+    )
     reader = opened(write(tmp_path / "a.arrow", table, compression=compression))
     for index in range(100):
         for name, kind in LISTS:
@@ -100,7 +107,16 @@ def test_lists_of_numbers_are_arrays(compression: str | None, tmp_path: Path) ->
                 assert value.dtype == kind.value_type.to_pandas_dtype()
                 assert value.flags.writeable
                 value = value.tolist()
-            assert value == rows[index]
+            assert value == table[name][index].as_py()
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_columns_can_be_selected(compression: str | None, tmp_path: Path) -> None:
+    reader = opened(write(tmp_path / "a.arrow", numbers(50), compression=compression))
+    reader.select(["text"])
+    assert reader.get_many([3, 40]) == [{"text": "row 3"}, {"text": "row 40"}]
+    with pytest.raises(DatasetError, match="columns must be some of number, text, got other"):
+        reader.select(["other"])
 
 
 @pytest.mark.parametrize("stream", [False, True])

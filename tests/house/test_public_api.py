@@ -41,6 +41,7 @@ NAMES = {
         "Filtered",
         "Grouped",
         "JSONWriter",
+        "LanceRows",
         "LineFile",
         "LogicalShards",
         "MDSWriter",

@@ -1,5 +1,6 @@
 """Sources of training data with an exact position, for an input_fn or a plain torch DataLoader."""
 
+from penstock.data.formats.lance.lance_rows import LanceRows
 from penstock.data.formats.megatron.token_documents import MegatronDocuments
 from penstock.data.loading.map_loader import MapLoader
 from penstock.data.loading.streaming_loader import StreamingLoader
@@ -29,6 +30,7 @@ __all__ = [
     "Filtered",
     "Grouped",
     "JSONWriter",
+    "LanceRows",
     "LineFile",
     "LogicalShards",
     "MDSWriter",

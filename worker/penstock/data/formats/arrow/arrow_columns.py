@@ -10,6 +10,7 @@ one of them: its record batches are read as a whole.
 from __future__ import annotations
 
 import importlib
+import itertools
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ import numpy as np
 from penstock.data.formats.arrow.ipc_messages import BatchLayout
 from penstock.data.formats.parquet.parquet_values import value_of
 
-__all__ = ["Batch", "Column", "column_plans", "numbers_of"]
+__all__ = ["Batch", "Column", "column_plans", "numbers_of", "values_of"]
 
 
 _CODES = {
@@ -226,7 +227,13 @@ class _Null(Column):
 
 def _numbers(child: Column, batch: Batch, begin: int, end: int, otherwise: Callable[[], Any]) -> Any:
     """Return a list's numbers as an array. Lists of other values, or with nulls, are what `otherwise` returns."""
-    if not isinstance(child, _Fixed) or child.dtype is None or not child.all_valid(batch, begin, end):
+    if not isinstance(child, _Fixed) or not child.all_valid(batch, begin, end):
+        return otherwise()
+    if child.bits == 1:
+        first = begin // 8
+        bits = np.frombuffer(batch.part(child.buffer + 1, first, (end + 7) // 8 - first), np.uint8)
+        return np.unpackbits(bits, bitorder="little")[begin % 8 : begin % 8 + end - begin].astype(np.bool_)
+    if child.dtype is None:
         return otherwise()
     array = np.empty(end - begin, child.dtype)
     if end > begin:
@@ -237,9 +244,8 @@ def _numbers(child: Column, batch: Batch, begin: int, end: int, otherwise: Calla
 def numbers_of(kind: Any) -> Callable[[Any], Any]:
     """Return the function from a pyarrow scalar of a column to a sample's value, for record batches that are read as a
     whole. The values are the same as those of `Column.row`."""
-    types, plain = importlib.import_module("pyarrow.types"), value_of(kind)
-    lists = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-    if not lists or _dtype(kind.value_type) is None:
+    plain = value_of(kind)
+    if not _is_list_of_numbers(kind):
         return plain
 
     def value(scalar: Any) -> Any:
@@ -249,6 +255,29 @@ def numbers_of(kind: Any) -> Callable[[Any], Any]:
         return plain(scalar) if values.null_count else values.to_numpy(zero_copy_only=False).copy()
 
     return value
+
+
+def values_of(column: Any) -> list[Any]:
+    """Return all values of a pyarrow ChunkedArray, the same as those of `numbers_of`, in less time."""
+    kind = column.type
+    if not _is_list_of_numbers(kind):
+        is_plain = value_of(kind) is value_of(importlib.import_module("pyarrow").null())
+        return list(column.to_pylist()) if is_plain else [value_of(kind)(each) for each in column]
+    value, found = numbers_of(kind), []
+    for chunk in column.chunks:
+        if chunk.null_count or chunk.values.null_count or not hasattr(chunk, "offsets"):
+            found += [value(each) for each in chunk]
+            continue
+        numbers, bounds = chunk.values.to_numpy(zero_copy_only=False), chunk.offsets.to_pylist()
+        found += [numbers[begin:end].copy() for begin, end in itertools.pairwise(bounds)]
+    return found
+
+
+def _is_list_of_numbers(kind: Any) -> bool:
+    types = importlib.import_module("pyarrow.types")
+    if not (types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)):
+        return False
+    return _dtype(kind.value_type) is not None or types.is_boolean(kind.value_type)
 
 
 def column_plans(schema: Any) -> list[tuple[str, Column]] | None:

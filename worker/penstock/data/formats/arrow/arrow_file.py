@@ -174,6 +174,8 @@ class ArrowReader:
         plans = None if self._file.compressed else column_plans(self._file.schema)
         self._plans: list[tuple[str, Column]] | None = plans
         """How each column is read row by row; None if record batches are read as a whole."""
+        self._columns: list[str] = list(self._file.schema.names)
+        """Names of the columns that samples have."""
         self._layouts: dict[int, Batch] = {}
         self._whole: OrderedDict[int, tuple[int, Whole]] = OrderedDict()
         self._whole_bytes = 0
@@ -213,6 +215,17 @@ class ArrowReader:
         """Return the samples with these numbers."""
         return [self[row] for row in rows]
 
+    def select(self, columns: Sequence[str]) -> None:
+        """Read only these columns from now on. Raises DatasetError for a column that the file has not."""
+        names = self._file.schema.names
+        missing = [name for name in columns if name not in names]
+        if missing:
+            raise DatasetError(f"{self.name}: columns must be some of {', '.join(names)}, got {', '.join(missing)}")
+        self._columns = list(columns)
+        if self._plans is not None:
+            plans = dict(self._plans)
+            self._plans = [(name, plans[name]) for name in columns]
+
     def close(self) -> None:
         """Close the file. Values that were read stay valid."""
         self._file.file = None
@@ -237,8 +250,7 @@ class ArrowReader:
                 self._whole.move_to_end(number)
                 return kept[1]
         batch = self._file.whole(number)
-        names = self._file.schema.names
-        columns = [(name, numbers_of(array.type), array) for name, array in zip(names, batch.columns, strict=True)]
+        columns = [(name, numbers_of(batch[name].type), batch[name]) for name in self._columns]
         with self._keeping:
             if number not in self._whole:
                 self._whole[number] = batch.nbytes, columns

@@ -19,6 +19,7 @@ import numpy as np
 import torch.utils.data
 
 from penstock.data.arguments import whole
+from penstock.data.formats.lance.lance_rows import LanceRows
 from penstock.data.formats.megatron.token_documents import MegatronDocuments
 from penstock.data.ordering.permutation import Ints
 from penstock.data.sharded.sources.opaque import close_quietly
@@ -34,9 +35,12 @@ __all__ = ["OpenPieces", "Pieces"]
 
 _NOT_PIECES = (str, bytes, Mapping, Set, torch.utils.data.Dataset, torch.Tensor, np.ndarray)
 """Types that are not accepted as the list of pieces, because each of their records would become a piece."""
-_PLAIN = (list, tuple, range, np.ndarray, np.memmap, torch.Tensor, StreamingDataset, MegatronDocuments)
+_PLAIN = (list, tuple, range, np.ndarray, np.memmap, torch.Tensor, StreamingDataset, MegatronDocuments, LanceRows)
 """Types whose records are read without calling user code, so no random numbers are drawn. Their subclasses are user
 code. pyarrow's tables are treated in the same way."""
+
+_WITH_FINGERPRINT = (StreamingDataset, MegatronDocuments, LanceRows)
+"""Types whose fingerprints are part of a state."""
 
 
 class OpenPieces:
@@ -130,7 +134,7 @@ class Pieces:
         return piece if isinstance(piece, StreamingDataset) else None
 
     def fingerprints(self) -> list[str]:
-        return [piece.fingerprint for piece in self._pieces if isinstance(piece, StreamingDataset | MegatronDocuments)]
+        return [piece.fingerprint for piece in self._pieces if isinstance(piece, _WITH_FINGERPRINT)]
 
     def read_by(self, cursor: int) -> None:
         """Register a cursor that begins to read pieces."""
