@@ -182,11 +182,11 @@ KEYWORDS = {
     "penstock.data:Stream": "remote local split proportion repeat choose storage_options",
     "penstock.data:StreamingDataset": (
         "remote local split streams cache_limit validate_hash keep_zip timeout_s download_threads allow_unsafe_types "
-        "storage_options"
+        "images storage_options"
     ),
     "penstock.data:StreamingLoader": (
         "dataset batch_size global_batch_size shuffle seed shuffle_block partitions interleave epoch_size tail "
-        "skip order_file predownload reseed keys rank collate_fn"
+        "skip order_file predownload fetch_threads reseed keys rank collate_fn"
     ),
     "penstock.data:SyntheticDataset": "sample_spec num_samples seed",
     "penstock.data:WindowShuffled": "source window",

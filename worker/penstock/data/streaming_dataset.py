@@ -31,7 +31,7 @@ from penstock.data.cache.shard_cache import HeldShard, ShardCache
 from penstock.data.formats.index import read_index
 from penstock.data.formats.mds import columns_of
 from penstock.data.formats.readers import open_shard
-from penstock.data.formats.shards import Shard, ShardReader
+from penstock.data.formats.shards import ReadOptions, Shard, ShardReader
 from penstock.data.ordering.permutation import Ints
 from penstock.data.remote.folders import RemoteFolder, joined
 from penstock.data.stop_iteration import stop_iteration_error
@@ -98,6 +98,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         download_threads: int = 4,
         cache_group: str | int | None = None,
         allow_unsafe_types: bool = False,
+        images: Literal["pil", "array"] = "pil",
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         """
@@ -116,6 +117,10 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
                 user made or can write to are refused.
             allow_unsafe_types: True: read columns of pickles. A pickle can run any code when it is read, so use this
                 only for data that you trust.
+            images: "pil": images are Pillow's, decoded when they are first used. "array": images are numpy arrays of
+                shape (height, width, channels), or (height, width) for one channel, with the dtype and values of
+                `numpy.asarray(image)`. They are decoded when a sample is read: in parallel if the loader has
+                `fetch_threads`.
 
         Raises:
             ShardUnavailableError: an index cannot be fetched.
@@ -133,7 +138,9 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         remotes = [_remote_of(stream) for stream in self.streams]
         self.name = ", ".join(name for _, _, name in remotes[:3]) + (", ..." if len(remotes) > 3 else "")
         """Name of the dataset, for errors."""
-        self._unsafe = allow_unsafe_types
+        if images not in ("pil", "array"):
+            raise InvalidArgumentError(f'images must be "pil" or "array", got {images!r}')
+        self._options = ReadOptions(allow_unsafe_types, images)
         self._caches = [
             ShardCache(
                 remote,
@@ -159,7 +166,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
             if own and own[0].format == "mds":
                 try:
                     # raises an error now instead of after a shard was fetched
-                    columns_of(own[0], allow_unsafe_types=allow_unsafe_types)
+                    columns_of(own[0], self._options)
                 except DatasetError as error:
                     raise DatasetError(f"{name}: {error.message}") from None
         self._shards = [(number, shard) for number, own in enumerate(shards) for shard in own]
@@ -292,7 +299,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         held = self._caches[stream].hold(shard)
         try:
             source = self._source(stream, held.paths[0], shard)
-            reader = open_shard(shard, held.paths, allow_unsafe_types=self._unsafe, source=source)
+            reader = open_shard(shard, held.paths, self._options, source=source)
             self._indexes[stream].check(held.paths)  # after opening: the open file cannot change any more
             return held, reader
         except BaseException:

@@ -16,7 +16,7 @@ from penstock.data.formats.arrow.arrow_file import open_arrow
 from penstock.data.formats.mds import check_mds, open_mds
 from penstock.data.formats.megatron.token_documents import open_megatron
 from penstock.data.formats.parquet.parquet_reader import open_parquet
-from penstock.data.formats.shards import Shard, ShardReader
+from penstock.data.formats.shards import ReadOptions, Shard, ShardReader
 from penstock.data.formats.text_shards import check_json, check_separated, open_json, open_separated
 from penstock.data.formats.tfrecord.example_messages import check_records
 from penstock.data.formats.tfrecord.tfrecord_file import open_tfrecord
@@ -41,8 +41,8 @@ class Format:
     """Kinds of files that a shard consists of, in the order of `Shard.files`."""
     check: Callable[[dict[str, Any]], None]
     """Function that checks the settings of a shard's entry in the index. Raises InvalidField."""
-    open: Callable[[Shard, Sequence[Path], bool], ShardReader]
-    """Function from (shard, paths of its raw files, True if pickles may be read) to its reader. Raises
+    open: Callable[[Shard, Sequence[Path], ReadOptions], ShardReader]
+    """Function from (shard, paths of its raw files, options) to its reader. Raises
     ShardCorruptError, DatasetError."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Settings that only mosaicml-streaming's own reader needs. They are written with these values."""

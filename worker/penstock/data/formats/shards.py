@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
-__all__ = ["Shard", "ShardFile", "ShardReader", "StoredFile"]
+__all__ = ["DEFAULT_OPTIONS", "ReadOptions", "Shard", "ShardFile", "ShardReader", "StoredFile"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,19 @@ class Shard:
     def size(self) -> int:
         """Size of the shard's raw files together, in bytes."""
         return sum(file.raw.size for file in self.files)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOptions:
+    """How values are read from shards, as StreamingDataset's arguments of the same names."""
+
+    allow_unsafe_types: bool = False
+    """True if columns of pickles may be read, which can run any code."""
+    images: Literal["pil", "array"] = "pil"
+    """Kind of value for images: images of Pillow, or arrays."""
+
+
+DEFAULT_OPTIONS = ReadOptions()
 
 
 class ShardReader(Protocol):

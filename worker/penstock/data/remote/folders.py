@@ -23,6 +23,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit, urlunsplit
@@ -30,15 +32,18 @@ from urllib.parse import quote, urlsplit, urlunsplit
 from penstock.data.remote.blocking_filesystems import PlainFilesystems
 from penstock.data.remote.redirects import watch_redirects
 from penstock.data.remote.transfer import (
+    PARALLEL,
     DownloadProgress,
     DownloadTarget,
     FileChanged,
     TransferBroken,
     age_of,
     by_pieces,
+    by_s3_pieces,
     http_headers,
     judge,
     over_http,
+    s3_piece,
     scrubbed,
 )
 from penstock.proto.errors import DatasetError, InvalidArgumentError, PenstockError, ShardUnavailableError
@@ -134,6 +139,22 @@ class _Loop:
             await self._session.close()
         await asyncio.sleep(0)  # lets the transports run their last callbacks
         self.loop.stop()
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """Call of a filesystem's method, see `transfer.Request`."""
+
+    folder: RemoteFolder
+    future: concurrent.futures.Future[Any]
+    until: float
+    stall_s: float
+
+    def result(self) -> Any:
+        return self.folder._wait(self.future, self.until, self.stall_s, None)
+
+    def cancel(self) -> None:
+        self.future.cancel()
 
 
 class RemoteFolder:
@@ -369,7 +390,7 @@ class RemoteFolder:
 
     def _fetch(self, name: str, file: io.FileIO | io.BytesIO, expected: int | None, deadline_s: float) -> None:
         until = time.monotonic() + deadline_s
-        progress = DownloadProgress(expected)
+        progress = DownloadProgress(expected, parallel=PARALLEL if self._asynchronous else 1)
         source = self.url_of(name)
         failures = 0
         while True:
@@ -415,11 +436,20 @@ class RemoteFolder:
 
     def _try(self, name: str, target: DownloadTarget, progress: DownloadProgress, until: float, source: str) -> None:
         path = self._path_of(name, until)
-        if not self._is_http:
-            by_pieces(lambda *args, **kwargs: self._call(until, *args, **kwargs), path, target, progress, source)
+        if not self._asynchronous:
+            by_pieces(partial(self._begin, until), path, target, progress, source)
             return
         loop, fs, _ = self._opened(until)
-        self._run(loop, over_http(fs, path, target, progress, source), until, target)
+        if self._is_http:
+            self._run(loop, over_http(fs, path, target, progress, source), until, target)
+        elif hasattr(fs, "_call_s3") and progress.expected is not None and not progress.is_small:
+
+            def begin(start: int, end: int) -> _Request:
+                return _Request(self, self._started(loop, s3_piece(fs, path, start, end)), until, self._stall_s)
+
+            by_s3_pieces(begin, target, progress, source)
+        else:
+            by_pieces(partial(self._begin, until), path, target, progress, source)
 
     def _path_of(self, name: str, until: float) -> str:
         if self._asynchronous:
@@ -428,30 +458,30 @@ class RemoteFolder:
             self._root = self._wait(self._plain.begin(lambda fs, root: root), until, math.inf, None)
         return joined(self._root, name)
 
-    def _call(self, until: float, method: str, *args: Any, stall_s: float | None = None, **kwargs: Any) -> Any:
-        """Call a method of the filesystem. For a filesystem with an event loop this is the coroutine whose name begins
-        with "_". `stall_s`: seconds without progress that end the call; None: `stall_s` of the remote."""
+    def _call(self, until: float, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the filesystem, see `_begin`."""
+        return self._begin(until, method, *args, **kwargs).result()
+
+    def _begin(self, until: float, method: str, *args: Any, stall_s: float | None = None, **kwargs: Any) -> _Request:
+        """Begin a call of a method of the filesystem. For a filesystem with an event loop this is the coroutine whose
+        name begins with "_". `stall_s`: seconds without progress that end the call; None: `stall_s` of the remote."""
         if not self._asynchronous:
             # One call may transfer a whole file or archive, so only the deadline ends it.
             future = self._plain.begin(lambda fs, root: getattr(fs, method)(*args, **kwargs))
-            return self._wait(future, until, math.inf, None)
+            return _Request(self, future, until, math.inf)
         loop, fs, _ = self._opened(until)
-        return self._run(loop, getattr(fs, f"_{method}")(*args, **kwargs), until, None, stall_s)
+        future = self._started(loop, getattr(fs, f"_{method}")(*args, **kwargs))
+        return _Request(self, future, until, stall_s or self._stall_s)
 
-    def _run(
-        self,
-        loop: _Loop,
-        work: Coroutine[Any, Any, Any],
-        until: float,
-        target: DownloadTarget | None,
-        stall_s: float | None = None,
-    ) -> Any:
+    def _run(self, loop: _Loop, work: Coroutine[Any, Any, Any], until: float, target: DownloadTarget | None) -> Any:
+        return self._wait(self._started(loop, work), until, self._stall_s, target)
+
+    def _started(self, loop: _Loop, work: Coroutine[Any, Any, Any]) -> concurrent.futures.Future[Any]:
         with self._lock:
             if self._closed.is_set():
                 work.close()
                 raise TransferBroken("was closed")
-            future = loop.call(work)
-        return self._wait(future, until, stall_s or self._stall_s, target)
+            return loop.call(work)
 
     def _wait(
         self, future: concurrent.futures.Future[Any], until: float, stall_s: float, target: DownloadTarget | None

@@ -25,7 +25,7 @@ from typing import IO, Any
 from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.parquet.parquet_footer import footer_bytes, row_groups
 from penstock.data.formats.parquet.parquet_values import Value, value_of
-from penstock.data.formats.shards import Shard, ShardFile, StoredFile
+from penstock.data.formats.shards import ReadOptions, Shard, ShardFile, StoredFile
 from penstock.proto.errors import DatasetError, ShardCorruptError
 from penstock.runtime.process.free_memory import free_memory
 
@@ -105,8 +105,8 @@ def _expand_texts(column: Any) -> Any:
     return column.cast(column.type.value_type) if size <= EXPANDED_BYTES else column
 
 
-def open_parquet(shard: Shard, paths: Sequence[Path], allow_unsafe_types: bool) -> ParquetReader:
-    del allow_unsafe_types  # this format has none
+def open_parquet(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> ParquetReader:
+    del options  # this format has none
     return ParquetReader(shard, paths[0])
 
 
