@@ -200,6 +200,8 @@ def test_unreachable_wrong_token_and_no_token(coordinator: Any) -> None:
     done = coordinator.run("status", "--coordinator", address)
     assert done.returncode == 11
     assert done.error.startswith(f"penstock: the coordinator at {address} cannot be reached (Status): ")
+    assert "penstock coordinator" in done.error
+    assert "--coordinator or PENSTOCK_COORDINATOR" in done.error
     assert len(done.stderr.splitlines()) == 1
     wrong = coordinator.call("status", PENSTOCK_TOKEN="another-token")
     assert (wrong.returncode, len(wrong.stderr.splitlines())) == (12, 1)

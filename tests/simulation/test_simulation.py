@@ -43,7 +43,7 @@ def test_every_promise_is_kept(group: int) -> None:
         deliveries += outcome.deliveries
         saves += outcome.saves
     assert deliveries > 500
-    assert saves >= 20
+    assert saves >= 15
     assert {"worker killed", "coordinator killed", "crash before the sync", "crash after the sync"} <= set(faults)
     assert {"message lost", "message doubled", "message slow", "link cut one way", "disk full"} <= set(faults)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.data.formats.descriptors import Descriptor
-from penstock.data.formats.shards import Shard, ShardFile, StoredFile
+from penstock.data.formats.shards import ReadOptions, Shard, ShardFile, StoredFile
 from penstock.data.formats.tfrecord.example_messages import example_of, is_example
 from penstock.proto.errors import DatasetError, ShardCorruptError
 
@@ -122,9 +122,9 @@ class ArrayRecordReader:
             raise ShardCorruptError(f"{self.name}: sample {index} is not a tf.train.Example: {error}") from error
 
 
-def open_array_record(shard: Shard, paths: Sequence[Path], allow_unsafe_types: bool) -> ArrayRecordReader:
+def open_array_record(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> ArrayRecordReader:
     """Return the reader of a shard, see format_table.Format.open."""
-    del allow_unsafe_types  # there are no pickles
+    del options  # there are no pickles, and images are as stored
     return ArrayRecordReader(shard, paths[0])
 
 

@@ -32,7 +32,7 @@ from penstock.data.formats.arrow.ipc_messages import (
     messages,
 )
 from penstock.data.formats.descriptors import Descriptor
-from penstock.data.formats.shards import Shard, ShardFile, StoredFile
+from penstock.data.formats.shards import ReadOptions, Shard, ShardFile, StoredFile
 from penstock.proto.errors import DatasetError, ShardCorruptError
 from penstock.runtime.process.free_memory import free_memory
 
@@ -260,9 +260,9 @@ class ArrowReader:
         return columns
 
 
-def open_arrow(shard: Shard, paths: Sequence[Path], allow_unsafe_types: bool) -> ArrowReader:
+def open_arrow(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> ArrowReader:
     """Return the reader of a shard, see format_table.Format.open."""
-    del allow_unsafe_types  # there are no pickles
+    del options  # there are no pickles, and images are as stored
     return ArrowReader(shard, paths[0])
 
 

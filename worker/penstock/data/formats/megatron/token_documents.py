@@ -16,7 +16,7 @@ import numpy as np
 
 from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.megatron.token_index import TokenIndex
-from penstock.data.formats.shards import Shard, ShardFile, StoredFile
+from penstock.data.formats.shards import ReadOptions, Shard, ShardFile, StoredFile
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError
 
 __all__ = ["MegatronDocuments", "MegatronReader", "megatron_shard", "open_megatron"]
@@ -231,9 +231,9 @@ class MegatronReader:
         self._file.close()
 
 
-def open_megatron(shard: Shard, paths: Sequence[Path], allow_unsafe_types: bool) -> MegatronReader:
+def open_megatron(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> MegatronReader:
     """Return the reader of a shard, see format_table.Format.open."""
-    del allow_unsafe_types  # there are no pickles
+    del options  # there are no pickles, and images are as stored
     return MegatronReader(shard, *paths)
 
 

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from penstock.data.formats.descriptors import Descriptor
-from penstock.data.formats.shards import Shard, ShardFile, StoredFile
+from penstock.data.formats.shards import ReadOptions, Shard, ShardFile, StoredFile
 from penstock.data.formats.tfrecord.example_messages import example_of, is_example
 from penstock.data.formats.tfrecord.offset_file import ENDING, read_offsets, write_offsets
 from penstock.proto.errors import DatasetError, ShardCorruptError
@@ -115,9 +115,9 @@ class TFRecordReader:
         raise ShardCorruptError(f"{self.name}: sample {index} {why}. Write the file again, or fetch it again")
 
 
-def open_tfrecord(shard: Shard, paths: Sequence[Path], allow_unsafe_types: bool) -> TFRecordReader:
+def open_tfrecord(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> TFRecordReader:
     """Return the reader of a shard, see format_table.Format.open."""
-    del allow_unsafe_types  # there are no pickles
+    del options  # there are no pickles, and images are as stored
     return TFRecordReader(shard, *paths)
 
 
