@@ -118,6 +118,9 @@ def test_files_of_two_pairs_are_refused(copied: Callable[[str], Path]) -> None:
     shutil.copy(DATA / "images.bin", f"{prefix}.bin")
     with pytest.raises(ShardCorruptError, match=r"sentences.bin: it must have 332 bytes, as .*idx says, got 228"):
         MegatronDocuments(prefix)
+    shutil.copy(DATA / "text.bin", f"{prefix}.bin")
+    with pytest.raises(ShardCorruptError, match=r"sentences.bin: it must have 332 bytes, as .*idx says, got 1264"):
+        MegatronDocuments(prefix)
 
 
 def read_all(prefix: Path) -> None:

@@ -119,6 +119,16 @@ def test_damaged_offsets_are_named(folder: Path) -> None:
             StreamingDataset(local=folder)[0]
 
 
+def test_a_file_that_was_replaced_is_found(tmp_path: Path) -> None:
+    """Also by one of the same size, whose records begin elsewhere."""
+    path = tmp_path / "a.tfrecord"
+    path.write_bytes(framed(b"ab", b"cd"))
+    index_folder(tmp_path)
+    path.write_bytes(framed(b"abc", b"d"))
+    with pytest.raises(ShardCorruptError, match=r"a.tfrecord: sample 0 must have 2 bytes, but its length is damaged"):
+        StreamingDataset(local=tmp_path)[0]
+
+
 def test_an_unknown_kind_of_records_is_refused(folder: Path) -> None:
     index_folder(folder)
     index = (folder / INDEX).read_bytes().replace(b'"example"', b'"sequence"')
@@ -173,6 +183,7 @@ Example = example_class()
 VALUES = st.one_of(
     st.tuples(st.just("int64_list"), st.lists(st.integers(-(2**63), 2**63 - 1), max_size=30)),
     st.tuples(st.just("int64_list"), st.lists(st.integers(0, 200), max_size=30)),
+    st.tuples(st.just("int64_list"), st.lists(st.integers(2**28, 2**35 - 1), min_size=4, max_size=9)),
     st.tuples(st.just("float_list"), st.lists(st.floats(width=32, allow_nan=False), max_size=5)),
     st.tuples(st.just("bytes_list"), st.lists(st.binary(max_size=200), max_size=5)),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import pickle
 import random
 import shutil
@@ -178,6 +179,22 @@ def test_bad_lance_datasets_are_named(lance_folder: Path, tmp_path: Path) -> Non
             LanceRows(folder).__getitems__(range(510))
         path.write_bytes(data)
     assert [LanceRows(folder, version=1)[at]["number"] for at in (0, 200, 499)] == expected
+
+
+def test_panics_of_lance_are_named(lance_folder: Path) -> None:
+    """They are no Exceptions, and come of some damages only."""
+
+    class PanicException(BaseException):
+        pass
+
+    class Dataset:
+        def take(self, *_: Any, **__: Any) -> Any:
+            raise PanicException("range start must not be greater than end")
+
+    rows = LanceRows(lance_folder)
+    rows._opened = os.getpid(), Dataset()
+    with pytest.raises(ShardCorruptError, match=r"rows.lance: rows \[3\]: its files are damaged: range start"):
+        rows[3]
 
 
 def _error_of(folder: Path) -> str:

@@ -75,6 +75,8 @@ class _ArrowFile:
             if self.head.kind != SCHEMA:
                 raise ValueError("it must begin with a schema")
             self.schema = arrow.ipc.read_schema(arrow.py_buffer(self._bytes(self.head)))
+            self.names: list[str] = list(self.schema.names)
+            """Names of the columns."""
             for message in found:
                 if message.kind == BATCH:
                     layout = layout_of(message.metadata)
@@ -174,7 +176,7 @@ class ArrowReader:
         plans = None if self._file.compressed else column_plans(self._file.schema)
         self._plans: list[tuple[str, Column]] | None = plans
         """How each column is read row by row; None if record batches are read as a whole."""
-        self._columns: list[str] = list(self._file.schema.names)
+        self._columns: list[str] = self._file.names
         """Names of the columns that samples have."""
         self._layouts: dict[int, Batch] = {}
         self._whole: OrderedDict[int, tuple[int, Whole]] = OrderedDict()
@@ -217,7 +219,7 @@ class ArrowReader:
 
     def select(self, columns: Sequence[str]) -> None:
         """Read only these columns from now on. Raises DatasetError for a column that the file has not."""
-        names = self._file.schema.names
+        names = self._file.names
         missing = [name for name in columns if name not in names]
         if missing:
             raise DatasetError(f"{self.name}: columns must be some of {', '.join(names)}, got {', '.join(missing)}")
@@ -273,7 +275,7 @@ def arrow_shards(files: Iterable[tuple[str, Path]]) -> list[Shard]:
     first: tuple[str, list[str]] | None = None
     for name, path in files:
         file = _ArrowFile(path, name)
-        names = list(file.schema.names)
+        names = file.names
         if len(set(names)) != len(names):
             raise DatasetError(f"{name}: the names of columns must be unique, got {', '.join(names)}")
         if first is None:
