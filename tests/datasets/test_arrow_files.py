@@ -191,10 +191,12 @@ def test_truncated_files_are_named(stream: bool, tmp_path: Path) -> None:
 
 
 def test_a_damaged_name_of_a_column_is_found(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.arrow", numbers(50), stream=True)
-    path.write_bytes(path.read_bytes().replace(b"number", b"n\xffmber"))
-    with pytest.raises(ShardCorruptError, match=r"a.arrow: it is not an Arrow file: .*invalid start byte"):
-        opened(path)
+    table = pyarrow.table({"number": [1], "struct": [{"within": 1}]})
+    for name, damaged in ((b"number", b"n\xffmber"), (b"within", b"w\xffthin")):
+        path = write(tmp_path / "a.arrow", table, stream=True)
+        path.write_bytes(path.read_bytes().replace(name, damaged))
+        with pytest.raises(ShardCorruptError, match=r"a.arrow: it is not an Arrow file: .*invalid start byte"):
+            opened(path)
 
 
 def test_saved_splits_are_read(tmp_path: Path) -> None:

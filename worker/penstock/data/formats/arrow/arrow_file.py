@@ -77,6 +77,8 @@ class _ArrowFile:
             self.schema = arrow.ipc.read_schema(arrow.py_buffer(self._bytes(self.head)))
             self.names: list[str] = list(self.schema.names)
             """Names of the columns."""
+            self.plans = column_plans(self.schema)
+            """How each column is read row by row; None if a column cannot be read so."""
             for message in found:
                 if message.kind == BATCH:
                     layout = layout_of(message.metadata)
@@ -173,8 +175,7 @@ class ArrowReader:
         self._file = _ArrowFile(path, self.name)
         if len(self) != shard.samples:
             raise ShardCorruptError(f"{self.name}: it has {len(self)} rows, but its index says {shard.samples}")
-        plans = None if self._file.compressed else column_plans(self._file.schema)
-        self._plans: list[tuple[str, Column]] | None = plans
+        self._plans: list[tuple[str, Column]] | None = None if self._file.compressed else self._file.plans
         """How each column is read row by row; None if record batches are read as a whole."""
         self._columns: list[str] = self._file.names
         """Names of the columns that samples have."""

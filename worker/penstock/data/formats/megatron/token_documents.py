@@ -30,7 +30,8 @@ class _TokenFile:
     def __init__(self, data: Path, index: Path, data_name: str, index_name: str) -> None:
         self.name = data_name
         self.index = TokenIndex(index, index_name)
-        self._itemsize = self.index.dtype.itemsize
+        self._itemsize, self._dtype = self.index.dtype.itemsize, self.index.dtype
+        self._extents = self.index.extents
         try:
             self._file: Descriptor | None = Descriptor(data)
             self.size = os.fstat(self._file.fileno()).st_size
@@ -43,16 +44,20 @@ class _TokenFile:
             )
 
     def tokens(self, number: int) -> Tokens:
-        begin, end = self.index.extent(number)
-        if end > self.size:
-            raise ShardCorruptError(
-                f"{self.index.name}: document {number} must end within the {self.size} bytes of {self.name}, got byte "
-                f"{end}: write the files again"
-            )
+        extents = self._extents
+        if extents is None:
+            begin, end = self.index.extent(number)
+            if end > self.size:
+                raise ShardCorruptError(
+                    f"{self.index.name}: document {number} must end within the {self.size} bytes of {self.name}, got "
+                    f"byte {end}: write the files again"
+                )
+        else:  # checked when the index was opened
+            begin, end = extents[number], extents[number + 1]
         file = self._file
         if file is None:
             raise ValueError(f"{self.name} is closed")
-        tokens = np.empty((end - begin) // self._itemsize, self.index.dtype)
+        tokens = np.empty((end - begin) // self._itemsize, self._dtype)
         try:
             read = os.preadv(file.fileno(), [tokens.data], begin)  # in most cases all, in one call
             if read != end - begin:

@@ -91,7 +91,7 @@ class TokenIndex:
         self._check()
         self.data_bytes = self._last_end()
         """Size in bytes that the .bin file must have."""
-        self._extents: memoryview | None = self._kept_extents()
+        self.extents: memoryview[int] | None = self._kept_extents()
         """First byte of each document, and the last one's end; None if the tables are not in memory."""
 
     def __len__(self) -> int:
@@ -99,8 +99,8 @@ class TokenIndex:
 
     def extent(self, number: int) -> tuple[int, int]:
         """Return (first byte, end) of a document, which must exist. Raises ShardCorruptError."""
-        if self._extents is not None:
-            return int(self._extents[number]), int(self._extents[number + 1])
+        if self.extents is not None:
+            return self.extents[number], self.extents[number + 1]
         first, last = TWO.unpack(self._read(self._tables[2] + 8 * number, 16))
         if not 0 <= first <= last <= self.sequences:
             self._corrupt(f"document {number} must end at or after its beginning, got sequences {first} to {last}")
@@ -143,11 +143,11 @@ class TokenIndex:
         first = int(self._bounds(document, document + 1)[0])
         return int(self._begins(first, first + 1)[0]) if first < self.sequences else self.data_bytes
 
-    def _kept_extents(self) -> memoryview | None:
+    def _kept_extents(self) -> memoryview[int] | None:
         if self._kept is None:
             return None
         begins = np.append(self._begins(0, self.sequences), self.data_bytes)
-        extents: memoryview = begins[self._bounds(0, self.documents + 1)].data
+        extents: memoryview[int] = begins[self._bounds(0, self.documents + 1)].data
         return extents
 
     def digest(self) -> str:
