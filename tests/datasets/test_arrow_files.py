@@ -243,6 +243,17 @@ def test_caches_are_no_part_of_a_saved_dataset(tmp_path: Path) -> None:
     assert sum(shard.samples for shard in index_folder(tmp_path / "data")) == 30
 
 
+def test_a_cache_of_several_splits_is_refused(tmp_path: Path) -> None:
+    for name in ("x-train.arrow", "x-test.arrow"):
+        write(tmp_path / name, numbers(40))
+    info = tmp_path / "dataset_info.json"
+    info.write_text('{"splits": {"train": {}, "test": {}}}')
+    with pytest.raises(DatasetError, match=r"one split, but dataset_info.json lists train, test: .* save_to_disk"):
+        index_folder(tmp_path)
+    info.write_text('{"splits": {"train": {}}}')
+    assert len(index_folder(tmp_path)) == 2
+
+
 def test_folders_are_indexed_by_their_files(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match=r"files of one format \(parquet, arrow, .*\), got none"):
         index_folder(tmp_path)

@@ -20,7 +20,7 @@ from penstock.runtime.files.plain_files import read_plain
 
 __all__ = ["saved_files", "saved_splits"]
 
-DICT, STATE = "dataset_dict.json", "state.json"
+DICT, STATE, INFO = "dataset_dict.json", "state.json", "dataset_info.json"
 MAX_BYTES = 64 << 20
 """Largest size in bytes of a JSON file of a dataset."""
 
@@ -46,6 +46,7 @@ def saved_files(folder: Path) -> list[Path] | None:
     DatasetError."""
     path = folder / STATE
     if not path.exists():
+        _refuse_cache(folder)
         return None
     state = _json(path)
     if state.get("_indices_data_files") or state.get("_indices_files"):
@@ -64,6 +65,17 @@ def saved_files(folder: Path) -> list[Path] | None:
     if missing:
         raise DatasetError(f"{missing[0]} must exist, as {STATE} lists it: save the dataset again, or copy all of it")
     return files
+
+
+def _refuse_cache(folder: Path) -> None:
+    """Raise DatasetError for a cache folder of datasets with several splits, whose files lie side by side."""
+    path = folder / INFO
+    splits = _json(path).get("splits") if path.exists() else None
+    if isinstance(splits, dict) and len(splits) > 1:
+        raise DatasetError(
+            f"{folder} must have the files of one split, but {INFO} lists {', '.join(map(str, splits))}: load the "
+            "dataset and save it with save_to_disk, or link the files of one split into a folder"
+        )
 
 
 def _json(path: Path) -> dict[str, Any]:
