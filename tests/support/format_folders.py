@@ -5,10 +5,13 @@ To have a format checked by tests/datasets/test_format_contract.py, add a line t
 
 from __future__ import annotations
 
+import csv
 import datetime
 import importlib
+import io
 import json
 import shutil
+import tarfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -129,6 +132,68 @@ def arrow(folder: Path, compression: str | None = None) -> Samples:
     return rows
 
 
+def json_lines(folder: Path) -> Samples:
+    """Lines of different lengths, some of them empty, and a last one without its end."""
+    samples = [{"n": n, "text": "ä\n" * (n % 5), "list": [n] * (n % 3)} for n in range(40)]
+    lines = [json.dumps(sample, ensure_ascii=n % 2 == 0) for n, sample in enumerate(samples)]
+    (folder / "a.jsonl").write_bytes(b"\xef\xbb\xbf\n" + "\n\r\n\n".join(lines[:25]).encode())
+    (folder / "b.jsonl").write_text("\r\n".join(lines[25:]) + "\n\n")
+    index_folder(folder)
+    return samples
+
+
+def csv_rows(folder: Path) -> Samples:
+    """Rows that the module csv wrote: with quotes, separators and lines in values."""
+    texts = ["plain", 'with "quotes"', "with, comma", "with\nline", "", "tab\t", "ä" * 50, 'a ""b"" c']
+    samples = [{"number": str(n), "text": texts[n % len(texts)], "other": texts[n * 3 % len(texts)]} for n in range(40)]
+    for name, part in (("a.csv", samples[:23]), ("b.csv", samples[23:])):
+        with (folder / name).open("w", newline="", encoding="utf-8-sig" if name == "b.csv" else "utf-8") as file:
+            writer = csv.DictWriter(file, list(samples[0]), lineterminator="\r\n" if name == "a.csv" else "\n")
+            writer.writeheader()
+            writer.writerows(part)
+            file.write("\n")
+    index_folder(folder)
+    return samples
+
+
+def webdataset(folder: Path) -> Samples:
+    """Archives of each form that tarfile writes, with folders, links and long names in them."""
+    samples: Samples = []
+    for number, form in enumerate((tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)):
+        with tarfile.open(folder / f"{number}.tar", "w", format=form) as archive:
+
+            def add(name: str, data: bytes, kind: bytes = tarfile.REGTYPE, archive: tarfile.TarFile = archive) -> None:
+                member = tarfile.TarInfo(name)
+                member.size, member.type = len(data), kind
+                archive.addfile(member, io.BytesIO(data))
+
+            add("folder", b"", tarfile.DIRTYPE)
+            for row in range(12):
+                key = f"folder.d/{'long' * (30 if form != tarfile.USTAR_FORMAT and row % 4 == 1 else 1)}{row:03}"
+                array = np.arange(row, dtype=np.float32)
+                stored = io.BytesIO()
+                np.save(stored, array)
+                add(f"{key}.TXT", f"täxt {row}".encode())
+                add("__meta__/a.json", b"no sample")
+                add(f"{key}.cls", str(row).encode())
+                add(f"{key}.part.json", json.dumps({"row": row}).encode())
+                add(f"{key}.npy", stored.getvalue())
+                add(f"{key}.pth", bytes(range(row * 20)))
+                samples.append(
+                    {
+                        "__key__": key,
+                        "txt": f"täxt {row}",
+                        "cls": row,
+                        "part.json": {"row": row},
+                        "npy": array,
+                        "pth": bytes(range(row * 20)),
+                    }
+                )
+            add("README", b"no dot")
+    index_folder(folder)
+    return samples
+
+
 def tfrecord(folder: Path) -> Samples:
     """Examples that TensorFlow wrote, see tests/data/tfrecord/make.py."""
     pytest.importorskip("google_crc32c")
@@ -168,6 +233,9 @@ FOLDERS: dict[str, Callable[[Path], Samples]] = {
     "arrow, compressed": partial(arrow, compression="zstd"),
     "saved dataset": saved_dataset,
     "tfrecord": tfrecord,
+    "json_lines": json_lines,
+    "csv_rows": csv_rows,
+    "webdataset": webdataset,
 }
 """Function that writes a dataset into an empty folder and returns its samples, by format."""
 

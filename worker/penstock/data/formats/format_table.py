@@ -16,6 +16,9 @@ from penstock.data.formats.arrow.arrow_file import open_arrow
 from penstock.data.formats.mds import check_mds, open_mds
 from penstock.data.formats.megatron.token_documents import open_megatron
 from penstock.data.formats.parquet.parquet_reader import check_parquet, open_parquet
+from penstock.data.formats.records.csv_rows import check_csv_rows, open_csv_rows
+from penstock.data.formats.records.json_lines import open_json_lines
+from penstock.data.formats.records.tar_samples import open_tar
 from penstock.data.formats.shards import ReadOptions, Shard, ShardReader
 from penstock.data.formats.text_shards import check_json, check_separated, open_json, open_separated
 from penstock.data.formats.tfrecord.example_messages import check_records
@@ -72,6 +75,9 @@ FORMATS: Mapping[str, Format] = {
         Format("arrow", ("data",), _unchecked, open_arrow),
         Format("array_record", ("data",), check_records, open_array_record),
         Format("tfrecord", _WITH_OFFSETS, check_records, open_tfrecord),
+        Format("json_lines", _WITH_OFFSETS, _unchecked, open_json_lines),
+        Format("csv_rows", _WITH_OFFSETS, check_csv_rows, open_csv_rows),
+        Format("webdataset", _WITH_OFFSETS, _unchecked, open_tar),
     )
 }
 """Formats by name."""

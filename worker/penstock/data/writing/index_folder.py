@@ -17,6 +17,9 @@ from penstock.data.formats.arrow.saved_datasets import saved_files, saved_splits
 from penstock.data.formats.index import INDEX, join_indexes, write_index
 from penstock.data.formats.megatron.token_documents import megatron_shard
 from penstock.data.formats.parquet.parquet_shards import parquet_shards
+from penstock.data.formats.records.csv_rows import csv_rows_shards
+from penstock.data.formats.records.json_lines import json_lines_shards
+from penstock.data.formats.records.tar_samples import tar_shards
 from penstock.data.formats.shards import Shard
 from penstock.data.formats.tfrecord.tfrecord_file import tfrecord_shards
 from penstock.data.writing.index_parquet import is_hidden
@@ -44,11 +47,14 @@ def index_folder(folder: str | os.PathLike[str], format: str | None = None) -> l
     Hidden files and folders, and those whose names begin with `_` and have no `=`, are left out.
 
     Args:
-        folder: folder with files of one format: Parquet (*.parquet), Arrow IPC (*.arrow), TFRecord (*.tfrecord and
-            the like), ArrayRecord (*.array_record and the like), Megatron-core's token files (*.bin beside *.idx), or
-            a Dataset or DatasetDict of Hugging Face datasets that `save_to_disk` wrote. A DatasetDict gets an index in
-            the folder of each split. Beside each TFRecord file a file *.penstock-index is written.
-        format: "parquet", "arrow", "tfrecord", "array_record" or "megatron"; None: the one whose files are there. With
+        folder: folder with files of one format: Parquet (*.parquet), Arrow IPC (*.arrow), JSON lines (*.jsonl,
+            *.ndjson), CSV and TSV with a header (*.csv, *.tsv), tar archives of WebDataset (*.tar), TFRecord
+            (*.tfrecord and the like), ArrayRecord (*.array_record and the like), Megatron-core's token files (*.bin
+            beside *.idx), or a Dataset or DatasetDict of Hugging Face datasets that `save_to_disk` wrote. A DatasetDict
+            gets an index in the folder of each split. Beside each file of lines, rows, tar members or TFRecords a file
+            *.penstock-index is written.
+        format: "parquet", "arrow", "json_lines", "csv_rows", "webdataset", "tfrecord", "array_record" or "megatron";
+            None: the one whose files are there. With
             "-example" or "-bytes" after "tfrecord" or "array_record" it says what the records are; otherwise they are
             examples (tf.train.Example) if the first record of each file is one.
 
@@ -94,8 +100,8 @@ def _named(root: Path, files: list[Path]) -> Files:
     return [(path.relative_to(root).as_posix(), path) for path in files]
 
 
-def _by_ending(ending: str) -> Callable[[Path, list[Path]], Files]:
-    return lambda root, files: _named(root, [path for path in files if path.suffix == ending])
+def _by_ending(*endings: str) -> Callable[[Path, list[Path]], Files]:
+    return lambda root, files: _named(root, [path for path in files if path.suffix in endings])
 
 
 def _arrow(root: Path, files: list[Path]) -> Files:
@@ -116,6 +122,9 @@ _FORMATS: dict[str, tuple[Callable[[Path, list[Path]], Files], Callable[[Files],
     "arrow": (_arrow, arrow_shards),
     "tfrecord": (_matching(_TFRECORD), tfrecord_shards),
     "array_record": (_matching(_ARRAY_RECORD), array_record_shards),
+    "json_lines": (_by_ending(".jsonl", ".ndjson"), json_lines_shards),
+    "csv_rows": (_by_ending(".csv", ".tsv"), csv_rows_shards),
+    "webdataset": (_by_ending(".tar"), tar_shards),
     "megatron": (_megatron, lambda files: [megatron_shard(path, name) for name, path in files]),
 }
 """(function that finds its files, function that makes shards of them) of each format."""

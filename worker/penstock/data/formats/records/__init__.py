@@ -1,0 +1,1 @@
+"""Files of records one after another: where each begins, and readers of lines, rows and tar archives."""

@@ -1,0 +1,119 @@
+"""Samples of plain CSV and TSV files with a header, by the rules of Python's module csv: quotes, and lines within them.
+
+A sample has the text of each column by its name in the header. Empty lines do not count.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.data.formats.fields import mark, names
+from penstock.data.formats.records.record_file import RecordFile, opened, store_offsets
+from penstock.data.formats.shards import ReadOptions, Shard
+from penstock.proto.errors import DatasetError, ShardCorruptError
+from penstock.runtime.files.plain_files import open_plain
+
+__all__ = ["CSVRowsReader", "check_csv_rows", "csv_rows_shards", "open_csv_rows"]
+
+LONGEST_VALUE = 1 << 30
+"""Largest number of characters in a value. The default of the module csv is 131,072."""
+
+
+class CSVRowsReader(RecordFile):
+    """Reader of a CSV file."""
+
+    def __init__(self, shard: Shard, data: Path, offsets: Path) -> None:
+        super().__init__(shard, data, offsets)
+        self._columns: list[str] = shard.settings["column_names"]
+        self._separator: str = shard.settings["separator"]
+        _allow_long_values()
+
+    def _decoded(self, index: int, record: bytes) -> dict[str, Any]:
+        try:
+            rows = csv.reader(io.StringIO(record.decode(), newline=""), delimiter=self._separator, strict=True)
+            values = next(rows)
+        except (ValueError, csv.Error, StopIteration) as error:
+            self._corrupt(index, f"must be a row of CSV in UTF-8: {error or 'it is empty'}")
+        if len(values) != len(self._columns):
+            self._corrupt(index, f"must have {len(self._columns)} values, got {len(values)}")
+        return dict(zip(self._columns, values, strict=True))
+
+
+def check_csv_rows(settings: dict[str, Any]) -> None:
+    """Check the settings of a shard's entry in the index, see format_table.Format.check."""
+    names(settings, "column_names")
+    mark(settings, "separator")
+
+
+def open_csv_rows(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> CSVRowsReader:
+    """Return the reader of a shard, see format_table.Format.open."""
+    del options  # there are neither pickles nor images
+    return CSVRowsReader(shard, *paths)
+
+
+def csv_rows_shards(files: Sequence[tuple[str, Path]]) -> list[Shard]:
+    """Return a shard for each file, and write the file of its offsets beside it. `files`: (path relative to the
+    dataset's folder, path) for each. Values of files that end in .tsv are separated by tabs. All rows are parsed.
+
+    Raises DatasetError; ShardCorruptError, which names the file and line.
+    """
+    _allow_long_values()
+    shards: list[Shard] = []
+    for name, path in files:
+        separator = "\t" if path.suffix == ".tsv" else ","
+        columns, size, offsets = _rows(path, name, separator)
+        if shards and columns != shards[0].settings["column_names"]:
+            raise DatasetError(
+                f"all CSV files of a dataset must have the same header: {shards[0].name} has "
+                f"{', '.join(shards[0].settings['column_names'])}, but {name} has {', '.join(columns)}"
+            )
+        settings = {"column_names": columns, "separator": separator}
+        stored = store_offsets(path, name, size, np.array(offsets, np.int64))
+        shards.append(Shard("csv_rows", len(offsets) - 1, stored, settings=settings))
+    return shards
+
+
+def _rows(path: Path, name: str, separator: str) -> tuple[list[str], int, list[int]]:
+    """Return (names of the columns, size of the file in bytes, offsets of its rows and of its end)."""
+    _, size = opened(path, name)
+    consumed = line = 0
+
+    def lines() -> Iterator[str]:
+        nonlocal consumed, line
+        with open(path, "rb", opener=open_plain) as file:
+            for data in file:
+                consumed += len(data)
+                line += 1
+                yield data.decode("utf-8-sig" if line == 1 else "utf-8")
+
+    rows = csv.reader(lines(), delimiter=separator, strict=True)
+    try:
+        columns = next(rows, [])
+        if not columns or len(set(columns)) != len(columns):
+            raise ShardCorruptError(f"{name}: its first line must have the columns' names, each once, got {columns}")
+        offsets = [consumed]
+        for row in rows:
+            if not row:
+                offsets[-1] = consumed
+                continue
+            if len(row) != len(columns):
+                raise ShardCorruptError(
+                    f"{name}: the row that ends in line {line} must have {len(columns)} values, as its header has, got "
+                    f"{len(row)}"
+                )
+            offsets.append(consumed)
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ShardCorruptError(f"{name}: line {line} must be CSV in UTF-8: {error}") from error
+    if consumed != size:
+        raise ShardCorruptError(f"{name}: it was changed while it was indexed")
+    return columns, size, offsets
+
+
+def _allow_long_values() -> None:
+    csv.field_size_limit(max(csv.field_size_limit(), LONGEST_VALUE))

@@ -1,0 +1,86 @@
+"""File of records that lie one after another, at the offsets in a second file (offset_file.py)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from penstock.data.formats.descriptors import Descriptor
+from penstock.data.formats.records.offset_file import ENDING, read_offsets, write_offsets
+from penstock.data.formats.shards import Shard, ShardFile, StoredFile
+from penstock.data.ordering.permutation import Ints
+from penstock.proto.errors import DatasetError, ShardCorruptError
+
+__all__ = ["RecordFile", "opened", "store_offsets"]
+
+
+class RecordFile:
+    """Base class of readers, see formats.shards.ShardReader. A subclass decodes a record's bytes."""
+
+    def __init__(self, shard: Shard, data: Path, offsets: Path) -> None:
+        """Open both files. Raises ShardCorruptError if they differ from the index or from each other."""
+        stored = shard.files[0].raw
+        self.name = stored.name
+        self._file: Descriptor | None = None
+        file, size = opened(data, self.name)
+        if size != stored.size:
+            raise ShardCorruptError(f"{self.name}: {data} has {size} bytes, but its index says {stored.size}")
+        self._offsets = read_offsets(offsets, shard.files[1].raw, size, shard.samples)
+        self._file = file
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"{self.name}: a sample's number must be at least 0 and below {len(self)}, got {index}")
+        return self._decoded(index, self._record(index))
+
+    def get_many(self, rows: Sequence[int]) -> list[dict[str, Any]]:
+        """Return the samples with these numbers."""
+        return [self[row] for row in rows]
+
+    def close(self) -> None:
+        """Close the file. Samples that were read stay valid."""
+        self._file = None
+
+    def _decoded(self, index: int, record: bytes) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _record(self, index: int) -> bytes:
+        """Return the bytes of a record. Raises ShardCorruptError."""
+        file, begin = self._file, self._offsets[index]
+        size = self._offsets[index + 1] - begin
+        if file is None:
+            raise ValueError(f"{self.name} is closed")
+        try:
+            data = file.read(size, begin)
+        except OSError as error:
+            raise ShardCorruptError(f"{self.name} cannot be read: {error}") from error
+        if len(data) != size:
+            self._corrupt(index, f"is truncated: {len(data)} of {size} bytes are left")
+        return data
+
+    def _corrupt(self, index: int, why: str) -> NoReturn:
+        raise ShardCorruptError(f"{self.name}: sample {index} {why}. Write the file again, or fetch it again")
+
+
+def opened(path: Path, name: str) -> tuple[Descriptor, int]:
+    """Open a file; return it and its size in bytes. Raises ShardCorruptError, which names it."""
+    try:
+        file = Descriptor(path)
+        return file, os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise ShardCorruptError(f"{name}: {path} cannot be read: {error}") from error
+
+
+def store_offsets(path: Path, name: str, size: int, offsets: Ints) -> tuple[ShardFile, ShardFile]:
+    """Write the offsets of a file's records beside it; return both files of the shard. `name`: path relative to the
+    dataset's folder; `size`: size of the file in bytes. Raises DatasetError."""
+    try:
+        written = write_offsets(path, size, offsets)
+    except OSError as error:
+        raise DatasetError(f"{path}{ENDING} cannot be written: {error}. Give a folder that you may write to") from error
+    return ShardFile(StoredFile(name, size)), ShardFile(StoredFile(name + ENDING, written))
