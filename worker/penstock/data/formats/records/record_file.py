@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,11 +37,20 @@ class RecordFile:
     def __getitem__(self, index: int) -> dict[str, Any]:
         if not 0 <= index < len(self):
             raise IndexError(f"{self.name}: a sample's number must be at least 0 and below {len(self)}, got {index}")
-        return self._decoded(index, self._record(index))
+        return self._decoded(index, self._bytes(index, self._offsets[index], self._offsets[index + 1]))
 
     def get_many(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """Return the samples with these numbers."""
-        return [self[row] for row in rows]
+        """Return the samples with these numbers. Samples that follow each other are read in one call."""
+        first, past = rows[0], rows[-1] + 1
+        if not (0 <= first < past <= len(self) and list(rows) == list(range(first, past))):
+            return [self[row] for row in rows]
+        begin = self._offsets[first]
+        data = self._bytes(first, begin, self._offsets[past])
+        bounds = [offset - begin for offset in self._offsets[first : past + 1]]
+        return [
+            self._decoded(first + number, data[start:end])
+            for number, (start, end) in enumerate(itertools.pairwise(bounds))
+        ]
 
     def close(self) -> None:
         """Close the file. Samples that were read stay valid."""
@@ -49,10 +59,10 @@ class RecordFile:
     def _decoded(self, index: int, record: bytes) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _record(self, index: int) -> bytes:
-        """Return the bytes of a record. Raises ShardCorruptError."""
-        file, begin = self._file, self._offsets[index]
-        size = self._offsets[index + 1] - begin
+    def _bytes(self, index: int, begin: int, end: int) -> bytes:
+        """Return the bytes from `begin` to `end`. `index`: the first record in them, for errors. Raises
+        ShardCorruptError."""
+        file, size = self._file, end - begin
         if file is None:
             raise ValueError(f"{self.name} is closed")
         try:

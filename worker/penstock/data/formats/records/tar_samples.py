@@ -60,19 +60,14 @@ class TarReader(RecordFile):
 
     def _decoded(self, index: int, record: bytes) -> dict[str, Any]:
         sample: dict[str, Any] = {}
-        name = ""
+        name = "its first header"
         try:
-            with tarfile.open(fileobj=io.BytesIO(record), mode="r:") as archive:
-                for name, key, column, member in _members(archive):
-                    begin = member.offset_data
-                    if begin + member.size > len(record):
-                        self._corrupt(index, f"is truncated within {name}")
-                    if sample.setdefault(KEY, key) != key:
-                        self._corrupt(index, f"must have the members of one key, got {sample[KEY]} and {key}")
-                    sample[column] = self._value(column, record, begin, begin + member.size)
-                if archive.offset != len(record):  # tarfile takes a damaged header for the end of the archive
-                    self._corrupt(index, f"has a damaged header {archive.offset} bytes after its beginning")
-        except DatasetError:
+            for member in _plain_members(record) or _any_members(record):
+                name, key, column, begin, end = member
+                if sample.setdefault(KEY, key) != key:
+                    raise ValueError(f"a sample must have the members of one key, got {sample[KEY]} and {key}")
+                sample[column] = self._value(column, record, begin, end)
+        except DatasetError:  # a package is missing
             raise
         except Exception as error:
             self._corrupt(index, f"cannot be read: {name}: {type(error).__name__}: {error}")
@@ -92,14 +87,64 @@ def open_tar(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> TarRe
     return TarReader(shard, paths[0], paths[1], options)
 
 
+Member = tuple[str, str, str, int, int]
+"""(name, key, column, where the data begin, where they end) of a member."""
+
+
+def _plain_members(record: bytes) -> list[Member] | None:
+    """Return the members in a part of an archive that has only plain headers, with names of at most 256 bytes. Return
+    None for anything else, which tarfile reads in ten times the time."""
+    members: list[Member] = []
+    at = 0
+    while at < len(record):
+        head = record[at : at + tarfile.BLOCKSIZE]
+        try:
+            # Numbers in octal. Larger ones begin with another byte, and are no number here.
+            size, checksum = (int(field.strip(b" \0"), 8) for field in (head[124:136], head[148:156]))
+            name = _name_of(head).decode()
+        except ValueError:
+            return None
+        kind, begin = head[156:157], at + tarfile.BLOCKSIZE
+        whole = sum(head) - sum(head[148:156]) + 8 * ord(" ") == checksum
+        if kind not in (tarfile.REGTYPE, tarfile.DIRTYPE) or begin + size > len(record) or not whole:
+            return None
+        if kind == tarfile.REGTYPE and (split := _split(name)):
+            members.append((name, *split, begin, begin + size))
+        at = begin + -(-size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+    return members if at == len(record) else None
+
+
+def _name_of(head: bytes) -> bytes:
+    name = head[:100].partition(b"\0")[0]
+    prefix = head[345:500].partition(b"\0")[0] if head[257:263] == b"ustar\0" else b""
+    return prefix + b"/" + name if prefix else name
+
+
+def _any_members(record: bytes) -> Iterator[Member]:
+    """Yield the members in a part of an archive. Raises tarfile.TarError."""
+    with tarfile.open(fileobj=io.BytesIO(record), mode="r:") as archive:
+        for name, key, column, member in _members(archive):
+            begin, end = member.offset_data, member.offset_data + member.size
+            if end > len(record):
+                raise tarfile.ReadError("it is truncated")
+            yield name, key, column, begin, end
+        if archive.offset != len(record):  # tarfile takes a damaged header for the end of the archive
+            raise tarfile.ReadError(f"the header {archive.offset} bytes after the sample's beginning is damaged")
+
+
 def _members(archive: tarfile.TarFile) -> Iterator[tuple[str, str, str, tarfile.TarInfo]]:
     """Yield (name, key, column, member) of each member that counts."""
     for member in archive:
         if member.issparse():
             raise tarfile.ReadError(f"{member.name} is a sparse file, which has no bytes of its own to read")
-        found = _NAME.fullmatch(member.name)
-        if member.isreg() and found and not _META.search(member.name):
-            yield member.name, found[1], found[2].lower(), member
+        if member.isreg() and (split := _split(member.name)):
+            yield member.name, *split, member
+
+
+def _split(name: str) -> tuple[str, str] | None:
+    """Return the key and the column in a member's name; None if the member does not count."""
+    found = _NAME.fullmatch(name)
+    return (found[1], found[2].lower()) if found and not _META.search(name) else None
 
 
 def tar_shards(files: Sequence[tuple[str, Path]]) -> list[Shard]:
