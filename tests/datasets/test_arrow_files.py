@@ -20,7 +20,7 @@ from format_folders import plainly, saved_rows
 
 from penstock.data import StreamingDataset, index_folder
 from penstock.data.formats.arrow import arrow_file
-from penstock.data.formats.arrow.arrow_file import ArrowReader, arrow_shards
+from penstock.data.formats.arrow.arrow_file import ArrowReader, index_arrow
 from penstock.data.formats.parquet.parquet_values import value_of
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError
 
@@ -65,7 +65,7 @@ def write(path: Path, table: pyarrow.Table, *, stream: bool = False, rows: int =
 
 
 def opened(path: Path) -> ArrowReader:
-    return ArrowReader(arrow_shards([(path.name, path)])[0], path)
+    return ArrowReader(index_arrow(path, path.name), path)
 
 
 def numbers(count: int) -> pyarrow.Table:

@@ -53,6 +53,11 @@ def test_records_are_what_the_format_says(folder: Path) -> None:
         index_folder(folder, name)
         assert len(StreamingDataset(local=folder)[3]) == keys
     assert example_of(StreamingDataset(local=folder)[3]["record"])["label"].tolist() == [3]
+    shutil.copy(DATA / "bytes" / "c.tfrec", folder)
+    (folder / "d.tfrecord").write_bytes(b"")  # which says nothing
+    for name, keys in ((None, 1), ("tfrecord-example", 7)):
+        index_folder(folder, name)
+        assert len(StreamingDataset(local=folder)[3]) == keys
     with pytest.raises(InvalidArgumentError, match=r"tfrecord-bytes, tfrecord-example, .*, got 'tfrecords'"):
         index_folder(folder, "tfrecords")
 

@@ -15,7 +15,7 @@ import itertools
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -32,11 +32,12 @@ from penstock.data.formats.arrow.ipc_messages import (
     messages,
 )
 from penstock.data.formats.descriptors import Descriptor
+from penstock.data.formats.fields import names
 from penstock.data.formats.shards import ReadOptions, Shard, ShardFile, StoredFile
 from penstock.proto.errors import DatasetError, ShardCorruptError
 from penstock.runtime.process.free_memory import free_memory
 
-__all__ = ["KEPT_BYTES", "ArrowReader", "arrow_shards", "open_arrow"]
+__all__ = ["KEPT_BYTES", "ArrowReader", "check_arrow", "check_same_columns", "index_arrow", "open_arrow"]
 
 KEPT_BYTES = 64 << 20
 """Largest size in bytes of the record batches that a reader keeps, where they are read as a whole. One is kept even if
@@ -269,22 +270,26 @@ def open_arrow(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> Arr
     return ArrowReader(shard, paths[0])
 
 
-def arrow_shards(files: Iterable[tuple[str, Path]]) -> list[Shard]:
-    """Return a shard for each Arrow IPC file. `files`: (path relative to the dataset's folder, path) for each. The
-    columns of all files must have the same names. Raises DatasetError."""
-    shards: list[Shard] = []
-    first: tuple[str, list[str]] | None = None
-    for name, path in files:
-        file = _ArrowFile(path, name)
-        names = file.names
-        if len(set(names)) != len(names):
-            raise DatasetError(f"{name}: the names of columns must be unique, got {', '.join(names)}")
-        if first is None:
-            first = name, names
-        elif set(first[1]) != set(names):
+def index_arrow(path: Path, name: str) -> Shard:
+    """Return the shard of an Arrow IPC file. `name`: its path in the dataset's folder. Raises DatasetError."""
+    file = _ArrowFile(path, name)
+    if len(set(file.names)) != len(file.names):
+        raise DatasetError(f"{name}: the names of columns must be unique, got {', '.join(file.names)}")
+    stored = ShardFile(StoredFile(name, file.size))
+    return Shard("arrow", file.begins[-1], (stored,), settings={"column_names": file.names})
+
+
+def check_arrow(settings: dict[str, Any]) -> None:
+    """Check a shard's settings in the index. Raises InvalidField."""
+    names(settings, "column_names")
+
+
+def check_same_columns(shards: Sequence[Shard]) -> None:
+    """Raise DatasetError unless the columns of all shards have the same names."""
+    for shard in shards:
+        first, own = shards[0].settings["column_names"], shard.settings["column_names"]
+        if set(first) != set(own):
             raise DatasetError(
-                f"all Arrow files of a dataset must have the same columns: {first[0]} has {', '.join(first[1])}, but "
-                f"{name} has {', '.join(names)}. Move files of other data into another folder"
+                f"all Arrow files of a dataset must have the same columns: {shards[0].name} has {', '.join(first)}, "
+                f"but {shard.name} has {', '.join(own)}. Move files of other data into another folder"
             )
-        shards.append(Shard("arrow", file.begins[-1], (ShardFile(StoredFile(name, file.size)),)))
-    return shards

@@ -24,7 +24,7 @@ from penstock.data.formats.tfrecord.example_messages import example_of, is_examp
 from penstock.data.formats.tfrecord.offset_file import ENDING, read_offsets, write_offsets
 from penstock.proto.errors import DatasetError, ShardCorruptError
 
-__all__ = ["TFRecordReader", "open_tfrecord", "tfrecord_shards"]
+__all__ = ["TFRecordReader", "index_tfrecord", "open_tfrecord"]
 
 LENGTH = struct.Struct("<QI")
 CHECKSUM = struct.Struct("<I")
@@ -121,23 +121,17 @@ def open_tfrecord(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> 
     return TFRecordReader(shard, *paths)
 
 
-def tfrecord_shards(files: Sequence[tuple[str, Path]], *, records: str | None = None) -> list[Shard]:
-    """Return a shard for each TFRecord file, and write the file of its offsets beside it. `files`: (path relative to
-    the dataset's folder, path) for each. `records`: "example" or "bytes"; None: "example" if each file's first record
-    is one. Raises DatasetError, ShardCorruptError."""
-    found = [(name, *_scanned(path, name)) for name, path in files]
-    kind = records or ("example" if all(is_example(first) for _, _, _, first in found) else "bytes")
-    shards = []
-    for (name, path), (_, size, offsets, _) in zip(files, found, strict=True):
-        try:
-            written = write_offsets(path, size, offsets)
-        except OSError as error:
-            raise DatasetError(
-                f"{path}{ENDING} cannot be written: {error}. Give a folder that you may write to"
-            ) from error
-        stored = ShardFile(StoredFile(name, size)), ShardFile(StoredFile(name + ENDING, written))
-        shards.append(Shard("tfrecord", len(offsets) - 1, stored, settings={"records": kind}))
-    return shards
+def index_tfrecord(path: Path, name: str) -> Shard:
+    """Return the shard of a TFRecord file, whose records are examples if the first one is, and write the file of their
+    offsets beside it. `name`: its path in the dataset's folder. Raises DatasetError, ShardCorruptError."""
+    size, offsets, first = _scanned(path, name)
+    try:
+        written = write_offsets(path, size, offsets)
+    except OSError as error:
+        raise DatasetError(f"{path}{ENDING} cannot be written: {error}. Give a folder that you may write to") from error
+    stored = ShardFile(StoredFile(name, size)), ShardFile(StoredFile(name + ENDING, written))
+    kind = "example" if is_example(first) else "bytes"
+    return Shard("tfrecord", len(offsets) - 1, stored, settings={"records": kind})
 
 
 def _scanned(path: Path, name: str) -> tuple[int, np.ndarray[Any, np.dtype[np.int64]], bytes]:
