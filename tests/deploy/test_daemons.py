@@ -154,7 +154,10 @@ def test_worker_registers_and_leaves(coordinator: Any) -> None:
     (worker,) = _workers(coordinator, "w-leaves")
     assert (worker["slots"], worker["slots_used"], worker["live"], worker["draining"]) == (3, 0, True, False)
     assert started.stop() == 0
-    assert "allow=streams,other (--allow)" in started.log.read_text()
+    log = started.log.read_text()
+    assert "allow=streams,other (--allow)" in log
+    assert "allow=other: no such module can be imported here, so each input_fn in it will fail" in log
+    assert "allow=streams: " not in log
     assert all(worker["draining"] or not worker["live"] for worker in _workers(coordinator, "w-leaves"))
 
 

@@ -19,7 +19,7 @@ from penstock.proto.errors import PenstockError
 
 def test_embedded_run_starts_its_dashboard(shell: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    own = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    own = {"XDG_RUNTIME_DIR": str(tmp_path), "PENSTOCK_TOKEN": None}
     with Appliance(job="lm", num_workers_per_box=1, seed=1, timeout_s=60) as appliance:
         steps = iter(DataExecutor(DataLoader(streams.counter, 100), num_steps=100, appliance=appliance))
         next(steps)

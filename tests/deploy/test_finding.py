@@ -124,7 +124,7 @@ def test_several_coordinators_are_listed() -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         _ = Peer().address
     assert caught.value.message == (
-        f"2 coordinators of yours run here: embedded a, process {os.getpid()}: unix:/x/a; embedded b, process "
+        f"2 coordinators run here: embedded a, process {os.getpid()}: unix:/x/a; embedded b, process "
         f"{os.getpid()}: unix:/x/b. Choose one by --job NAME or --coordinator ADDRESS"
     )
     assert Peer(job="b").address == "unix:/x/b"
@@ -140,9 +140,24 @@ def test_token_is_that_of_the_coordinator(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "token").write_text("announced")
     announce(replace(one(), token_file=str(tmp_path / "token")))
     monkeypatch.setenv("PENSTOCK_TOKEN", "mine")
+    monkeypatch.setattr("penstock.deploy.console.coordinator_options.accepts", lambda address: False)
     assert Peer().token() == "announced"
     assert Peer(coordinator="unix:/x/lm").token() == "announced"
     assert Peer(coordinator="head:1").token() == "mine"
+
+
+@pytest.mark.usefixtures("_no_settings")
+def test_daemon_at_default_address_is_listed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.deploy.console.coordinator_options.accepts", lambda address: True)
+    announce(one())
+    assert Peer().address == "unix:/x/lm"  # without a token a command could not call the other one
+    monkeypatch.setenv("PENSTOCK_TOKEN", "of-the-daemon")
+    with pytest.raises(InvalidArgumentError, match=r"2 coordinators run here: .*; the default address: 127.0.0.1:7070"):
+        _ = Peer().address
+    assert Peer(job="lm").address == "unix:/x/lm"
+    assert Peer(coordinator="127.0.0.1:7070").token() == "of-the-daemon"
+    withdraw("/x/lm")
+    assert Peer().address == "127.0.0.1:7070"
 
 
 @pytest.mark.usefixtures("_no_settings")
@@ -173,7 +188,7 @@ def training(runtime: Path) -> Iterator[Any]:
 
 
 def test_embedded_run_is_found_without_settings(training: Any, shell: Any, runtime: Path) -> None:
-    own = {"XDG_RUNTIME_DIR": str(runtime.parent)}
+    own = {"XDG_RUNTIME_DIR": str(runtime.parent), "PENSTOCK_TOKEN": None}
     found = json.loads(shell.call("status", "--json", **own).stdout)
     assert [run["run"] for run in found["runs"]] == ["lm/0"]
     assert shell.call("state", "lm", **own).returncode == 0

@@ -16,7 +16,11 @@ from penstock.runtime.process.titles import name_process, title_process
 
 
 def comm(pid: int) -> str:
-    return Path(f"/proc/{pid}/comm").read_text().strip()
+    """Short name; "" if the process has ended, as helper processes do."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
 
 
 def shown(pid: int) -> str:

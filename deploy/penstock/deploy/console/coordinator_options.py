@@ -19,7 +19,7 @@ from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.rpc.addresses import UNIX
 from penstock.runtime.config.settings import source_of
 from penstock.runtime.config.settings_file import token_file_of_settings
-from penstock.runtime.process.announcements import Announcement, announced
+from penstock.runtime.process.announcements import Announcement, accepts, announced
 from penstock.runtime.telemetry.logs import printable
 
 if TYPE_CHECKING:  # at run time gRPC is imported only when a command needs it
@@ -81,6 +81,13 @@ class Peer:
     def _named(self) -> str:
         return resolve(PeerSettings, coordinator=self.coordinator).coordinator
 
+    def _unannounced(self, found: list[Announcement]) -> list[str]:
+        """Return the default address if a `penstock coordinator` of this user may listen there too. Without a token in
+        the settings the command could not call it, and it may be another user's."""
+        if not found or not _has_token() or self._named in [one.address for one in found] or not accepts(self._named):
+            return []
+        return [f"the default address: {self._named}"]
+
     @cached_property
     def _announcement(self) -> Announcement | None:
         """Return the announcement of the coordinator: the one with the named address, or with the name `job`, else the
@@ -91,13 +98,14 @@ class Peer:
         if self._is_named:
             return next((one for one in found if one.address == self._named), None)
         fit = [one for one in found if self.job is None or one.name == self.job]
-        if len(fit) > 1:
+        listed = [*map(str, fit), *(self._unannounced(fit) if self.job is None else ())]
+        if len(listed) > 1:
             raise InvalidArgumentError(
-                f"{len(fit)} coordinators of yours run here: {_listed(fit)}. Choose one by --job NAME or --coordinator "
-                "ADDRESS"
+                f"{len(listed)} coordinators run here: {printable('; '.join(listed))}. Choose one by --job NAME or "
+                "--coordinator ADDRESS"
             )
         if self.job is not None and not fit:
-            here = _listed(found) or "none"
+            here = printable("; ".join(map(str, found))) or "none"
             raise InvalidArgumentError(
                 f"--job must be the job of an embedded appliance that runs here, or the name of a fleet of `penstock "
                 f"up`, got {self.job!r}; running: {here}"
@@ -114,7 +122,3 @@ class Peer:
 def _has_token() -> bool:
     """Return whether a variable or the settings file has a token, which then belongs to the named coordinator."""
     return bool(os.environ.get("PENSTOCK_TOKEN") or os.environ.get("PENSTOCK_TOKEN_FILE") or token_file_of_settings())
-
-
-def _listed(found: list[Announcement]) -> str:
-    return printable("; ".join(map(str, found)))

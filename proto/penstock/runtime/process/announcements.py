@@ -30,7 +30,7 @@ from penstock.runtime.files.held_folders import HeldFolder
 from penstock.runtime.files.plain_files import read_plain
 from penstock.runtime.process.identity import Identity
 
-__all__ = ["Announcement", "announce", "announced", "withdraw"]
+__all__ = ["Announcement", "accepts", "announce", "announced", "withdraw"]
 
 MAX_FILE = 64 << 10
 """Largest size of an announcement in bytes."""
@@ -61,7 +61,7 @@ class Announcement:
     def is_live(self) -> bool:
         """True if the coordinator's process runs, or if its address accepts connections."""
         if self.owner is None:
-            return _accepts(self.address)
+            return accepts(self.address)
         process = self.owner.open()
         if process is None:
             return False
@@ -160,7 +160,8 @@ def _name(folder: str) -> str:
     return hashlib.sha256(folder.encode(errors="surrogateescape")).hexdigest()[:16] + SUFFIX
 
 
-def _accepts(address: str) -> bool:
+def accepts(address: str) -> bool:
+    """Return whether something accepts connections at HOST:PORT, within CONNECT_S seconds."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()

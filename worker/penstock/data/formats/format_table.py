@@ -15,7 +15,7 @@ from penstock.data.formats.array_record.array_record_file import open_array_reco
 from penstock.data.formats.arrow.arrow_file import check_arrow, open_arrow
 from penstock.data.formats.mds import check_mds, open_mds
 from penstock.data.formats.megatron.token_documents import open_megatron
-from penstock.data.formats.parquet.parquet_reader import open_parquet
+from penstock.data.formats.parquet.parquet_reader import check_parquet, open_parquet
 from penstock.data.formats.shards import ReadOptions, Shard, ShardReader
 from penstock.data.formats.text_shards import check_json, check_separated, open_json, open_separated
 from penstock.data.formats.tfrecord.example_messages import check_records
@@ -66,7 +66,7 @@ FORMATS: Mapping[str, Format] = {
         _of_mosaicml("csv", _WITH_OFFSETS, check_separated, open_separated),
         _of_mosaicml("tsv", _WITH_OFFSETS, check_separated, open_separated),
         # Penstock's own: mosaicml-streaming has no index of plain Parquet files.
-        Format("parquet", ("data",), _unchecked, open_parquet),
+        Format("parquet", ("data",), check_parquet, open_parquet),
         # Files of other libraries, as they are.
         Format("megatron", _WITH_OFFSETS, _unchecked, open_megatron),
         Format("arrow", ("data",), check_arrow, open_arrow),

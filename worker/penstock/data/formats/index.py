@@ -28,7 +28,7 @@ MAX_NUMBER = 1 << 44
 """Largest size of a file in bytes, and largest number of samples in it. With this limit, sums over all shards stay
 below 64 bits."""
 
-_OWN = {"version", "format", "samples", "compression", "hashes"}
+_OWN = {"version", "format", "samples", "compression", "hashes", "blocks", "decoded_bytes", "ranges"}
 _OWN |= {f"{form}_{part}" for form in ("raw", "zip") for part in ("data", "meta")}
 """Fields of a shard's entry in the index that do not go into `Shard.settings`."""
 
@@ -133,7 +133,30 @@ def _shard(entry: Any, known: dict[str, Mapping[str, Any]], files: dict[str, Sto
     if settings is None:
         known_format.check(rest)
         settings = known[key] = rest
-    return Shard(known_format.name, samples, tuple(pairs), compression, settings)
+    return Shard(
+        known_format.name, samples, tuple(pairs), compression, settings, *_blocks(entry, samples, pairs[0].raw.size)
+    )
+
+
+def _blocks(entry: dict[str, Any], samples: int, size: int) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
+    """Return the samples in each block of a shard's file, the bytes of all blocks once they are decoded, and the ranges
+    of the blocks in the file of `size` bytes."""
+    blocks = entry.get("blocks")
+    if blocks is None:
+        return (), 0, ()
+    if not isinstance(blocks, list) or not all(type(rows) is int and rows >= 0 for rows in blocks):
+        raise InvalidField("blocks", "must be a list of numbers of samples, none below 0")
+    if sum(blocks) != samples:
+        raise InvalidField("blocks", f"must have {samples} samples together, as the shard, got {sum(blocks)}")
+    decoded = _count(entry, "decoded_bytes", "decoded_bytes") if "decoded_bytes" in entry else 0
+    ranges = entry.get("ranges", [])
+    if not isinstance(ranges, list) or not all(type(at) is int and 0 <= at <= size for at in ranges):
+        raise InvalidField("ranges", f"must be a list of offsets from 0 to {size}")
+    if ranges and len(ranges) != 2 * len(blocks) + 1:
+        raise InvalidField("ranges", f"must have 2 offsets for each of {len(blocks)} blocks and 1, got {len(ranges)}")
+    if any(begin > end for begin, end in zip(ranges[:-1:2], ranges[1::2], strict=True)):
+        raise InvalidField("ranges", "must not have a block that ends before it begins")
+    return tuple(blocks), decoded, tuple(ranges)
 
 
 def _stored(entry: dict[str, Any], field: str, files: dict[str, StoredFile]) -> StoredFile:
@@ -186,6 +209,10 @@ def _entry(shard: Shard) -> dict[str, Any]:
         "compression": shard.compression or None,
         "hashes": sorted(shard.files[0].raw.hashes),
     }
+    if shard.blocks:
+        entry |= {"blocks": list(shard.blocks), "decoded_bytes": shard.decoded_bytes}
+    if shard.ranges:
+        entry["ranges"] = list(shard.ranges)
     for part, file in zip(FORMATS[shard.format].parts, shard.files, strict=True):
         entry[f"raw_{part}"] = _info(file.raw)
         entry[f"zip_{part}"] = None if file.packed is None else _info(file.packed)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from penstock.data.formats.arrow.saved_datasets import saved_splits
 from penstock.data.formats.index import INDEX, join_indexes, write_index
-from penstock.data.formats.parquet.parquet_reader import parquet_shards
 from penstock.data.formats.shards import Shard
+from penstock.data.writing.index_parquet import index_parquet
 from penstock.data.writing.indexable_files import INDEXABLE
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 from penstock.runtime.files.atomic_files import write_whole
@@ -26,7 +26,7 @@ def index_folder(folder: str | os.PathLike[str], format: str | None = None) -> l
         index_folder("/data/saved_with_save_to_disk")
         dataset = StreamingDataset("/data/saved_with_save_to_disk", split="train")
 
-    Hidden files and folders, and those whose names begin with `_`, are left out.
+    Hidden files and folders, and those whose names begin with `_` and have no `=`, are left out.
 
     Args:
         folder: folder with files of one format: Parquet (*.parquet), Arrow IPC (*.arrow), TFRecord (*.tfrecord and
@@ -64,17 +64,16 @@ def index_folder(folder: str | os.PathLike[str], format: str | None = None) -> l
         )
     [(name, named)] = found.items()
     if name == PARQUET:
-        shards = parquet_shards(named)
-    else:
-        shards = INDEXABLE[name].join([INDEXABLE[name].index_file(path, own) for own, path in named])
+        return index_parquet(root)
+    shards = INDEXABLE[name].join([INDEXABLE[name].index_file(path, own) for own, path in named])
     write_whole(root / INDEX, write_index(shards))
     return shards
 
 
 def _files(root: Path) -> list[Path]:
     """Return the files below a folder, in the order of their paths, without hidden and temporary ones."""
-    return [
-        path
-        for path in sorted(root.rglob("*"))
-        if not any(step.startswith((".", "_")) for step in path.relative_to(root).parts) and path.is_file()
-    ]
+    return [path for path in sorted(root.rglob("*")) if not _is_left_out(path.relative_to(root)) and path.is_file()]
+
+
+def _is_left_out(path: Path) -> bool:
+    return any(step[0] == "." or (step[0] == "_" and "=" not in step) for step in path.parts)

@@ -1,10 +1,7 @@
-"""Samples of Parquet files: a row is a sample, a file is a shard.
+"""Samples of Parquet files: a row is a sample, a file is a shard, a row group is a block of it.
 
-mosaicml-streaming 0.13.0 has no Parquet shards, so an index that lists them is an extension of Penstock. It is made
-from the files' footers, which contain the number of rows.
-
-Parquet is read by row groups, and rows are requested in any order. Row groups that were read stay in memory, up to
-KEPT_BYTES in all; the least recently used one is dropped first. So a file whose row groups fit is read once.
+A row group is decoded as a whole, and stays in memory as long as the process's memory for decoded blocks lasts (see
+decoded_blocks.py). The order of samples keeps those of a few row groups together, so each is decoded about once.
 
 A column of a row group consists of as many arrays as pyarrow makes of it: an array of text has at most 2 GiB, and a row
 group may have more.
@@ -17,72 +14,48 @@ import importlib
 import itertools
 import os
 import threading
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, NoReturn
 
+import numpy as np
+
+from penstock.data.formats.decoded_blocks import MEMORY
 from penstock.data.formats.descriptors import Descriptor
-from penstock.data.formats.parquet.parquet_footer import footer_bytes, row_groups
-from penstock.data.formats.parquet.parquet_values import Value, value_of
-from penstock.data.formats.shards import ReadOptions, Shard, ShardFile, StoredFile
+from penstock.data.formats.fields import names
+from penstock.data.formats.parquet.parquet_columns import Column, column_of
+from penstock.data.formats.parquet.parquet_footer import tail_of
+from penstock.data.formats.parquet.parquet_ranges import FileRange, Footer, opened_range
+from penstock.data.formats.parquet.parquet_shards import pyarrow_parquet
+from penstock.data.formats.shards import ReadOptions, Shard
 from penstock.proto.errors import DatasetError, ShardCorruptError
 from penstock.runtime.process.free_memory import free_memory
 
-__all__ = ["KEPT_BYTES", "ParquetReader", "open_parquet", "parquet_shards"]
-
-KEPT_BYTES = 256 << 20
-"""Largest size of all row groups that a reader keeps in memory, in bytes. One row group is kept even if it is
-larger."""
-
+__all__ = ["ParquetReader", "check_parquet", "open_parquet"]
 
 EXPANDED_BYTES = 64 << 20
 """Largest size in bytes of a text column in one row group that is expanded to one text per row."""
 
+FEW_ROWS = 6
+"""Number of rows of a row group from which on they are read column by column, which costs more to begin."""
+LOADING_WAIT_S = 5.0
+"""Seconds that a thread waits for another thread's row group before it looks again."""
 
-def _pyarrow() -> Any:
-    try:
-        return importlib.import_module("pyarrow.parquet")
-    except ImportError as error:
-        raise DatasetError("Parquet files need the package pyarrow: pip install 'penstock[parquet]'") from error
-
-
-def parquet_shards(files: Iterable[tuple[str, Path | IO[bytes]]]) -> list[Shard]:
-    """Return a shard for each file. `files`: (path relative to the dataset's folder, source of the footer) for each.
-
-    All files must have columns of the same names, because a loader makes batches of rows from any of them. Raises
-    DatasetError.
-    """
-    library = _pyarrow()
-    shards: list[Shard] = []
-    first: tuple[str, list[str]] | None = None
-    for name, source in files:
-        try:
-            if isinstance(source, Path):
-                opened = Descriptor(source)  # a plain file, so that pyarrow never waits for a pipe or a device
-                footer = library.read_metadata(f"/proc/self/fd/{opened.fileno()}")
-                size = os.fstat(opened.fileno()).st_size
-            else:
-                footer = library.read_metadata(source)
-                size = source.seek(0, os.SEEK_END)
-            columns = list(footer.schema.to_arrow_schema().names)
-        except Exception as error:  # errors of pyarrow, of the system, and of the file's source
-            raise ShardCorruptError(f"{name}: it is not a Parquet file: {error}") from error
-        if len(set(columns)) != len(columns):
-            raise DatasetError(f"{name}: the names of columns must be unique, got {', '.join(columns)}")
-        if first is None:
-            first = name, columns
-        elif set(first[1]) != set(columns):
-            raise DatasetError(
-                f"all Parquet files of a dataset must have the same columns: {first[0]} has {', '.join(first[1])}, but "
-                f"{name} has {', '.join(columns)}. Move files of other data into another folder"
-            )
-        shards.append(Shard("parquet", footer.num_rows, (ShardFile(StoredFile(name, size)),)))
-    return shards
+Columns = list[tuple[str, Column]]
+"""Columns of a row group: (name, values by row) for each."""
 
 
-Columns = list[tuple[str, Value, Any]]
-"""Columns of a row group: (name, function from a pyarrow scalar to the sample's value, pyarrow array) for each."""
+def check_parquet(settings: dict[str, Any]) -> None:
+    """Check the settings of a shard's entry in the index, see `Format.check`. A file describes its columns itself, so
+    an index may lack their names."""
+    if "column_names" in settings:
+        names(settings, "column_names")
+
+
+def open_parquet(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> ParquetReader:
+    """Return a reader of a shard, see `Format.open`."""
+    del options  # Parquet has no pickles, and columns are chosen by `select`
+    return ParquetReader(shard, paths[0])
 
 
 def _text_columns(footer: Any) -> list[str]:
@@ -98,6 +71,8 @@ def _expand_texts(column: Any) -> Any:
     arrow = importlib.import_module("pyarrow")
     if not arrow.types.is_dictionary(column.type) or column.type.value_type not in (arrow.string(), arrow.binary()):
         return column
+    if column.null_count == 0 and all(_has_no_repeats(chunk) for chunk in column.chunks):
+        return arrow.chunked_array([chunk.dictionary for chunk in column.chunks], column.type.value_type)
     compute = importlib.import_module("pyarrow.compute")
     size = 0
     for chunk in column.chunks:
@@ -105,125 +80,282 @@ def _expand_texts(column: Any) -> Any:
     return column.cast(column.type.value_type) if size <= EXPANDED_BYTES else column
 
 
-def open_parquet(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> ParquetReader:
-    del options  # this format has none
-    return ParquetReader(shard, paths[0])
+def _has_no_repeats(chunk: Any) -> bool:
+    """Return True if the dictionary of an array is the array: each text occurs once, in the order of the rows."""
+    indices = chunk.indices.to_numpy()
+    return len(chunk.dictionary) == len(indices) and np.array_equal(indices, np.arange(len(indices)))
 
 
 class ParquetReader:
-    """Reader of a Parquet file, see formats.shards.ShardReader. Values are Python's: None, lists, dictionaries,
-    datetimes. Times with nanoseconds are numpy's, see parquet_values.py."""
+    """Reader of a Parquet file, see ShardReader, ColumnReader and BlockReader in formats.shards. Values are Python's:
+    None, lists, dictionaries, datetimes. Lists of numbers are numpy arrays (see parquet_columns.py), and times with
+    nanoseconds are numpy's (see parquet_values.py)."""
 
-    def __init__(self, shard: Shard, path: Path) -> None:
+    def __init__(self, shard: Shard, path: Path, place: FileRange | None = None) -> None:
+        """
+        Args:
+            path: the file, or the file of one row group.
+            place: where the row group lies in its file; None: `path` is the whole file.
+
+        Raises ShardCorruptError if the file cannot be read, or is not what its index says.
+        """
         stored = shard.files[0].raw
         self.name = stored.name
-        self._reading = threading.Lock()
-        """Lock of pyarrow's file object, which is not thread-safe. One thread reads a row group; the others wait, and
-        then find it in memory."""
-        self._kept: OrderedDict[int, tuple[int, Columns]] = OrderedDict()
-        self._kept_bytes = 0
-        library = _pyarrow()
+        self._lock = threading.Lock()
+        """Lock of the next two attributes. It is held for no longer than a look-up."""
+        self._loading: dict[int, threading.Event] = {}
+        """Row groups that a thread is decoding now, and the event that ends it: other threads wait for it."""
+        self._idle: list[Any] = []
+        """pyarrow's file objects that no thread uses: they are not thread-safe, so each thread that decodes has its
+        own."""
+        self._kept: dict[int, Columns] = {}
+        """Row groups in memory. Counted, and dropped, by MEMORY."""
+        self._wanted: list[str] | None = None
+        """Names of the columns to read; None: all."""
+        self._leaves: list[int] | None = None
+        """Numbers of the wanted columns' leaves in the file's schema; None: all."""
         try:
-            opened = Descriptor(path)  # a plain file, so that pyarrow never waits for a pipe or a device
-            size = os.fstat(opened.fileno()).st_size
-            if size != stored.size:
-                raise ShardCorruptError(f"{self.name}: {path} has {size} bytes, but its index says {stored.size}")
-            self._groups = row_groups(footer_bytes(opened))
-            same = f"/proc/self/fd/{opened.fileno()}"
-            footer = library.read_metadata(same)
-            self._file: Any = library.ParquetFile(same, metadata=footer, read_dictionary=_text_columns(footer))
+            self._opened: Descriptor | None = Descriptor(path)  # a plain file: pyarrow must not wait for a pipe
+            found = os.fstat(self._opened.fileno())
+            if found.st_size != stored.size:
+                raise ShardCorruptError(
+                    f"{self.name}: {path} has {found.st_size} bytes, but its index says {stored.size}"
+                )
+            self._version = found.st_mtime_ns
+            footer = Footer.parse(tail_of(self._opened)) if place is None else place.footer
+            self._place, self._first = place, 0 if place is None else place.group
+            self._groups = footer.groups if place is None else footer.groups[place.group : place.group + 1]
+            self._footer, self._schema = footer.metadata, footer.schema
+            self._texts = _text_columns(footer.metadata)
+            self._idle.append(self._new_file(self._opened))
         except ShardCorruptError:
             raise
         except Exception as error:
             raise ShardCorruptError(f"{self.name}: {path} cannot be read: {error}") from error
+        self._several = len(self._schema) > 1
+        """True if several columns are read, which pyarrow then decodes in threads of its own."""
+        self._token = MEMORY.add_owner(self)
         self._begins: list[int] = [0, *itertools.accumulate(group.rows for group in self._groups)]
-        if not footer.num_rows == self._begins[-1] == shard.samples:
+        rows = self._footer.num_rows if place is None else self._begins[-1]
+        if not rows == self._begins[-1] == shard.samples:
             self.close()
-            raise ShardCorruptError(f"{self.name}: it has {footer.num_rows} rows, but its index says {shard.samples}")
+            raise ShardCorruptError(f"{self.name}: it has {rows} rows, but its index says {shard.samples}")
+        if shard.blocks and shard.blocks != tuple(group.rows for group in self._groups):
+            self.close()
+            raise ShardCorruptError(
+                f"{self.name}: its row groups have other numbers of rows than its index says: make the index again, "
+                "with index_parquet"
+            )
 
     def __len__(self) -> int:
         return self._begins[-1]
 
+    def select(self, columns: Sequence[str]) -> None:
+        """Read only these columns from now on. Raises DatasetError for a column that the file has not."""
+        known = self._schema.names
+        missing = [name for name in columns if name not in known]
+        if missing:
+            raise DatasetError(
+                f"{self.name}: it must have the columns {', '.join(missing)}, which columns= names, got "
+                f"{', '.join(known)}"
+            )
+        paths = [self._footer.schema.column(leaf).path for leaf in range(len(self._footer.schema))]
+        self._leaves = [
+            leaf for leaf, path in enumerate(paths) if any(f"{path}.".startswith(f"{name}.") for name in columns)
+        ]
+        self._wanted, self._several = list(columns), len(columns) > 1
+
     def __getitem__(self, index: int) -> dict[str, Any]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"{self.name}: a sample's number must be at least 0 and below {len(self)}, got {index}")
-        group = bisect.bisect_right(self._begins, index) - 1
-        row = index - self._begins[group]
+        group = self._group_of(index)
+        sample = self._sample(group, index)
+        MEMORY.used(self._token, (group,))
+        return sample
+
+    def _sample(self, group: int, index: int) -> dict[str, Any]:
+        """Return a sample of this row group."""
         columns = self._columns(group, index)
+        row = index - self._begins[group]
         name = ""
         try:
             sample = {}
-            for name, value, column in columns:
-                sample[name] = value(column[row])
+            for name, column in columns:
+                sample[name] = column.at(row)
             return sample
-        except UnicodeDecodeError as error:
-            raise ShardCorruptError(f"{self.name}: sample {index}, column {name!r}: {error}") from error
         except (ValueError, OverflowError) as error:
-            raise DatasetError(
-                f"{self.name}: sample {index}, column {name!r}: Python cannot hold its value ({error}). Write the "
-                "column in another type, such as int64"
-            ) from error
+            self._refuse(index, name, error)
+
+    def get_many(self, rows: Sequence[int]) -> list[dict[str, Any]]:
+        """Return the samples at these indexes, in this order. Each row group is looked up once."""
+        if not rows:
+            return []
+        if min(rows) < 0 or max(rows) >= len(self):
+            self._group_of(min(rows)), self._group_of(max(rows))  # raises IndexError
+        begins = self._begins
+        first = bisect.bisect_right(begins, rows[0]) - 1
+        if begins[first] <= min(rows) and max(rows) < begins[first + 1]:
+            MEMORY.used(self._token, (first,))
+            return self._of_group(first, rows)
+        places: dict[int, list[int]] = {}
+        for place, index in enumerate(rows):
+            places.setdefault(bisect.bisect_right(begins, index) - 1, []).append(place)
+        found: list[dict[str, Any]] = [{}] * len(rows)
+        for group, own in places.items():
+            if len(own) < FEW_ROWS:
+                for place in own:
+                    found[place] = self._sample(group, rows[place])
+                continue
+            for place, sample in zip(own, self._of_group(group, [rows[place] for place in own]), strict=True):
+                found[place] = sample
+        MEMORY.used(self._token, places)
+        return found
+
+    def _of_group(self, group: int, rows: Sequence[int]) -> list[dict[str, Any]]:
+        """Return samples of one row group."""
+        begin = self._begins[group]
+        columns = self._columns(group, rows[0])
+        inside = [row - begin for row in rows]
+        try:
+            values = [column.many(inside) for _, column in columns]
+        except (ValueError, OverflowError):
+            return [self[row] for row in rows]  # names the sample
+        keys = [name for name, _ in columns]
+        if len(keys) == 1:
+            return [{keys[0]: value} for value in values[0]]
+        return [dict(zip(keys, sample, strict=True)) for sample in zip(*values, strict=True)]
+
+    def load(self, block: int) -> None:
+        """Decode a row group, if it is not in memory."""
+        self._columns(block, self._begins[block])
+
+    def drop(self, block: int) -> None:
+        """Drop a row group from memory."""
+        self._kept.pop(block, None)
+
+    def forget(self, block: int) -> None:
+        """Let a row group's memory be freed, because its samples are not needed soon."""
+        MEMORY.release(self._token, block)
 
     def close(self) -> None:
-        """Close the file. Waits until a read in another thread has ended."""
-        with self._reading:
-            self._kept = OrderedDict()
-            self._file = None  # pyarrow closes the file when its last reference is dropped
+        """Close the file. Reads in progress end normally, and the file is closed after the last of them."""
+        with self._lock:
+            self._opened = None
+            self._idle, self._kept = [], {}
+        MEMORY.remove_owner(self._token)
+
+    def _new_file(self, opened: Descriptor) -> Any:
+        return pyarrow_parquet().ParquetFile(
+            f"/proc/self/fd/{opened.fileno()}" if self._place is None else opened_range(opened, self._place),
+            metadata=self._footer,
+            read_dictionary=self._texts,
+            page_checksum_verification=True,
+        )
+
+    def _group_of(self, index: int) -> int:
+        if not 0 <= index < len(self):
+            raise IndexError(f"{self.name}: a sample's number must be at least 0 and below {len(self)}, got {index}")
+        return bisect.bisect_right(self._begins, index) - 1
+
+    def _refuse(self, index: int, column: str, error: Exception) -> NoReturn:
+        if isinstance(error, UnicodeDecodeError):
+            raise ShardCorruptError(f"{self.name}: sample {index}, column {column!r}: {error}") from error
+        raise DatasetError(
+            f"{self.name}: sample {index}, column {column!r}: Python cannot hold its value ({error}). Write the column "
+            "in another type, such as int64"
+        ) from error
 
     def _columns(self, group: int, index: int) -> Columns:
-        with self._reading:
-            if self._file is None:
-                raise ValueError(f"{self.name} is closed")
-            kept = self._kept.get(group)
-            if kept is not None:
-                self._kept.move_to_end(group)
-                return kept[1]
-            try:
-                return self._read(group)
-            except DatasetError:
-                raise
-            except MemoryError as error:
-                raise DatasetError(
-                    f"{self.name}: row group {group} must fit in memory: {error}; write it in smaller row groups"
-                ) from error
-            except NotImplementedError as error:
-                raise DatasetError(
-                    f"{self.name}: sample {index}, row group {group}: pyarrow cannot read it: {error}"
-                ) from error
-            except Exception as error:
-                raise ShardCorruptError(f"{self.name}: sample {index}, row group {group}: {error}") from error
+        kept = self._kept.get(group)
+        if kept is not None:
+            return kept
+        while True:
+            with self._lock:
+                opened = self._opened
+                if opened is None:
+                    raise ValueError(f"{self.name} is closed")
+                kept = self._kept.get(group)
+                if kept is not None:
+                    return kept
+                loading = self._loading.get(group)
+                if loading is None:
+                    self._loading[group] = threading.Event()
+                    break
+            loading.wait(LOADING_WAIT_S)  # then look again: the other thread may have failed
+        try:
+            return self._decoded(opened, group, index)
+        finally:
+            with self._lock:
+                self._loading.pop(group).set()
 
-    def _read(self, group: int) -> Columns:
-        rows = self._begins[group + 1] - self._begins[group]
-        needed, free = self._groups[group].nbytes, free_memory()
-        if needed > free:
+    def _decoded(self, opened: Descriptor, group: int, index: int) -> Columns:
+        """Decode a row group. `index`: sample that needs it, for errors."""
+        number = self._first + group
+        try:
+            with self._lock:
+                file = self._idle.pop() if self._idle else None
+            columns = self._read(opened, self._new_file(opened) if file is None else file, group)
+        except DatasetError:
+            raise
+        except MemoryError as error:
             raise DatasetError(
-                f"{self.name}: row group {group} must fit into memory: it takes {needed} bytes, but {free} are free. "
-                "Write the file in smaller row groups"
-            )
-        table = self._table(group, rows)
-        if table.num_rows != rows:
-            raise ValueError(f"it must have {rows} rows as in the file's footer, got {table.num_rows}")
-        columns, size = [], 0
-        for name, column in zip(table.column_names, map(_expand_texts, table.columns), strict=True):
-            columns.append((name, value_of(column.type), column.chunk(0) if column.num_chunks == 1 else column))
-            size += column.nbytes
-        self._kept[group] = size, columns
-        self._kept_bytes += size
-        while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
-            self._kept_bytes -= self._kept.popitem(last=False)[1][0]
+                f"{self.name}: row group {number} must fit in memory: {error}; write it in smaller row groups"
+            ) from error
+        except NotImplementedError as error:
+            raise DatasetError(
+                f"{self.name}: sample {index}, row group {number}: pyarrow cannot read it: {error}"
+            ) from error
+        except Exception as error:
+            raise ShardCorruptError(f"{self.name}: sample {index}, row group {number}: {error}") from error
         return columns
 
-    def _table(self, group: int, rows: int) -> Any:
+    def _read(self, opened: Descriptor, file: Any, group: int) -> Columns:
+        rows = self._begins[group + 1] - self._begins[group]
+        needed = self._needed(group)
+        MEMORY.make_room(needed)
+        free = free_memory()
+        if needed > free:
+            raise DatasetError(
+                f"{self.name}: row group {self._first + group} must fit into memory: it takes {needed} bytes, but "
+                f"{free} are free. Write the file in smaller row groups"
+            )
+        table = self._table(file, self._first + group, rows)
+        if table.num_rows != rows:
+            raise ValueError(f"it must have {rows} rows as in the file's footer, got {table.num_rows}")
+        self._check_unchanged(opened)
+        arrays = dict(zip(table.column_names, map(_expand_texts, table.columns), strict=True))
+        read = table.column_names if self._wanted is None else self._wanted
+        columns = [(name, column_of(arrays[name])) for name in read]
+        with self._lock:
+            if self._opened is None:
+                return columns
+            self._idle.append(file)
+            self._kept[group] = columns
+        MEMORY.add(self._token, group, sum(arrays[name].nbytes for name in read))
+        return columns
+
+    def _needed(self, group: int) -> int:
+        """Return the smallest number of bytes that the wanted columns of a row group take in memory."""
+        found = self._groups[group]
+        return found.nbytes if self._leaves is None else sum(found.column_bytes[leaf] for leaf in self._leaves)
+
+    def _check_unchanged(self, opened: Descriptor) -> None:
+        """Raise ShardCorruptError if the file was written to since it was opened: its row groups may be those of two
+        files."""
+        found = os.fstat(opened.fileno())
+        if found.st_mtime_ns != self._version:
+            raise ShardCorruptError(
+                f"{self.name}: it was written to since it was opened. Write new data to a new file, and index it"
+            )
+
+    def _table(self, file: Any, group: int, rows: int) -> Any:
         """Return a row group with `rows` rows. pyarrow puts at most 2 GiB of text into one array of a list column, so a
         larger row group is read in parts."""
         try:
-            return self._file.read_row_group(group)
+            return file.read_row_group(group, columns=self._wanted, use_threads=self._several)
         except NotImplementedError:
             part = rows // 2
             while part:
                 try:
-                    batches = list(self._file.iter_batches(part, row_groups=[group]))
+                    batches = list(file.iter_batches(part, row_groups=[group], columns=self._wanted))
                     return importlib.import_module("pyarrow").Table.from_batches(batches)
                 except NotImplementedError:
                     part //= 4
