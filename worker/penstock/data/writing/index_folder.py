@@ -9,7 +9,7 @@ from pathlib import Path
 from penstock.data.formats.arrow.saved_datasets import saved_splits
 from penstock.data.formats.index import INDEX, join_indexes, write_index
 from penstock.data.formats.shards import Shard
-from penstock.data.writing.index_parquet import index_parquet
+from penstock.data.writing.index_parquet import index_parquet, is_hidden
 from penstock.data.writing.indexable_files import INDEXABLE
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 from penstock.runtime.files.atomic_files import write_whole
@@ -72,8 +72,6 @@ def index_folder(folder: str | os.PathLike[str], format: str | None = None) -> l
 
 def _files(root: Path) -> list[Path]:
     """Return the files below a folder, in the order of their paths, without hidden and temporary ones."""
-    return [path for path in sorted(root.rglob("*")) if not _is_left_out(path.relative_to(root)) and path.is_file()]
-
-
-def _is_left_out(path: Path) -> bool:
-    return any(step[0] == "." or (step[0] == "_" and "=" not in step) for step in path.parts)
+    return [
+        path for path in sorted(root.rglob("*")) if not is_hidden(path.relative_to(root).as_posix()) and path.is_file()
+    ]
