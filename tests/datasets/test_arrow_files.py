@@ -7,6 +7,7 @@ import json
 import random
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from format_folders import plainly, saved_rows
 
 from penstock.data import StreamingDataset, index_folder
 from penstock.data.formats.arrow import arrow_file
-from penstock.data.formats.arrow.arrow_file import ArrowReader, arrow_shards
+from penstock.data.formats.arrow.arrow_file import ArrowReader, index_arrow
+from penstock.data.formats.decoded_blocks import MEMORY
 from penstock.data.formats.parquet.parquet_values import value_of
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError
 
@@ -65,7 +67,7 @@ def write(path: Path, table: pyarrow.Table, *, stream: bool = False, rows: int =
 
 
 def opened(path: Path) -> ArrowReader:
-    return ArrowReader(arrow_shards([(path.name, path)])[0], path)
+    return ArrowReader(index_arrow(path, path.name), path)
 
 
 def numbers(count: int) -> pyarrow.Table:
@@ -156,11 +158,26 @@ def test_whole_record_batches_are_kept_once(tmp_path: Path, monkeypatch: pytest.
     for index in (0, 45, 1, 46):
         assert reader[index]["number"] == index
     assert read == [0, 4]
-    monkeypatch.setattr(arrow_file, "KEPT_BYTES", 1)
+    monkeypatch.setattr(MEMORY, "limit", 1)
     reader = opened(path)
     for index in (0, 1, 45, 2):
         assert reader[index]["number"] == index
     assert read == [0, 4, 0, 4, 0]
+
+
+def test_whole_record_batches_are_blocks(tmp_path: Path) -> None:
+    """So that a shuffled order reads each of them once in a while, and not for each row."""
+    path = write(tmp_path / "a.arrow", numbers(50), compression="zstd", rows=10)
+    shard = index_arrow(path, path.name)
+    assert shard.blocks == (10, 10, 10, 1, 19)
+    assert index_arrow(write(tmp_path / "b.arrow", numbers(50)), "b.arrow").blocks == ()
+    with pytest.raises(ShardCorruptError, match=r"a.arrow: its record batches have other numbers .* with index_folder"):
+        ArrowReader(replace(shard, blocks=(25, 25)), path)
+    reader = ArrowReader(shard, path)
+    reader.load(4)
+    assert list(reader._whole) == [4]
+    reader.drop(4)
+    assert not reader._whole
 
 
 def test_threads_read_one_file(tmp_path: Path) -> None:

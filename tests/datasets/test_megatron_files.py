@@ -18,7 +18,7 @@ from format_folders import indexed
 
 from penstock.data import LogicalShards, MegatronDocuments, Packed, ShardLoader, StreamingDataset, megatron_blend
 from penstock.data.formats.megatron import token_index
-from penstock.data.formats.megatron.token_documents import megatron_shard
+from penstock.data.formats.megatron.token_documents import index_megatron
 from penstock.data.sharded.megatron_blend import MegatronPart
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError, StateMismatchError
 
@@ -271,7 +271,7 @@ def test_bad_blends_are_named(blend: Any, options: dict[str, Any], message: str)
 
 def test_a_multimodal_dataset_streams(copied: Callable[[str], Path]) -> None:
     prefix = copied("images")
-    shard = megatron_shard(Path(f"{prefix}.bin"), "images.bin")
+    shard = index_megatron(Path(f"{prefix}.bin"), "images.bin")
     indexed(prefix.parent, [shard])
     sample = StreamingDataset(local=prefix.parent)[2]
     assert {name: value.tolist() for name, value in sample.items()} == {

@@ -53,6 +53,12 @@ def test_records_are_what_the_format_says(folder: Path) -> None:
         index_folder(folder, name)
         assert len(StreamingDataset(local=folder)[3]) == keys
     assert example_of(StreamingDataset(local=folder)[3]["record"])["label"].tolist() == [3]
+    shutil.copy(DATA / "bytes" / "c.tfrec", folder)
+    (folder / "d.tfrecord").write_bytes(b"")  # which says nothing
+    index_folder(folder)
+    assert len(StreamingDataset(local=folder)[3]) == 1
+    index_folder(folder, "tfrecord-example")
+    assert len(StreamingDataset(local=folder)[3]) == 7
     with pytest.raises(InvalidArgumentError, match=r"tfrecord-bytes, tfrecord-example, .*, got 'tfrecords'"):
         index_folder(folder, "tfrecords")
 

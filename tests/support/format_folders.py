@@ -25,7 +25,7 @@ import pytest
 
 from penstock.data import index_folder
 from penstock.data.formats.index import INDEX, write_index
-from penstock.data.formats.megatron.token_documents import megatron_shard
+from penstock.data.formats.megatron.token_documents import index_megatron
 from penstock.data.formats.shards import Shard
 
 __all__ = ["FOLDERS", "FOLDERS_BESIDE", "Made", "indexed", "plainly", "saved_rows"]
@@ -67,7 +67,7 @@ def megatron(folder: Path) -> Samples:
     for name, dtype in (("text", np.uint16), ("sentences", np.int32)):
         for end in ("bin", "idx"):
             shutil.copy(DATA / "megatron" / f"{name}.{end}", folder)
-        shards.append(megatron_shard(folder / f"{name}.bin", f"{name}.bin"))
+        shards.append(index_megatron(folder / f"{name}.bin", f"{name}.bin"))
         samples += [
             {
                 "tokens": np.array([token for one in document for token in one], dtype),

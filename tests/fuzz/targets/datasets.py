@@ -11,10 +11,10 @@ import pyarrow
 import pyarrow.parquet
 from targets.target import Target, pieces, script
 
-from penstock.data.formats.arrow.arrow_file import arrow_shards
+from penstock.data.formats.arrow.arrow_file import index_arrow
 from penstock.data.formats.compressed_files import COMPRESSIONS, pack, unpack
 from penstock.data.formats.index import INDEX, read_index, write_index
-from penstock.data.formats.megatron.token_documents import megatron_shard
+from penstock.data.formats.megatron.token_documents import index_megatron
 from penstock.data.formats.parquet.parquet_footer import row_groups
 from penstock.data.formats.readers import open_shard
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
@@ -110,8 +110,8 @@ def _shard_seeds() -> list[bytes]:
 def _foreign_shards() -> list[Shard]:
     """Shards of other libraries' files, and of a stream of rows whose columns are read in each way."""
     return [
-        megatron_shard(OTHERS / "megatron" / "images.bin", "images.bin"),
-        *arrow_shards([("a.arrow", OTHERS / "saved_datasets" / "splits" / "test" / "data-00000-of-00001.arrow")]),
+        index_megatron(OTHERS / "megatron" / "images.bin", "images.bin"),
+        index_arrow(OTHERS / "saved_datasets" / "splits" / "test" / "data-00000-of-00001.arrow", "a.arrow"),
     ]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.data.formats.array_record.array_record_file import open_array_record
-from penstock.data.formats.arrow.arrow_file import open_arrow
+from penstock.data.formats.arrow.arrow_file import check_arrow, open_arrow
 from penstock.data.formats.mds import check_mds, open_mds
 from penstock.data.formats.megatron.token_documents import open_megatron
 from penstock.data.formats.parquet.parquet_reader import check_parquet, open_parquet
@@ -72,7 +72,7 @@ FORMATS: Mapping[str, Format] = {
         Format("parquet", ("data",), check_parquet, open_parquet),
         # Files of other libraries, as they are.
         Format("megatron", _WITH_OFFSETS, _unchecked, open_megatron),
-        Format("arrow", ("data",), _unchecked, open_arrow),
+        Format("arrow", ("data",), check_arrow, open_arrow),
         Format("array_record", ("data",), check_records, open_array_record),
         Format("tfrecord", _WITH_OFFSETS, check_records, open_tfrecord),
         Format("json_lines", _WITH_OFFSETS, _unchecked, open_json_lines),

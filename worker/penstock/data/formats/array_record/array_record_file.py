@@ -17,7 +17,7 @@ from penstock.data.formats.shards import ReadOptions, Shard, ShardFile, StoredFi
 from penstock.data.formats.tfrecord.example_messages import example_of, is_example
 from penstock.proto.errors import DatasetError, ShardCorruptError
 
-__all__ = ["ArrayRecordReader", "array_record_shards", "open_array_record"]
+__all__ = ["ArrayRecordReader", "index_array_record", "open_array_record"]
 
 OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
 """Options of the library's reader: no reading ahead, and no threads, which a forked child would lack."""
@@ -128,13 +128,10 @@ def open_array_record(shard: Shard, paths: Sequence[Path], options: ReadOptions)
     return ArrayRecordReader(shard, paths[0])
 
 
-def array_record_shards(files: Sequence[tuple[str, Path]], *, records: str | None = None) -> list[Shard]:
-    """Return a shard for each ArrayRecord file. `files`: (path relative to the dataset's folder, path) for each.
-    `records`: "example" or "bytes"; None: "example" if each file's first record is one. Raises ShardCorruptError."""
-    found = [(name, _Records(path, name)) for name, path in files]
-    firsts = [opened.read([0])[0] for _, opened in found if opened.count] if records is None else []
-    kind = records or ("example" if firsts and all(map(is_example, firsts)) else "bytes")
-    return [
-        Shard("array_record", opened.count, (ShardFile(StoredFile(name, opened.size)),), settings={"records": kind})
-        for name, opened in found
-    ]
+def index_array_record(path: Path, name: str) -> Shard:
+    """Return the shard of an ArrayRecord file, whose records are examples if the first one is. `name`: its path in the
+    dataset's folder. Raises ShardCorruptError."""
+    opened = _Records(path, name)
+    kind = "example" if opened.count and is_example(opened.read([0])[0]) else "bytes"
+    stored = ShardFile(StoredFile(name, opened.size))
+    return Shard("array_record", opened.count, (stored,), settings={"records": kind})

@@ -10,7 +10,6 @@ one of them: its record batches are read as a whole.
 from __future__ import annotations
 
 import importlib
-import itertools
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ import numpy as np
 from penstock.data.formats.arrow.ipc_messages import BatchLayout
 from penstock.data.formats.parquet.parquet_values import value_of
 
-__all__ = ["Batch", "Column", "column_plans", "numbers_of", "values_of"]
+__all__ = ["Batch", "Column", "column_plans"]
 
 
 _CODES = {
@@ -239,45 +238,6 @@ def _numbers(child: Column, batch: Batch, begin: int, end: int, otherwise: Calla
     if end > begin:
         batch.fill(array, batch.place(child.buffer + 1, begin * array.itemsize, array.nbytes))
     return array
-
-
-def numbers_of(kind: Any) -> Callable[[Any], Any]:
-    """Return the function from a pyarrow scalar of a column to a sample's value, for record batches that are read as a
-    whole. The values are the same as those of `Column.row`."""
-    plain = value_of(kind)
-    if not _is_list_of_numbers(kind):
-        return plain
-
-    def value(scalar: Any) -> Any:
-        if not scalar.is_valid:
-            return None
-        values = scalar.values
-        return plain(scalar) if values.null_count else values.to_numpy(zero_copy_only=False).copy()
-
-    return value
-
-
-def values_of(column: Any) -> list[Any]:
-    """Return all values of a pyarrow ChunkedArray, the same as those of `numbers_of`, in less time."""
-    kind = column.type
-    if not _is_list_of_numbers(kind):
-        is_plain = value_of(kind) is value_of(importlib.import_module("pyarrow").null())
-        return list(column.to_pylist()) if is_plain else [value_of(kind)(each) for each in column]
-    value, found = numbers_of(kind), []
-    for chunk in column.chunks:
-        if chunk.null_count or chunk.values.null_count or not hasattr(chunk, "offsets"):
-            found += [value(each) for each in chunk]
-            continue
-        numbers, bounds = chunk.values.to_numpy(zero_copy_only=False), chunk.offsets.to_pylist()
-        found += [numbers[begin:end].copy() for begin, end in itertools.pairwise(bounds)]
-    return found
-
-
-def _is_list_of_numbers(kind: Any) -> bool:
-    types = importlib.import_module("pyarrow.types")
-    if not (types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)):
-        return False
-    return _dtype(kind.value_type) is not None or types.is_boolean(kind.value_type)
 
 
 def column_plans(schema: Any) -> list[tuple[str, Column]] | None:

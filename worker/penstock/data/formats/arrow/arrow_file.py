@@ -1,8 +1,9 @@
 """Samples of Arrow IPC files, in the file format and in the stream format: a row is a sample, a file is a shard.
 
 A row is read by itself (arrow_columns.py), so rows in any order cost the same. Files with compressed record batches, or
-with columns that are not stored row by row (dictionaries), are read by whole record batches; those read last are kept,
-up to KEPT_BYTES in each reader.
+with columns that are not stored row by row (dictionaries), are read by whole record batches. These are blocks of their
+shard, as row groups of Parquet are: the order keeps their samples near each other, and all readers of a process keep
+them in one memory (decoded_blocks.py).
 
 Nothing is mapped, as datasets does it: a mapped file that is truncated kills its reader (SIGBUS).
 """
@@ -13,15 +14,13 @@ import bisect
 import importlib
 import itertools
 import os
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 
-from penstock.data.formats.arrow.arrow_columns import Batch, Column, column_plans, numbers_of
+from penstock.data.formats.arrow.arrow_columns import Batch, Column, column_plans
 from penstock.data.formats.arrow.ipc_messages import (
     BATCH,
     DICTIONARY,
@@ -31,16 +30,17 @@ from penstock.data.formats.arrow.ipc_messages import (
     layout_of,
     messages,
 )
+from penstock.data.formats.decoded_blocks import MEMORY
 from penstock.data.formats.descriptors import Descriptor
+from penstock.data.formats.fields import names
+from penstock.data.formats.parquet.parquet_columns import Column as DecodedColumn
+from penstock.data.formats.parquet.parquet_columns import column_of
 from penstock.data.formats.shards import ReadOptions, Shard, ShardFile, StoredFile
 from penstock.proto.errors import DatasetError, ShardCorruptError
 from penstock.runtime.process.free_memory import free_memory
 
-__all__ = ["KEPT_BYTES", "ArrowReader", "arrow_shards", "open_arrow"]
+__all__ = ["ArrowReader", "check_arrow", "check_same_columns", "index_arrow", "open_arrow"]
 
-KEPT_BYTES = 64 << 20
-"""Largest size in bytes of the record batches that a reader keeps, where they are read as a whole. One is kept even if
-it is larger."""
 KEPT_LAYOUTS = 256
 """Number of record batches whose layouts are kept."""
 END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
@@ -93,6 +93,8 @@ class _ArrowFile:
             raise ShardCorruptError(f"{name}: it is not an Arrow file: {error}. Write it again") from error
         self.begins: list[int] = list(itertools.accumulate(rows))
         """Number of the first row of each record batch, and of all rows."""
+        self.blocks = tuple(rows[1:])
+        """Number of rows of each record batch."""
 
     def layout(self, number: int) -> BatchLayout:
         begin, body, _, _ = self.batches[number]
@@ -155,8 +157,8 @@ class _ArrowFile:
         return self.read(message.begin, message.end - message.begin)
 
 
-Whole = list[tuple[str, Callable[[Any], Any], Any]]
-"""Columns of a record batch: (name, function from a pyarrow scalar to the sample's value, pyarrow array) for each."""
+Whole = list[tuple[str, DecodedColumn]]
+"""Columns of a record batch with their names."""
 
 
 class ArrowReader:
@@ -180,9 +182,15 @@ class ArrowReader:
         self._columns: list[str] = self._file.names
         """Names of the columns that samples have."""
         self._layouts: dict[int, Batch] = {}
-        self._whole: OrderedDict[int, tuple[int, Whole]] = OrderedDict()
-        self._whole_bytes = 0
-        self._keeping = threading.Lock()
+        self._whole: dict[int, Whole] = {}
+        """Columns of the record batches that are in memory."""
+        self._token = MEMORY.add_owner(self)
+        if shard.blocks and shard.blocks != self._file.blocks:
+            self.close()
+            raise ShardCorruptError(
+                f"{self.name}: its record batches have other numbers of rows than its index says: make the index "
+                "again, with index_folder"
+            )
 
     def __len__(self) -> int:
         return self._file.begins[-1]
@@ -198,8 +206,8 @@ class ArrowReader:
         try:
             sample: dict[str, Any] = {}
             if self._plans is None:
-                for column, value, array in self._batch(number):
-                    sample[column] = value(array[row])
+                for column, values in self._batch(number):
+                    sample[column] = values.at(row)
                 return sample
             batch = self._layouts.get(number) or self._laid_out(number)
             for column, plan in self._plans:
@@ -224,7 +232,7 @@ class ArrowReader:
         missing = [name for name in columns if name not in names]
         if missing:
             raise DatasetError(f"{self.name}: columns must be some of {', '.join(names)}, got {', '.join(missing)}")
-        self._columns = list(columns)
+        self._columns, self._whole = list(columns), {}
         if self._plans is not None:
             plans = dict(self._plans)
             self._plans = [(name, plans[name]) for name in columns]
@@ -232,8 +240,21 @@ class ArrowReader:
     def close(self) -> None:
         """Close the file. Values that were read stay valid."""
         self._file.file = None
-        with self._keeping:
-            self._whole, self._whole_bytes = OrderedDict(), 0
+        self._whole = {}
+        MEMORY.remove_owner(self._token)
+
+    def load(self, block: int) -> None:
+        """Decode a record batch, if it is not in memory."""
+        if self._plans is None:
+            self[self._file.begins[block]]
+
+    def drop(self, block: int) -> None:
+        """Drop a record batch from memory."""
+        self._whole.pop(block, None)
+
+    def forget(self, block: int) -> None:
+        """Let a record batch's memory be freed, because its samples are not needed soon."""
+        MEMORY.release(self._token, block)
 
     def _laid_out(self, number: int) -> Batch:
         _, body, size, _ = self._file.batches[number]
@@ -247,19 +268,15 @@ class ArrowReader:
         return batch
 
     def _batch(self, number: int) -> Whole:
-        with self._keeping:
-            kept = self._whole.get(number)
-            if kept is not None:
-                self._whole.move_to_end(number)
-                return kept[1]
-        batch = self._file.whole(number)
-        columns = [(name, numbers_of(batch[name].type), batch[name]) for name in self._columns]
-        with self._keeping:
-            if number not in self._whole:
-                self._whole[number] = batch.nbytes, columns
-                self._whole_bytes += batch.nbytes
-            while self._whole_bytes > KEPT_BYTES and len(self._whole) > 1:
-                self._whole_bytes -= self._whole.popitem(last=False)[1][0]
+        kept = self._whole.get(number)
+        if kept is not None:
+            MEMORY.used(self._token, (number,))
+            return kept
+        MEMORY.make_room(self._file.batches[number][2])
+        batch, chunked = self._file.whole(number), _pyarrow().chunked_array
+        columns = [(name, column_of(chunked([batch[name]]))) for name in self._columns]
+        self._whole[number] = columns
+        MEMORY.add(self._token, number, batch.nbytes)
         return columns
 
 
@@ -269,22 +286,33 @@ def open_arrow(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> Arr
     return ArrowReader(shard, paths[0])
 
 
-def arrow_shards(files: Iterable[tuple[str, Path]]) -> list[Shard]:
-    """Return a shard for each Arrow IPC file. `files`: (path relative to the dataset's folder, path) for each. The
-    columns of all files must have the same names. Raises DatasetError."""
-    shards: list[Shard] = []
-    first: tuple[str, list[str]] | None = None
-    for name, path in files:
-        file = _ArrowFile(path, name)
-        names = file.names
-        if len(set(names)) != len(names):
-            raise DatasetError(f"{name}: the names of columns must be unique, got {', '.join(names)}")
-        if first is None:
-            first = name, names
-        elif set(first[1]) != set(names):
+def index_arrow(path: Path, name: str) -> Shard:
+    """Return the shard of an Arrow IPC file. `name`: its path in the dataset's folder. Raises DatasetError."""
+    file = _ArrowFile(path, name)
+    if len(set(file.names)) != len(file.names):
+        raise DatasetError(f"{name}: the names of columns must be unique, got {', '.join(file.names)}")
+    blocks = file.blocks if file.compressed or file.plans is None else ()
+    return Shard(
+        "arrow",
+        file.begins[-1],
+        (ShardFile(StoredFile(name, file.size)),),
+        settings={"column_names": file.names},
+        blocks=blocks,
+        decoded_bytes=sum(size for _, _, size, _ in file.batches) if blocks else 0,
+    )
+
+
+def check_arrow(settings: dict[str, Any]) -> None:
+    """Check a shard's settings in the index. Raises InvalidField."""
+    names(settings, "column_names")
+
+
+def check_same_columns(shards: Sequence[Shard]) -> None:
+    """Raise DatasetError unless the columns of all shards have the same names."""
+    for shard in shards:
+        first, own = shards[0].settings["column_names"], shard.settings["column_names"]
+        if set(first) != set(own):
             raise DatasetError(
-                f"all Arrow files of a dataset must have the same columns: {first[0]} has {', '.join(first[1])}, but "
-                f"{name} has {', '.join(names)}. Move files of other data into another folder"
+                f"all Arrow files of a dataset must have the same columns: {shards[0].name} has {', '.join(first)}, "
+                f"but {shard.name} has {', '.join(own)}. Move files of other data into another folder"
             )
-        shards.append(Shard("arrow", file.begins[-1], (ShardFile(StoredFile(name, file.size)),)))
-    return shards

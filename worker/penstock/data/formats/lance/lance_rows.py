@@ -18,7 +18,7 @@ from typing import Any, SupportsIndex
 import torch.utils.data
 import xxhash
 
-from penstock.data.formats.arrow.arrow_columns import values_of
+from penstock.data.formats.parquet.parquet_columns import column_of
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError
 
 __all__ = ["LanceRows"]
@@ -95,7 +95,7 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]]):
         table = self._called(lambda: dataset.take(numbers, columns=self.columns), f"rows {numbers[:5]}")
         if table.num_rows != len(numbers):
             raise ShardCorruptError(f"{self.uri}: {len(numbers)} rows must be there, got {table.num_rows}")
-        values = [values_of(column) for column in table.columns]
+        values = [column_of(column).many(range(len(numbers))) for column in table.columns]
         return [dict(zip(table.column_names, row, strict=True)) for row in zip(*values, strict=True)]
 
     def _dataset(self) -> Any:

@@ -19,7 +19,7 @@ from penstock.data.formats.megatron.token_index import TokenIndex
 from penstock.data.formats.shards import ReadOptions, Shard, ShardFile, StoredFile
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError
 
-__all__ = ["MegatronDocuments", "MegatronReader", "megatron_shard", "open_megatron"]
+__all__ = ["MegatronDocuments", "MegatronReader", "index_megatron", "open_megatron"]
 
 Tokens = np.ndarray[Any, np.dtype[Any]]
 
@@ -242,7 +242,7 @@ def open_megatron(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> 
     return MegatronReader(shard, *paths)
 
 
-def megatron_shard(path: Path, name: str) -> Shard:
+def index_megatron(path: Path, name: str) -> Shard:
     """Return the shard of a pair of files. `path`: the .bin file; `name`: its path in the dataset's folder. Raises
     ShardCorruptError."""
     if path.suffix != ".bin":

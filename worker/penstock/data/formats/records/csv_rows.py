@@ -19,7 +19,7 @@ from penstock.data.formats.shards import ReadOptions, Shard
 from penstock.proto.errors import DatasetError, ShardCorruptError
 from penstock.runtime.files.plain_files import open_plain
 
-__all__ = ["CSVRowsReader", "check_csv_rows", "csv_rows_shards", "open_csv_rows"]
+__all__ = ["CSVRowsReader", "check_csv_rows", "check_same_header", "index_csv_rows", "open_csv_rows"]
 
 LONGEST_VALUE = 1 << 30
 """Largest number of characters in a value. The default of the module csv is 131,072."""
@@ -57,26 +57,29 @@ def open_csv_rows(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> 
     return CSVRowsReader(shard, *paths)
 
 
-def csv_rows_shards(files: Sequence[tuple[str, Path]]) -> list[Shard]:
-    """Return a shard for each file, and write the file of its offsets beside it. `files`: (path relative to the
-    dataset's folder, path) for each. Values of files that end in .tsv are separated by tabs. All rows are parsed.
+def index_csv_rows(path: Path, name: str) -> Shard:
+    """Return the shard of a CSV file, all of whose rows are parsed, and write the file of their offsets beside it.
+    Values of a file that ends in .tsv are separated by tabs. `name`: its path in the dataset's folder.
 
-    Raises DatasetError; ShardCorruptError, which names the file and line.
+    Raises DatasetError; ShardCorruptError, which names the line.
     """
     _allow_long_values()
-    shards: list[Shard] = []
-    for name, path in files:
-        separator = "\t" if path.suffix == ".tsv" else ","
-        columns, size, offsets = _rows(path, name, separator)
-        if shards and columns != shards[0].settings["column_names"]:
+    separator = "\t" if path.suffix == ".tsv" else ","
+    columns, size, offsets = _rows(path, name, separator)
+    stored = store_offsets(path, name, size, np.array(offsets, np.int64))
+    settings = {"column_names": columns, "separator": separator}
+    return Shard("csv_rows", len(offsets) - 1, stored, settings=settings)
+
+
+def check_same_header(shards: Sequence[Shard]) -> None:
+    """Raise DatasetError unless all CSV files have the same header."""
+    for shard in shards[1:]:
+        first, own = (", ".join(each.settings["column_names"]) for each in (shards[0], shard))
+        if first != own:
             raise DatasetError(
-                f"all CSV files of a dataset must have the same header: {shards[0].name} has "
-                f"{', '.join(shards[0].settings['column_names'])}, but {name} has {', '.join(columns)}"
+                f"all CSV files of a dataset must have the same header: {shards[0].name} has {first}, but {shard.name} "
+                f"has {own}"
             )
-        settings = {"column_names": columns, "separator": separator}
-        stored = store_offsets(path, name, size, np.array(offsets, np.int64))
-        shards.append(Shard("csv_rows", len(offsets) - 1, stored, settings=settings))
-    return shards
 
 
 def _rows(path: Path, name: str, separator: str) -> tuple[list[str], int, list[int]]:

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from penstock.data.formats.records.record_file import RecordFile, opened, store_offsets
+from penstock.data.formats.records.record_file import RecordFile, offsets_of, opened, store_offsets
 from penstock.data.formats.shards import ReadOptions, Shard
 from penstock.proto.errors import ShardCorruptError
 
-__all__ = ["JSONLinesReader", "json_lines_shards", "open_json_lines"]
+__all__ = ["JSONLinesReader", "index_json_lines", "open_json_lines"]
 
 READ_AT_ONCE = 16 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -38,19 +38,15 @@ def open_json_lines(shard: Shard, paths: Sequence[Path], options: ReadOptions) -
     return JSONLinesReader(shard, *paths)
 
 
-def json_lines_shards(files: Sequence[tuple[str, Path]]) -> list[Shard]:
-    """Return a shard for each file, and write the file of its offsets beside it. `files`: (path relative to the
-    dataset's folder, path) for each. Raises DatasetError; ShardCorruptError if a file's first line is no JSON
-    object."""
-    shards = []
-    for name, path in files:
-        size, offsets = _lines(path, name)
-        shard = Shard("json_lines", len(offsets) - 1, store_offsets(path, name, size, offsets))
-        if shard.samples:
-            reader = JSONLinesReader(shard, path, path.with_name(shard.files[1].raw.name.rpartition("/")[2]))
-            _ = reader[0]  # raises an error now instead of in the middle of training
-        shards.append(shard)
-    return shards
+def index_json_lines(path: Path, name: str) -> Shard:
+    """Return the shard of a file of JSON lines, and write the file of their offsets beside it. `name`: its path in the
+    dataset's folder. Raises DatasetError; ShardCorruptError if the first line is no JSON object."""
+    size, offsets = _lines(path, name)
+    shard = Shard("json_lines", len(offsets) - 1, store_offsets(path, name, size, offsets))
+    if shard.samples:
+        reader = JSONLinesReader(shard, path, offsets_of(path))
+        _ = reader[0]  # raises an error now instead of in the middle of training
+    return shard
 
 
 def _lines(path: Path, name: str) -> tuple[int, np.ndarray[Any, np.dtype[np.int64]]]:

@@ -14,7 +14,7 @@ from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.data.ordering.permutation import Ints
 from penstock.proto.errors import DatasetError, ShardCorruptError
 
-__all__ = ["RecordFile", "opened", "store_offsets"]
+__all__ = ["RecordFile", "offsets_of", "opened", "store_offsets"]
 
 
 class RecordFile:
@@ -84,6 +84,11 @@ def opened(path: Path, name: str) -> tuple[Descriptor, int]:
         return file, os.fstat(file.fileno()).st_size
     except OSError as error:
         raise ShardCorruptError(f"{name}: {path} cannot be read: {error}") from error
+
+
+def offsets_of(path: Path) -> Path:
+    """Return the path of the file of offsets that lies beside a file."""
+    return path.with_name(path.name + ENDING)
 
 
 def store_offsets(path: Path, name: str, size: int, offsets: Ints) -> tuple[ShardFile, ShardFile]:

@@ -23,7 +23,7 @@ from penstock.data.formats.shards import ReadOptions, Shard
 from penstock.proto.errors import DatasetError, ShardCorruptError
 from penstock.runtime.files.plain_files import open_plain
 
-__all__ = ["TarReader", "open_tar", "tar_shards"]
+__all__ = ["TarReader", "index_tar", "open_tar"]
 
 KEY = "__key__"
 _NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)", re.DOTALL)
@@ -147,15 +147,11 @@ def _split(name: str) -> tuple[str, str] | None:
     return (found[1], found[2].lower()) if found and not _META.search(name) else None
 
 
-def tar_shards(files: Sequence[tuple[str, Path]]) -> list[Shard]:
-    """Return a shard for each archive, and write the file of its samples' offsets beside it. `files`: (path relative to
-    the dataset's folder, path) for each. Only the headers of the members are read. Raises DatasetError,
-    ShardCorruptError."""
-    shards = []
-    for name, path in files:
-        size, offsets = _samples(path, name)
-        shards.append(Shard("webdataset", len(offsets) - 1, store_offsets(path, name, size, offsets)))
-    return shards
+def index_tar(path: Path, name: str) -> Shard:
+    """Return the shard of an archive, and write the file of its samples' offsets beside it. Only the headers of the
+    members are read. `name`: its path in the dataset's folder. Raises DatasetError, ShardCorruptError."""
+    size, offsets = _samples(path, name)
+    return Shard("webdataset", len(offsets) - 1, store_offsets(path, name, size, offsets))
 
 
 def _samples(path: Path, name: str) -> tuple[int, np.ndarray[Any, np.dtype[np.int64]]]:

@@ -22,7 +22,7 @@ from penstock.data.formats.shards import ReadOptions, Shard
 from penstock.data.formats.tfrecord.example_messages import example_of, is_example
 from penstock.proto.errors import DatasetError, ShardCorruptError
 
-__all__ = ["TFRecordReader", "open_tfrecord", "tfrecord_shards"]
+__all__ = ["TFRecordReader", "index_tfrecord", "open_tfrecord"]
 
 LENGTH = struct.Struct("<QI")
 CHECKSUM = struct.Struct("<I")
@@ -79,17 +79,13 @@ def open_tfrecord(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> 
     return TFRecordReader(shard, *paths)
 
 
-def tfrecord_shards(files: Sequence[tuple[str, Path]], *, records: str | None = None) -> list[Shard]:
-    """Return a shard for each TFRecord file, and write the file of its offsets beside it. `files`: (path relative to
-    the dataset's folder, path) for each. `records`: "example" or "bytes"; None: "example" if each file's first record
-    is one. Raises DatasetError, ShardCorruptError."""
-    found = [(name, *_scanned(path, name)) for name, path in files]
-    kind = records or ("example" if all(is_example(first) for _, _, _, first in found) else "bytes")
-    shards = []
-    for (name, path), (_, size, offsets, _) in zip(files, found, strict=True):
-        stored = store_offsets(path, name, size, offsets)
-        shards.append(Shard("tfrecord", len(offsets) - 1, stored, settings={"records": kind}))
-    return shards
+def index_tfrecord(path: Path, name: str) -> Shard:
+    """Return the shard of a TFRecord file, whose records are examples if the first one is, and write the file of their
+    offsets beside it. `name`: its path in the dataset's folder. Raises DatasetError, ShardCorruptError."""
+    size, offsets, first = _scanned(path, name)
+    kind = "example" if is_example(first) else "bytes"
+    stored = store_offsets(path, name, size, offsets)
+    return Shard("tfrecord", len(offsets) - 1, stored, settings={"records": kind})
 
 
 def _scanned(path: Path, name: str) -> tuple[int, np.ndarray[Any, np.dtype[np.int64]], bytes]:

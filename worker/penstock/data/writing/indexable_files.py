@@ -1,0 +1,92 @@
+"""Files of other libraries: which files of a folder are of a format, and how each is indexed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from penstock.data.formats.array_record.array_record_file import index_array_record
+from penstock.data.formats.arrow.arrow_file import check_same_columns, index_arrow
+from penstock.data.formats.arrow.saved_datasets import saved_files
+from penstock.data.formats.megatron.token_documents import index_megatron
+from penstock.data.formats.records.csv_rows import check_same_header, index_csv_rows
+from penstock.data.formats.records.json_lines import index_json_lines
+from penstock.data.formats.records.tar_samples import index_tar
+from penstock.data.formats.shards import Shard
+from penstock.data.formats.tfrecord.tfrecord_file import index_tfrecord
+
+__all__ = ["INDEXABLE", "IndexableFormat"]
+
+Find = Callable[[Path, Sequence[Path]], list[Path]]
+"""Function (folder, files in it and below) that returns the format's files, in the order of their samples."""
+
+
+def _any(shards: list[Shard]) -> list[Shard]:
+    return shards
+
+
+@dataclass(frozen=True, slots=True)
+class IndexableFormat:
+    """Format of files that another library wrote."""
+
+    find: Find
+    index_file: Callable[[Path, str], Shard]
+    """Function (path, path in the dataset's folder) that returns a file's shard. Raises DatasetError."""
+    join: Callable[[list[Shard]], list[Shard]] = _any
+    """Function that makes the shards of one dataset of those of its files. Raises DatasetError."""
+
+
+def _named(pattern: str) -> Find:
+    names = re.compile(pattern)
+    return lambda root, files: [path for path in files if names.fullmatch(path.name)]
+
+
+def _arrow_files(root: Path, files: Sequence[Path]) -> list[Path]:
+    return saved_files(root) or [path for path in files if path.suffix == ".arrow"]
+
+
+def _megatron_files(root: Path, files: Sequence[Path]) -> list[Path]:
+    del root
+    present = set(files)
+    return [path for path in files if path.suffix == ".bin" and path.with_suffix(".idx") in present]
+
+
+def _of_same_columns(shards: list[Shard]) -> list[Shard]:
+    check_same_columns(shards)
+    return shards
+
+
+def _of_same_header(shards: list[Shard]) -> list[Shard]:
+    check_same_header(shards)
+    return shards
+
+
+def _of_one_kind(shards: list[Shard]) -> list[Shard]:
+    """Return shards whose records are all bytes, unless all of those that are not empty are examples."""
+    kinds = {shard.settings["records"] for shard in shards if shard.samples}
+    return _as("example" if kinds == {"example"} else "bytes")(shards)
+
+
+def _as(kind: str) -> Callable[[list[Shard]], list[Shard]]:
+    return lambda shards: [replace(shard, settings={"records": kind}) for shard in shards]
+
+
+_TFRECORD = IndexableFormat(_named(r".*\.tfrec(ord)?s?(-\d+-of-\d+)?"), index_tfrecord, _of_one_kind)
+_ARRAY_RECORD = IndexableFormat(_named(r".*\.(array_?|a)records?(-\d+-of-\d+)?"), index_array_record, _of_one_kind)
+
+INDEXABLE: Mapping[str, IndexableFormat] = {
+    "arrow": IndexableFormat(_arrow_files, index_arrow, _of_same_columns),
+    "tfrecord": _TFRECORD,
+    "array_record": _ARRAY_RECORD,
+    "json_lines": IndexableFormat(_named(r".*\.(jsonl|ndjson)"), index_json_lines),
+    "csv_rows": IndexableFormat(_named(r".*\.(csv|tsv)"), index_csv_rows, _of_same_header),
+    "webdataset": IndexableFormat(_named(r".*\.tar"), index_tar),
+    "megatron": IndexableFormat(_megatron_files, index_megatron),
+    "tfrecord-bytes": replace(_TFRECORD, join=_as("bytes")),
+    "tfrecord-example": replace(_TFRECORD, join=_as("example")),
+    "array_record-bytes": replace(_ARRAY_RECORD, join=_as("bytes")),
+    "array_record-example": replace(_ARRAY_RECORD, join=_as("example")),
+}
+"""Formats by name. A name with "-" says more than the files do, and is used only if it is asked for."""
