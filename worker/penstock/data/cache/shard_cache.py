@@ -298,7 +298,8 @@ class ShardCache:
             if in_use.count:
                 return
             del self._held[held._key]
-            in_use.lock.touch()
+            with contextlib.suppress(OSError):  # garbage collection of both may have closed the lock's file before
+                in_use.lock.touch()
             in_use.lock.release()
         self._prefetcher.check_space()
 
