@@ -298,8 +298,7 @@ class ShardCache:
             if in_use.count:
                 return
             del self._held[held._key]
-            with contextlib.suppress(OSError):  # garbage collection of both may have closed the lock's file before
-                in_use.lock.touch()
+            in_use.lock.touch()
             in_use.lock.release()
         self._prefetcher.check_space()
 
