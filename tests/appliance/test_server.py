@@ -190,7 +190,7 @@ def test_missing_parent_prevents_start() -> None:
         (["--listen", "nonsense"], TOKEN, "must be"),
         ([], "", "no token: set PENSTOCK_TOKEN"),
         ([], "two words", "one word of 1 to 4096 printable ASCII"),
-        (["--state-dir", "/proc/penstock"], TOKEN, "the state directory /proc/penstock cannot be used"),
+        (["--state-dir", "/proc/penstock"], TOKEN, "/proc/penstock cannot be used: No such file or directory; choose"),
     ],
 )
 def test_start_error_is_one_line_and_exit_2(arguments: list[str], token: str, words: str) -> None:

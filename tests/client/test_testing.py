@@ -59,6 +59,25 @@ def fake(**settings: Any) -> FakeAppliance:
     return FakeAppliance(**{"num_workers_per_box": 2, "seed": 7, **settings})
 
 
+@pytest.mark.parametrize("seen", [True, False])
+def test_rest_of_an_ended_epoch_is_nothing(seen: bool) -> None:
+    """From a state of its last batch, saved after or before the loop has seen the end; then comes the next epoch."""
+
+    def rests(state: Any, workers: int = 2, times: int = 1) -> list[int]:
+        with fake(num_workers_per_box=workers) as appliance:
+            again = loader_of("shards of ours")
+            again.load_state_dict(state)
+            return [len(list(DataExecutor(again, appliance=appliance, rest_only=True))) for _ in range(times)]
+
+    with fake() as appliance:
+        loader = loader_of("shards of ours")
+        states = [loader.state_dict() for _ in DataExecutor(loader, appliance=appliance)]
+        ended = loader.state_dict() if seen else states[-1]
+    assert rests(ended, times=2) == [0, len(states)]
+    assert rests(states[-2]) == [1]
+    assert rests(ended, workers=3) == [len(states)]  # as documented
+
+
 # ---- faults
 
 

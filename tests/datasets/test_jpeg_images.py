@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,10 @@ import pytest
 from PIL import Image, ImageFile
 from PIL.JpegImagePlugin import JpegImageFile
 
+from penstock.data import MDSWriter, StreamingDataset, StreamingLoader
 from penstock.data.formats.media import jpeg_images
-from penstock.data.formats.media.images import decode_jpeg
+from penstock.data.formats.media.images import decode_jpeg, decode_jpeg_array
+from penstock.proto.errors import InvalidArgumentError, ShardCorruptError
 
 SIZES = [(1, 1), (17, 33), (64, 64), (63, 65), (2, 300)]
 OPTIONS: list[dict[str, Any]] = [
@@ -131,6 +134,79 @@ def test_truncated_file_is_read_where_allowed(monkeypatch: pytest.MonkeyPatch) -
         np.asarray(ours(half))
     monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
     assert np.array_equal(np.asarray(ours(half)), np.asarray(pillow(half)))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A dataset with images of all encodings, in sizes and modes that alternate."""
+    made = tmp_path_factory.mktemp("images") / "all"
+    columns = {
+        "jpeg": "jpeg",
+        "png": "png",
+        "pil": "pil",
+        "list": "list[jpeg]",
+        "pngs": "list[png]",
+        "files": "jpeg_array",
+    }
+    with MDSWriter(made, columns) as shards:
+        for number in range(12):
+            file = jpeg(("RGB", "L", "CMYK")[number % 3], SIZES[number % 5])
+            image = pillow(file)
+            plain = image.convert(("RGBA", "LA", "P", "1", "I;16")[number % 5])
+            shards.write(
+                {
+                    "jpeg": image,
+                    "png": plain,
+                    "pil": image,
+                    "list": [image] * (number % 3),
+                    "pngs": [plain],
+                    "files": [file],
+                }
+            )
+    return str(made)
+
+
+def test_arrays_are_those_of_the_images(folder: str) -> None:
+    as_images, as_arrays = StreamingDataset(folder), StreamingDataset(folder, images="array")
+    for images, arrays in ((as_images[number], as_arrays[number]) for number in range(len(as_images))):
+        for name, value in arrays.items():
+            pairs = zip(value, images[name], strict=True) if isinstance(value, list) else [(value, images[name])]
+            for array, image in pairs:
+                expected = np.asarray(image)
+                assert (type(array), array.dtype, array.shape) == (np.ndarray, expected.dtype, expected.shape)
+                assert np.array_equal(array, expected)
+                assert array.flags.writeable
+
+
+def test_arrays_come_in_order_from_threads(folder: str) -> None:
+    def read(**settings: Any) -> list[Any]:
+        loader = StreamingLoader(
+            StreamingDataset(folder, images="array"), batch_size=1, shuffle=True, seed=3, **settings
+        )
+        return [batch["jpeg"].tolist() for batch in loader]
+
+    assert read(fetch_threads=2) == read()
+
+
+@pytest.mark.parametrize("file", [jpeg()[:-200], b"no image", jpeg()[:20]])
+def test_damaged_array_names_its_sample(file: bytes, tmp_path: Path) -> None:
+    with MDSWriter(tmp_path / "bytes", {"jpeg": "bytes"}) as shards:
+        shards.write({"jpeg": file})
+    index = tmp_path / "bytes" / "index.json"
+    index.write_text(index.read_text().replace('"bytes"]', '"jpeg"]'))
+    with pytest.raises(ShardCorruptError, match=r"shard.00000.mds.*sample 0, column 'jpeg'"):
+        StreamingDataset(tmp_path / "bytes", images="array")[0]
+
+
+def test_huge_image_is_refused_as_by_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    with pytest.raises(Image.DecompressionBombError):
+        decode_jpeg_array(jpeg(), 0, len(jpeg()))
+
+
+def test_kind_of_images_is_checked(folder: str) -> None:
+    with pytest.raises(InvalidArgumentError, match='images must be "pil" or "array", got \'tensor\''):
+        StreamingDataset(folder, images="tensor")  # type: ignore[arg-type]
 
 
 def test_simplejpeg_decodes_where_it_is_installed() -> None:

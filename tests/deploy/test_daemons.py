@@ -154,7 +154,10 @@ def test_worker_registers_and_leaves(coordinator: Any) -> None:
     (worker,) = _workers(coordinator, "w-leaves")
     assert (worker["slots"], worker["slots_used"], worker["live"], worker["draining"]) == (3, 0, True, False)
     assert started.stop() == 0
-    assert "allow=streams,other (--allow)" in started.log.read_text()
+    log = started.log.read_text()
+    assert "allow=streams,other (--allow)" in log
+    assert "allow=other: no such module can be imported here, so each input_fn in it will fail" in log
+    assert "allow=streams: " not in log
     assert all(worker["draining"] or not worker["live"] for worker in _workers(coordinator, "w-leaves"))
 
 
@@ -200,6 +203,8 @@ def test_unreachable_wrong_token_and_no_token(coordinator: Any) -> None:
     done = coordinator.run("status", "--coordinator", address)
     assert done.returncode == 11
     assert done.error.startswith(f"penstock: the coordinator at {address} cannot be reached (Status): ")
+    assert "penstock coordinator" in done.error
+    assert "--coordinator or PENSTOCK_COORDINATOR" in done.error
     assert len(done.stderr.splitlines()) == 1
     wrong = coordinator.call("status", PENSTOCK_TOKEN="another-token")
     assert (wrong.returncode, len(wrong.stderr.splitlines())) == (12, 1)

@@ -324,6 +324,15 @@ def test_command_shows_what_user_code_raises(call: Callable[..., Result]) -> Non
     assert said == "penstock: streams:raises (box 0, slot 0): input_fn raised ValueError: no such dataset"
 
 
+def test_command_says_which_arguments_are_missing(call: Callable[..., Result]) -> None:
+    for given in [(), ("--args", "[1, 2]"), ("--kwargs", '{"rows": 4}')]:
+        done = call("patients:hangs", *given)
+        assert done.exit_code == 2
+        (said,) = done.stderr.splitlines()
+        assert said.startswith("penstock: patients:hangs must be given its arguments (marker: ")
+        assert "--args '[32]' or --kwargs" in said
+
+
 def test_command_with_a_loader_that_hangs(
     shell: Any, tmp_path: Path, until: Callable[[Callable[[], bool]], None]
 ) -> None:

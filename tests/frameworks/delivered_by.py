@@ -63,8 +63,10 @@ def grain(
     folder: Path, rows: int, batch: int, steps: int, workers: int, kind: str, sharded: bool, drop: bool, seed: int
 ) -> None:
     import grain
+    from absl import flags
     from grain import samplers, sharding
 
+    flags.FLAGS(sys.argv[:1])  # the processes of its workers read them, and absl refuses those that nobody parsed
     options = sharding.ShardOptions(RANK, RANKS, drop) if sharded else sharding.NoSharding()
     if kind == "IndexSampler":
         sampler: Any = samplers.IndexSampler(rows, options, shuffle=True, seed=seed)

@@ -22,6 +22,7 @@ from typing import Any
 
 import moved
 import pytest
+from benchmarks.peers.importing import STUBS
 from documented import REPO, blocks
 from moved_runs import TOPOLOGIES, each_row_once, import_state, refused, rest_of
 
@@ -68,6 +69,16 @@ def deliver(library: str, folder: Path, ranks: int = 1, **arguments: Any) -> lis
             code = process.wait()
         assert code == 0, (folder / f"log-{rank}").read_text()[-3000:]
     return [row for rank in range(ranks) for row in json.loads((folder / f"rows-{rank}.json").read_text())]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def torchvision() -> Iterator[None]:
+    """Replace a torchvision that was built for another torch: mosaicml-streaming would fail to import it."""
+    checked = [python_of("streaming"), "-c", "import torchvision"]
+    with pytest.MonkeyPatch.context() as patch:
+        if subprocess.run(checked, capture_output=True, timeout=60).returncode != 0:
+            patch.setenv("PYTHONPATH", str(STUBS), prepend=os.pathsep)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -189,10 +189,11 @@ def test_other_data_parallel_degrees(inputs: Path, whole: Run, tmp_path: Path, c
     assert max(two.losses()) == STEPS
 
 
-def test_ranks_of_a_model_get_equal_batches(inputs: Path, whole: Run, tmp_path: Path) -> None:
-    """One box of two tensor-parallel ranks; then what they saved is resumed by two boxes of one."""
+@pytest.mark.parametrize("split_by", ["tensor", "context"])
+def test_ranks_of_a_model_get_equal_batches(inputs: Path, whole: Run, tmp_path: Path, split_by: str) -> None:
+    """One box of two ranks; then what they saved is resumed by two boxes of one."""
     job = Job(inputs, tmp_path / "job", "ours")
-    split = job.killed(2, "--parallelism.tensor_parallel_degree", "2")
+    split = job.killed(2, f"--parallelism.{split_by}_parallel_degree", "2")
     assert split.rows(0)[: len(split.rows(1))] == split.rows(1)[: len(split.rows(0))]
     resumed = job.run(2)
     first = min(resumed.losses())

@@ -61,6 +61,23 @@ def test_finite_loader_ends_after_its_epoch() -> None:
         next(batches)
 
 
+@pytest.mark.parametrize("ended", [False, True])
+def test_finite_loader_resumes_at_its_end(ended: bool) -> None:
+    """Its state after the last batch, before and after the loop has seen that there is no other."""
+    settings: dict[str, Any] = {"input_fn": pairs, "arguments": {"rows": 6}, "infinite": False}
+    loader = built(**settings)
+    batches = iter(loader)
+    assert first_tokens(batches, 3)[-1] == [4, 5]
+    if ended:
+        assert list(batches) == []
+    state = loader.state_dict()
+    assert list(batches) == []
+
+    resumed = built(**settings)
+    resumed.load_state_dict(state)
+    assert list(resumed) == []
+
+
 def test_dropped_loader_ends_its_stream() -> None:
     loader = built(input_fn=pairs, arguments={"rows": 4})
     batches = iter(loader)

@@ -41,10 +41,12 @@ NAMES = {
         "Filtered",
         "Grouped",
         "JSONWriter",
+        "LanceRows",
         "LineFile",
         "LogicalShards",
         "MDSWriter",
         "Mapped",
+        "MegatronDocuments",
         "Mixture",
         "Packed",
         "Repeated",
@@ -60,7 +62,9 @@ NAMES = {
         "TSVWriter",
         "WindowShuffled",
         "XSVWriter",
+        "index_folder",
         "index_parquet",
+        "megatron_blend",
         "merge_index",
     },
 }
@@ -87,7 +91,7 @@ SIGNATURES = {
     "penstock.client:infer_batch_size": "(data, batch_size=None)",
     "penstock.client:DataLoader.__iter__": "(self)",
     "penstock.client:DataExecutor": (
-        "(loader, num_steps=None, checkpoint_steps=None, *, appliance=None, persistent=False)"
+        "(loader, num_steps=None, checkpoint_steps=None, *, appliance=None, persistent=False, rest_only=False)"
     ),
     "penstock.client:DataExecutor.__iter__": "(self)",
     "penstock.client:Lookahead": "(loader, *, depth=1, checkpoint_steps=None, appliance=None)",
@@ -178,11 +182,11 @@ KEYWORDS = {
     "penstock.data:Stream": "remote local split proportion repeat choose storage_options columns",
     "penstock.data:StreamingDataset": (
         "remote local split streams cache_limit validate_hash keep_zip timeout_s download_threads allow_unsafe_types "
-        "columns decoded_limit storage_options"
+        "images columns decoded_limit storage_options"
     ),
     "penstock.data:StreamingLoader": (
         "dataset batch_size global_batch_size shuffle seed shuffle_block shuffle_memory partitions interleave "
-        "epoch_size tail skip order_file predownload reseed keys rank collate_fn"
+        "epoch_size tail skip order_file predownload fetch_threads reseed keys rank collate_fn"
     ),
     "penstock.data:SyntheticDataset": "sample_spec num_samples seed",
     "penstock.data:WindowShuffled": "source window",

@@ -6,8 +6,10 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from coroutines import in_loop
 
+from penstock.proto.errors import LaneLostError, SupersededError, UnknownRunError
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 from penstock.worker.slots.loader_findings import LoaderFindings
@@ -72,4 +74,31 @@ async def test_target_worker_gets_the_newest_when_ready() -> None:
 
     told(prepare_migration=False)
     assert not slot.report().migrated
+    slot.progress_page.close()
+
+
+@in_loop
+async def test_snapshot_of_an_ended_run_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    """The run may end while its snapshot is on its way, which is no news for anybody."""
+
+    class Ended(Coordinator):
+        async def put_snapshot(self, header: pb.SnapshotHeader, data: bytes) -> pb.PutSnapshotReply:
+            raise errors.pop()
+
+    errors = [
+        SupersededError("attempt 1 is over"),
+        UnknownRunError("the coordinator has no run"),
+        LaneLostError("lost"),
+    ]
+    host: Any = SimpleNamespace(
+        name="w", coordinator=Ended(), tally=DaemonCounters(), findings=lambda _: LoaderFindings()
+    )
+    slot = Slot(host, records_pb2.WorkerAssignment(run="job/0", attempt=1, num_workers_per_box=1))
+    points = [StoredSnapshot(0, total, total, total, False, total, b"state", verified=True) for total in (1, 2, 3)]
+    for point in points:
+        await slot.durable.make(point)
+    assert all(point.durable for point in points)
+    assert [record.getMessage() for record in caplog.records] == [
+        "job/0 box 0 slot 0: its snapshot could not be sent to the coordinator: lost"
+    ]
     slot.progress_page.close()

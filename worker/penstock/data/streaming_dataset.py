@@ -36,7 +36,7 @@ from penstock.data.formats.index import read_index
 from penstock.data.formats.mds import columns_of
 from penstock.data.formats.parquet.parquet_ranges import block_shard, has_ranges
 from penstock.data.formats.readers import open_block, open_shard
-from penstock.data.formats.shards import BlockReader, Shard, ShardReader, rows_of
+from penstock.data.formats.shards import BlockReader, ReadOptions, Shard, ShardReader, rows_of
 from penstock.data.ordering.permutation import Ints
 from penstock.data.remote.folders import RemoteFolder, joined
 from penstock.data.stop_iteration import stop_iteration_error
@@ -105,6 +105,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         download_threads: int = 4,
         cache_group: str | int | None = None,
         allow_unsafe_types: bool = False,
+        images: Literal["pil", "array"] = "pil",
         columns: Sequence[str] | None = None,
         decoded_limit: int | str | None = None,
         storage_options: Mapping[str, Any] | None = None,
@@ -125,6 +126,10 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
                 user made or can write to are refused.
             allow_unsafe_types: True: read columns of pickles. A pickle can run any code when it is read, so use this
                 only for data that you trust.
+            images: "pil": images are Pillow's, decoded when they are first used. "array": images are numpy arrays of
+                shape (height, width, channels), or (height, width) for one channel, with the dtype and values of
+                `numpy.asarray(image)`. They are decoded when a sample is read: in parallel if the loader has
+                `fetch_threads`.
             columns: names of the columns that samples have; None: all. Of Parquet files no other column is read. The
                 order of samples, and so a saved state, does not depend on the columns.
             decoded_limit: largest number of bytes, or a text such as "1gb", of decoded row groups that this process
@@ -146,14 +151,21 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         limit = byte_count("cache_limit", cache_limit)
         self.decoded_limit = byte_count("decoded_limit", decoded_limit)
         """Bytes of decoded row groups that this dataset asks the process to keep; None: the default."""
-        self._columns = [
-            _columns(f"stream {number}: " if streams else "", columns if stream.columns is None else stream.columns)
-            for number, stream in enumerate(self.streams)
-        ]
         remotes = [_remote_of(stream) for stream in self.streams]
         self.name = ", ".join(name for _, _, name in remotes[:3]) + (", ..." if len(remotes) > 3 else "")
         """Name of the dataset, for errors."""
-        self._unsafe = allow_unsafe_types
+        if images not in ("pil", "array"):
+            raise InvalidArgumentError(f'images must be "pil" or "array", got {images!r}')
+        self._options = [
+            ReadOptions(
+                allow_unsafe_types,
+                images,
+                _columns(
+                    f"stream {number}: " if streams else "", columns if stream.columns is None else stream.columns
+                ),
+            )
+            for number, stream in enumerate(self.streams)
+        ]
         self._caches = [
             ShardCache(
                 remote,
@@ -176,12 +188,12 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
             IndexWatch.of(cache.index_path, index, hashed=_hashed(own), in_place=cache.in_place)
             for cache, index, own in zip(self._caches, indexes, shards, strict=True)
         ]
-        for own, (_, _, name), wanted in zip(shards, remotes, self._columns, strict=True):
-            _check_columns(own, wanted, name)
+        for own, (_, _, name), options in zip(shards, remotes, self._options, strict=True):
+            _check_columns(own, options.columns, name)
             if own and own[0].format == "mds":
                 try:
                     # raises an error now instead of after a shard was fetched
-                    columns_of(own[0], allow_unsafe_types=allow_unsafe_types)
+                    columns_of(own[0], options)
                 except DatasetError as error:
                     raise DatasetError(f"{name}: {error.message}") from None
         self._shards = [(number, shard) for number, own in enumerate(shards) for shard in own]
@@ -397,13 +409,13 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         stream, shard, block = self._file(number)
         held = self._caches[stream].hold(shard if block is None else block_shard(shard, block))
         try:
-            source, columns = self._source(stream, held.paths[0], shard), self._columns[stream]
+            source, options = self._source(stream, held.paths[0], shard), self._options[stream]
             MEMORY.raise_limit(self.decoded_limit)
             if block is None:
-                reader = open_shard(shard, held.paths, allow_unsafe_types=self._unsafe, source=source, columns=columns)
+                reader = open_shard(shard, held.paths, options, source=source)
             else:
                 place = self._footers.place(stream, self._caches[stream], shard, block, source)
-                reader = open_block(block_shard(shard, block), held.paths[0], place, source, columns)
+                reader = open_block(block_shard(shard, block), held.paths[0], place, options, source=source)
             self._indexes[stream].check(held.paths)  # after opening: the open file cannot change any more
             return held, reader
         except BaseException:
@@ -433,7 +445,7 @@ def _columns(where: str, columns: Sequence[str] | None) -> tuple[str, ...] | Non
     return tuple(columns)
 
 
-def _check_columns(shards: Sequence[Shard], columns: tuple[str, ...] | None, where: str) -> None:
+def _check_columns(shards: Sequence[Shard], columns: Sequence[str] | None, where: str) -> None:
     """Raise InvalidArgumentError for a column that the index shows to be missing. All shards have the same columns."""
     known = shards[0].settings.get("column_names", shards[0].settings.get("columns")) if shards else None
     missing = [name for name in columns or () if known is not None and name not in known]

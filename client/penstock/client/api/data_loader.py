@@ -192,6 +192,10 @@ class DataExecutor:
             open in a `with`, else a default one.
         persistent: continue the epoch after a `break`: the next executor takes the next batch, as one with num_steps
             always does. For code in which each loop over a loader continues the stream, as with Megatron Energon.
+        rest_only: with num_steps=None, take no batch if the loaded state is that of an epoch's very end. Otherwise
+            the next epoch is taken then. For code that reads one epoch in all, however often it is started again. On
+            other numbers of boxes or workers the loaders of penstock.data cannot tell, because their state is then
+            that of the next epoch's beginning: the next epoch is taken.
 
     Raises:
         TypeError: the loader is not a penstock.client.DataLoader.
@@ -209,6 +213,7 @@ class DataExecutor:
         *,
         appliance: Appliance | None = None,
         persistent: bool = False,
+        rest_only: bool = False,
     ) -> None:
         if not isinstance(loader, DataLoader):
             raise TypeError(
@@ -218,7 +223,7 @@ class DataExecutor:
         self._loader = loader
         self._num_steps = None if num_steps is None else positive("num_steps", num_steps, least=0)
         self._schedule = CheckpointSchedule.of(checkpoint_steps)
-        self._appliance, self._persistent = appliance, persistent
+        self._appliance, self._persistent, self._rest_only = appliance, persistent, rest_only
         if appliance is not None:
             loader.expect(appliance)
         self._session: Session | None = None
@@ -348,7 +353,7 @@ class DataExecutor:
                     raise error.with_traceback(None) from error.__cause__  # nor do those of the reader
                 if batch is EPOCH_ENDED:
                     session.epoch_ended()
-                    if stop is None and position.step > first:
+                    if stop is None and (position.step > first or self._rest_only):
                         break
                     # One epoch was requested, but the position is the very end of an epoch: take the next epoch.
                     reader.open_epochs(position.epoch + ahead)

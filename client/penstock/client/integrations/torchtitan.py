@@ -68,7 +68,10 @@ class PenstockDataLoader(BaseDataLoader):
         """Further arguments of input_fn, by name."""
 
         infinite: bool = True
-        """Read epoch after epoch; otherwise one epoch, or the rest of it."""
+        """
+        Read epoch after epoch; otherwise one epoch, or the rest of it. From a state of its end that is nothing, or the
+        next epoch if there are other numbers of ranks or workers (see `rest_only` of DataExecutor).
+        """
 
         num_workers: int | None = None
         """Worker processes of each data-parallel rank. None: PENSTOCK_NUM_WORKERS_PER_BOX, else 1."""
@@ -124,7 +127,10 @@ class PenstockDataLoader(BaseDataLoader):
 
     def _read(self, loader: DataLoader) -> Iterator[Batch]:
         while True:
-            for batch in DataExecutor(loader, checkpoint_steps=self._every, appliance=self._appliance):
+            executor = DataExecutor(
+                loader, checkpoint_steps=self._every, appliance=self._appliance, rest_only=not self._infinite
+            )
+            for batch in executor:
                 yield _checked(batch, loader.name)
             if not self._infinite:
                 return

@@ -21,7 +21,7 @@ from typing import NoReturn, ParamSpec
 
 import typer
 
-from penstock.proto.errors import CATALOGUE, PenstockError
+from penstock.proto.errors import CATALOGUE, CoordinatorUnavailableError, PenstockError, UnknownRunError
 from penstock.runtime.telemetry.logs import printable
 
 __all__ = [
@@ -133,6 +133,13 @@ CODES = (
     ExitCode(INTERRUPTED, "interrupted (Ctrl-C); `penstock up`: ended by a signal while it started"),
 )
 
+_REMEDIES: dict[type[PenstockError], str] = {
+    CoordinatorUnavailableError: "Start it there (penstock coordinator, penstock up), or name another address by "
+    "--coordinator or PENSTOCK_COORDINATOR",
+    UnknownRunError: "`penstock status` lists its runs",
+}
+"""Remedies that a command adds to errors whose remedy elsewhere is another."""
+
 _CODE_OF = {name: code.number for code in CODES for name in code.errors}
 
 EXIT_LINES = "\n".join(f"{code.number:>3}  {code.meaning}" for code in CODES)
@@ -185,7 +192,8 @@ def _code_of(command: Callable[[], int | None], *, as_json: bool) -> int:
         return command() or 0
     except PenstockError as error:
         code = exit_code(error)
-        _print_error(error.message, type(error).__name__, code, as_json)
+        message = f"{error.message}. {_REMEDIES[type(error)]}" if type(error) in _REMEDIES else error.message
+        _print_error(message, type(error).__name__, code, as_json)
         return code
     except CommandError as error:
         _print_error(str(error), None, error.code, as_json)

@@ -115,6 +115,7 @@ def run_demo(as_json: bool) -> int:
         show(f"1   penstock up: the coordinator listens on {fleet.coordinator}, with two workers {took(began)}")
         at = time.monotonic()
         show(f"2   A training loop streams {STEPS} shuffled batches, which both workers make in turn.")
+        show("    The workers import PyTorch first, which takes seconds.")
         whole, _ = demo.stream("undisturbed", 2)
         show(f"    digest of the stream: {whole[STEPS]:016x} {took(at)}")
         at = time.monotonic()

@@ -16,8 +16,9 @@ epoch.
 
 from __future__ import annotations
 
+import inspect
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -25,7 +26,7 @@ import torch
 
 from penstock.deploy.forking_interpreter import serve, take_task
 from penstock.proto.batch.replay_digest import ReplayDigest
-from penstock.proto.errors import EmptyInputError, UnsupportedLeafError, UnsupportedStateError
+from penstock.proto.errors import EmptyInputError, InvalidArgumentError, UnsupportedLeafError, UnsupportedStateError
 from penstock.proto.state import assignment as place_of
 from penstock.proto.state.codec import decode_state, encode_state
 from penstock.proto.v1 import records_pb2
@@ -49,11 +50,29 @@ def main() -> None:
 
 def _do_task(channel: ControlChannel) -> None:
     task = take_task(channel)
-    source = RestorableLoader(_assignment(task.fields))
+    source = RestorableLoader(_assignment(task.fields), load=lambda spec: _callable(spec, task.fields))
     try:
         _TASKS[task.kind](source, channel, task.fields, task.parts)
     except Exception as error:
         channel.send("failed", error=plain_detail(error))
+
+
+def _callable(spec: records_pb2.LoaderSpec, fields: Mapping[str, Any]) -> Callable[..., Any]:
+    """Import input_fn. Raises InvalidArgumentError if its signature does not accept the arguments of the command."""
+    input_fn = load_input_fn(spec)
+    try:
+        # Of the outermost wrapper, which is what is called: a decorator may supply arguments of the function inside.
+        signature = inspect.signature(input_fn, follow_wrapped=False)
+    except (TypeError, ValueError):
+        return input_fn  # a callable of C code without one
+    try:
+        signature.bind(*fields["args"], **fields["kwargs"])
+    except TypeError as error:
+        raise InvalidArgumentError(
+            f"{spec.input_fn} must be given its arguments {signature}: {error}; pass them as JSON, such as "
+            "--args '[32]' or --kwargs '{\"name\": 32}'"
+        ) from None
+    return input_fn
 
 
 def _assignment(fields: Mapping[str, Any]) -> records_pb2.WorkerAssignment:

@@ -511,7 +511,9 @@ def _names(folder: Path) -> list[str]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise CheckpointError(f"{folder} cannot be listed: {error.strerror}") from error
+        raise CheckpointError(
+            f"{folder} cannot be listed: {error.strerror}. Name a folder that this user can read"
+        ) from error
 
 
 def _checksum(body: dict[str, Any]) -> str:

@@ -381,7 +381,7 @@ class ShardCache:
         assert self._eviction is not None
         counting = self._state.wait(self._state.eviction, until, "", shared=False)
         try:
-            return self._eviction.claim(key, lock, need, demand=demand, exceed=exceed)
+            return self._eviction.claim(counting, key, lock, need, demand=demand, exceed=exceed)
         finally:
             counting.release()
 

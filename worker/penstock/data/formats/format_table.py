@@ -11,10 +11,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from penstock.data.formats.array_record.array_record_file import open_array_record
+from penstock.data.formats.arrow.arrow_file import open_arrow
 from penstock.data.formats.mds import check_mds, open_mds
+from penstock.data.formats.megatron.token_documents import open_megatron
 from penstock.data.formats.parquet.parquet_reader import check_parquet, open_parquet
-from penstock.data.formats.shards import Shard, ShardReader
+from penstock.data.formats.shards import ReadOptions, Shard, ShardReader
 from penstock.data.formats.text_shards import check_json, check_separated, open_json, open_separated
+from penstock.data.formats.tfrecord.example_messages import check_records
+from penstock.data.formats.tfrecord.tfrecord_file import open_tfrecord
 
 __all__ = ["FORMATS", "MAX_BYTES", "Format"]
 
@@ -36,13 +41,18 @@ class Format:
     """Kinds of files that a shard consists of, in the order of `Shard.files`."""
     check: Callable[[dict[str, Any]], None]
     """Function that checks the settings of a shard's entry in the index. Raises InvalidField."""
-    open: Callable[[Shard, Sequence[Path], bool], ShardReader]
-    """Function from (shard, paths of its raw files, True if pickles may be read) to its reader. Raises
+    open: Callable[[Shard, Sequence[Path], ReadOptions], ShardReader]
+    """Function from (shard, paths of its raw files, options) to its reader. Raises
     ShardCorruptError, DatasetError."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Settings that only mosaicml-streaming's own reader needs. They are written with these values."""
     max_bytes: int = UNLIMITED
     """Largest size of a raw file, in bytes."""
+
+
+def _unchecked(settings: dict[str, Any]) -> None:
+    """Check nothing: a file of this format describes itself."""
+    del settings
 
 
 _of_mosaicml = partial(Format, defaults={"size_limit": None}, max_bytes=MAX_BYTES)
@@ -57,6 +67,11 @@ FORMATS: Mapping[str, Format] = {
         _of_mosaicml("tsv", _WITH_OFFSETS, check_separated, open_separated),
         # Penstock's own: mosaicml-streaming has no index of plain Parquet files.
         Format("parquet", ("data",), check_parquet, open_parquet),
+        # Files of other libraries, as they are.
+        Format("megatron", _WITH_OFFSETS, _unchecked, open_megatron),
+        Format("arrow", ("data",), _unchecked, open_arrow),
+        Format("array_record", ("data",), check_records, open_array_record),
+        Format("tfrecord", _WITH_OFFSETS, check_records, open_tfrecord),
     )
 }
 """Formats by name."""

@@ -18,7 +18,7 @@ from typing import Any
 from penstock.data.formats.encodings import check_encoding, encoding_of
 from penstock.data.formats.fields import InvalidField, column_encodings
 from penstock.data.formats.raw_files import SampleFile
-from penstock.data.formats.shards import Shard
+from penstock.data.formats.shards import DEFAULT_OPTIONS, ReadOptions, Shard
 from penstock.proto.errors import DatasetError
 
 __all__ = ["MDSReader", "check_mds", "columns_of", "open_mds"]
@@ -29,18 +29,19 @@ MAX_SIZE = (1 << 32) - 1
 Decode = Callable[[bytes, int, int], Any]
 
 
-def columns_of(shard: Shard, *, allow_unsafe_types: bool = False) -> list[tuple[str, Decode, int]]:
+def columns_of(shard: Shard, options: ReadOptions = DEFAULT_OPTIONS) -> list[tuple[str, Decode, int]]:
     """Return (name, decoder, size in bytes if it is fixed, else 0) for each column, in the order in which an MDS sample
-    stores them. Raises DatasetError for pickles unless `allow_unsafe_types`."""
+    stores them. Raises DatasetError for pickles unless the options allow them."""
     settings = shard.settings
     columns = []
     triples = zip(settings["column_names"], settings["column_encodings"], settings["column_sizes"], strict=True)
     for name, encoding, size in triples:
         try:
-            decode = encoding_of(encoding, allow_unsafe_types=allow_unsafe_types).decode
+            known = encoding_of(encoding, allow_unsafe_types=options.allow_unsafe_types)
         except DatasetError as error:
             raise DatasetError(f"{shard.name}: column {name!r}: {error.message}") from error
-        columns.append((name, decode, size or 0))
+        decode = known.decode_array if options.images == "array" else None
+        columns.append((name, decode or known.decode, size or 0))
     return columns
 
 
@@ -60,15 +61,15 @@ def check_mds(settings: dict[str, Any]) -> None:
             raise InvalidField("column_sizes", f"must be a number of bytes or null for column {name!r}, got {size!r}")
 
 
-def open_mds(shard: Shard, paths: Sequence[Path], allow_unsafe_types: bool) -> MDSReader:
-    return MDSReader(shard, paths[0], allow_unsafe_types=allow_unsafe_types)
+def open_mds(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> MDSReader:
+    return MDSReader(shard, paths[0], options)
 
 
 class MDSReader(SampleFile):
     """Reader of an MDS shard, see `penstock.data.formats.shards.ShardReader`."""
 
-    def __init__(self, shard: Shard, path: Path, *, allow_unsafe_types: bool = False) -> None:
-        columns = columns_of(shard, allow_unsafe_types=allow_unsafe_types)
+    def __init__(self, shard: Shard, path: Path, options: ReadOptions = DEFAULT_OPTIONS) -> None:
+        columns = columns_of(shard, options)
         super().__init__(path, shard.files[0].raw)
         try:
             size = 4 + 4 * (shard.samples + 1)

@@ -9,30 +9,25 @@ from typing import Any
 from penstock.data.formats.format_table import FORMATS
 from penstock.data.formats.parquet.parquet_ranges import FileRange
 from penstock.data.formats.parquet.parquet_reader import ParquetReader
-from penstock.data.formats.shards import ColumnReader, Shard, ShardReader, rows_of
+from penstock.data.formats.shards import DEFAULT_OPTIONS, ColumnReader, ReadOptions, Shard, ShardReader, rows_of
 from penstock.proto.errors import DatasetError, ShardCorruptError
 
 __all__ = ["open_block", "open_shard"]
 
 
 def open_shard(
-    shard: Shard,
-    paths: Sequence[Path],
-    *,
-    allow_unsafe_types: bool = False,
-    source: str = "",
-    columns: Sequence[str] | None = None,
+    shard: Shard, paths: Sequence[Path], options: ReadOptions = DEFAULT_OPTIONS, *, source: str = ""
 ) -> ShardReader:
     """Return a reader of a shard. `paths`: its raw files, in the order of `shard.files`. `source`: address that the
-    files came from, for errors. `columns`: names of the columns that samples have; None: all.
+    files came from, for errors.
 
-    Raises ShardCorruptError if the files differ from the index, and DatasetError for a column with pickles unless
-    `allow_unsafe_types`.
+    Raises ShardCorruptError if the files differ from the index, and DatasetError for a column with pickles unless the
+    options allow it.
     """
     try:
-        reader = _reader(shard, paths, allow_unsafe_types)
-        if columns is not None:
-            reader = _projected(reader, columns)
+        reader = _reader(shard, paths, options)
+        if options.columns is not None:
+            reader = _projected(reader, options.columns)
     except ShardCorruptError as error:
         raise ShardCorruptError(f"{source}: {error.message}" if source else error.message) from error
     if source:
@@ -40,13 +35,15 @@ def open_shard(
     return reader
 
 
-def open_block(shard: Shard, path: Path, place: FileRange, source: str, columns: Sequence[str] | None) -> ShardReader:
+def open_block(
+    shard: Shard, path: Path, place: FileRange, options: ReadOptions = DEFAULT_OPTIONS, *, source: str
+) -> ShardReader:
     """Return a reader of a shard that is a row group of a file. `path`: file of the row group; the other arguments are
     those of `open_shard`. Raises ShardCorruptError, DatasetError."""
     try:
         reader: ShardReader = ParquetReader(shard, path, place)
-        if columns is not None:
-            reader = _projected(reader, columns)
+        if options.columns is not None:
+            reader = _projected(reader, options.columns)
     except ShardCorruptError as error:
         raise ShardCorruptError(f"{source}: {error.message}") from error
     reader.name = source
@@ -97,11 +94,11 @@ class _Projected:
             ) from error
 
 
-def _reader(shard: Shard, paths: Sequence[Path], allow_unsafe_types: bool) -> ShardReader:
+def _reader(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> ShardReader:
     known = FORMATS.get(shard.format)
     if known is None or len(paths) != len(known.parts):
         raise DatasetError(
             f"{shard.name}: this version of Penstock has no reader for a shard of format {shard.format!r} that "
             f"consists of {len(paths)} files: upgrade Penstock, or write the dataset in another format"
         )
-    return known.open(shard, paths, allow_unsafe_types)
+    return known.open(shard, paths, options)

@@ -8,9 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
-__all__ = ["BlockReader", "ColumnReader", "Shard", "ShardFile", "ShardReader", "StoredFile", "rows_of"]
+__all__ = [
+    "DEFAULT_OPTIONS",
+    "BlockReader",
+    "ColumnReader",
+    "ReadOptions",
+    "Shard",
+    "ShardFile",
+    "ShardReader",
+    "StoredFile",
+    "rows_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +86,21 @@ class Shard:
     def size(self) -> int:
         """Size of the shard's raw files together, in bytes."""
         return sum(file.raw.size for file in self.files)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOptions:
+    """How values are read from shards, as StreamingDataset's arguments of the same names."""
+
+    allow_unsafe_types: bool = False
+    """True if columns of pickles may be read, which can run any code."""
+    images: Literal["pil", "array"] = "pil"
+    """Kind of value for images: images of Pillow, or arrays."""
+    columns: Sequence[str] | None = None
+    """Names of the columns that samples have; None: all."""
+
+
+DEFAULT_OPTIONS = ReadOptions()
 
 
 class ShardReader(Protocol):

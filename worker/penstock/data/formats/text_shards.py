@@ -14,7 +14,7 @@ from typing import Any
 
 from penstock.data.formats.fields import InvalidField, column_encodings, mark
 from penstock.data.formats.raw_files import SampleFile, read_checked
-from penstock.data.formats.shards import Shard
+from penstock.data.formats.shards import ReadOptions, Shard
 
 __all__ = [
     "SEPARATORS",
@@ -57,13 +57,13 @@ def _check_encodings(field: str, columns: dict[str, str]) -> None:
             raise InvalidField(field, f"must be one of {known} for column {name!r}, got {encoding!r}")
 
 
-def open_json(shard: Shard, paths: Sequence[Path], allow_unsafe_types: bool) -> JSONReader:
-    del allow_unsafe_types  # this format has none
+def open_json(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> JSONReader:
+    del options  # this format has none
     return JSONReader(shard, (paths[0], paths[1]))
 
 
-def open_separated(shard: Shard, paths: Sequence[Path], allow_unsafe_types: bool) -> XSVReader:
-    del allow_unsafe_types  # this format has none
+def open_separated(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> XSVReader:
+    del options  # this format has none
     return XSVReader(shard, (paths[0], paths[1]))
 
 

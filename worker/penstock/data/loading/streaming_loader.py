@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, get_args
 
 import numpy as np
@@ -13,8 +14,9 @@ import numpy as np
 from penstock.data.arguments import byte_count, one_of, sample_count, whole
 from penstock.data.formats.decoded_blocks import MEMORY
 from penstock.data.loading.collating import checked_collate
+from penstock.data.loading.fetching import ReadAhead, check_threads, in_threads
 from penstock.data.loading.map_reading import MapReader
-from penstock.data.loading.position_loader import PositionLoader, check_settings
+from penstock.data.loading.position_loader import Fetcher, PositionLoader, check_settings
 from penstock.data.loading.worker_identity import WorkerIdentity, global_batch
 from penstock.data.ordering.epoch_plan import BatchPlan, EpochRemainder, WorkerBatches
 from penstock.data.ordering.order_file import FiledOrder, OrderFile
@@ -76,6 +78,7 @@ class StreamingLoader(PositionLoader):
         skip: Iterable[range] = (),
         order_file: str | os.PathLike[str] | None = None,
         predownload: int | str | None = None,
+        fetch_threads: int = 0,
         reseed: bool | None = None,
         keys: str | None = None,
         rank: tuple[int, int] | None = None,
@@ -114,6 +117,9 @@ class StreamingLoader(PositionLoader):
                 in a later epoch, the file may be left out.
             predownload: number of upcoming samples whose shards are fetched ahead of need; None: as many as in two
                 shuffle blocks.
+            fetch_threads: threads that read and decode samples ahead; 0: samples are read when they are needed. Threads
+                help where decoding releases the GIL (JPEG files with `images="array"`). A `__getitem__` of your own
+                must be thread-safe, and `reseed` does not cover it.
             reseed: seed the global generators of python, numpy and torch from seed, epoch and position before each
                 sample is read, so that random augmentation depends on nothing else. They are also seeded before the
                 collate function is called, from the position of the batch's first row. After a batch they get back the
@@ -132,7 +138,8 @@ class StreamingLoader(PositionLoader):
         shuffle_block = sample_count("shuffle_block", shuffle_block)
         predownload = sample_count("predownload", predownload)
         shuffle_memory = byte_count("shuffle_memory", shuffle_memory)
-        seed, skip = whole("seed", seed), list(skip)
+        seed, skip, fetch_threads = whole("seed", seed), list(skip), whole("fetch_threads", fetch_threads)
+        check_threads(fetch_threads, reseed)
         if not isinstance(dataset, StreamingDataset):
             raise InvalidArgumentError(
                 f"dataset must be a StreamingDataset, made of a folder or URL, got {type(dataset).__qualname__}. For "
@@ -161,7 +168,13 @@ class StreamingLoader(PositionLoader):
             inner=_inner_block(dataset, shuffle_memory, partitions),
         )
         reader = _reader(
-            dataset, len(order), checked_collate(collate_fn), seed, reseed, own_collate=collate_fn is not collate
+            dataset,
+            len(order),
+            checked_collate(collate_fn),
+            seed,
+            reseed,
+            own_collate=collate_fn is not collate,
+            threads=fetch_threads,
         )
         mixed = len(shares) > 1
         described: dict[str, Any] = {
@@ -188,6 +201,7 @@ class StreamingLoader(PositionLoader):
             filed = FiledOrder(order, file, dataset.name, int(order.starts[-1]))
             described[ORDER_FILE] = file.described
         self.dataset, self._shards, self._filed, self._reader = dataset, order, filed, reader
+        self._threads = fetch_threads
         self._shuffle = shuffle
         inner = _inner_block(dataset, shuffle_memory, partitions)
         self._decoded: Ints = np.zeros(0, np.int64)
@@ -206,6 +220,11 @@ class StreamingLoader(PositionLoader):
 
     def _make_batch(self, plan: BatchPlan) -> Any:
         return self._reader.batch(plan)
+
+    def _fetcher(self, own_batches: WorkerBatches) -> Fetcher | None:
+        if not self._threads:
+            return None
+        return ReadAhead(own_batches, partial(in_threads, reader=self._reader, threads=self._threads))
 
     def _prefetch(self, own_batches: WorkerBatches, plans: list[BatchPlan]) -> None:
         """Prefetch the shards that this process needs for its next samples, then those that the box needs for later
@@ -268,6 +287,7 @@ def _reader(
     reseed: bool | None,
     *,
     own_collate: bool,
+    threads: int,
 ) -> MapReader:
     """Return a reader of the dataset's samples, for epochs of `length` samples. Random generators are seeded only for
     user code, because no other code draws random numbers."""
@@ -277,7 +297,7 @@ def _reader(
         length,
         collate_fn,
         seed=seed,
-        reseed=dataset.is_overridden if reseed is None else reseed,
+        reseed=dataset.is_overridden and not threads if reseed is None else reseed,
         reseed_collate=own_collate if reseed is None else reseed,
         many=dataset.get_many,
     )

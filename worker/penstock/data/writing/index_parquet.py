@@ -19,7 +19,7 @@ from penstock.data.remote.folders import RemoteFolder
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError
 from penstock.runtime.files.atomic_files import write_whole
 
-__all__ = ["data_files", "index_parquet"]
+__all__ = ["data_files", "index_parquet", "is_hidden"]
 
 REMOTE_THREADS = 16
 """Number of remote files whose footers are read at a time."""
@@ -92,11 +92,13 @@ def data_files(names: Iterable[str], pattern: str = "") -> list[str]:
     """Return the names that are data files, sorted. `names`: paths relative to the dataset's folder; `pattern`: pattern
     of the files, with wildcards; "" for all *.parquet."""
     matches = re.compile(_expression(pattern)).fullmatch if pattern else lambda name: name.endswith(".parquet")
-    return sorted(
-        name
-        for name in names
-        if matches(name) and not any(step[0] == "." or (step[0] == "_" and "=" not in step) for step in name.split("/"))
-    )
+    return sorted(name for name in names if matches(name) and not is_hidden(name))
+
+
+def is_hidden(name: str) -> bool:
+    """Return True for a path with a step that begins with `.`, or with `_` and has no `=`. `name`: path relative to the
+    dataset's folder."""
+    return any(step[0] == "." or (step[0] == "_" and "=" not in step) for step in name.split("/"))
 
 
 def _split(folder: str) -> tuple[str, str]:

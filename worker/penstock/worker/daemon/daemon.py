@@ -43,7 +43,7 @@ from penstock.worker.loader.crossing_kinds import more_careful
 from penstock.worker.processes.child_output import unblocked_logging
 from penstock.worker.processes.child_processes import ForkServer, end_orphans
 from penstock.worker.processes.control_groups import here
-from penstock.worker.processes.interpreters import StartedForkServer
+from penstock.worker.processes.interpreters import StartedForkServer, missing_packages, working_directory
 from penstock.worker.processes.kept_fork_server import KeptForkServer
 from penstock.worker.processes.temporary_folders import TemporaryFolders
 from penstock.worker.processes.user_code import BY_VALUE, MAIN, check_allowed, check_plain
@@ -175,6 +175,13 @@ class Daemon:
                 _log.warning(
                     "user code runs as root, and can read and write every file that this worker can: set runner_user "
                     "(penstock worker --runner-user USER), or start the worker as a user of its own"
+                )
+            for prefix in missing_packages(self.settings.allow):
+                _log.warning(
+                    "allow=%s: no such module can be imported here, so each input_fn in it will fail: install it, or "
+                    "start the worker where it is (in PYTHONPATH or the working directory; now: %s)",
+                    prefix,
+                    working_directory(),
                 )
             _log.info("worker %s: %d slots, lanes on %s", self.name, self.settings.slots, self._listeners.tcp_address)
             if ready is not None:

@@ -13,10 +13,13 @@ This module imports little, because embedded mode starts the fork server with it
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import socket
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 
 from penstock.runtime.files.plain_files import is_ours
 from penstock.runtime.process.spawn import TORCHRUN, Spawned, environment, spawn
@@ -26,8 +29,10 @@ __all__ = [
     "add_working_directory",
     "child_environment",
     "interpreter",
+    "missing_packages",
     "start_fork_server",
     "why_not_searched",
+    "working_directory",
 ]
 
 HASH_SEED = "0"
@@ -105,3 +110,20 @@ def why_not_searched() -> str:
         f"the working directory {folder} is not searched, because other users can write to it: start the worker in a "
         "folder of its own, or name the folder in PYTHONPATH"
     )
+
+
+def working_directory() -> str:
+    """Return the working directory, or the reason why modules in it are not found."""
+    return why_not_searched() or os.getcwd()
+
+
+def missing_packages(prefixes: Iterable[str]) -> list[str]:
+    """Return those module prefixes whose first package a fresh interpreter would not find. Nothing is imported."""
+    searched = [] if why_not_searched() else [os.getcwd()]
+    return [prefix for prefix in prefixes if prefix != "*" and not _found(prefix.partition(".")[0], searched)]
+
+
+def _found(package: str, more: list[str]) -> bool:
+    if package in sys.modules or PathFinder.find_spec(package, more) is not None:
+        return True
+    return importlib.util.find_spec(package) is not None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from penstock.proto.state.allowed_modules import module_of, under
 from penstock.proto.tracebacks import format_remote
 from penstock.proto.v1 import records_pb2
 from penstock.worker.processes.control_channel import describe
-from penstock.worker.processes.interpreters import why_not_searched
+from penstock.worker.processes.interpreters import working_directory
 
 __all__ = ["BY_VALUE", "MAIN", "check_allowed", "check_plain", "load_class", "load_input_fn", "unpacked"]
 
@@ -80,7 +79,7 @@ def load_input_fn(spec: records_pb2.LoaderSpec) -> Callable[..., Any]:
         if module_name == missing or module_name.startswith(missing + "."):
             raise InputFnNotFoundError(
                 f"input_fn {spec.input_fn!r}: no module named {missing!r} on this worker; install it there, or start "
-                f"the worker where it can be imported (PYTHONPATH or working directory; now: {_working_directory()})"
+                f"the worker where it can be imported (PYTHONPATH or working directory; now: {working_directory()})"
             ) from error
         raise _import_failed(spec, error) from error
     except BaseException as error:
@@ -137,10 +136,6 @@ def unpacked(
 
     given, args, kwargs = load(arguments["by_value"], lambda: _load_main(spec.main_path))
     return fn if given is None else given, args, kwargs
-
-
-def _working_directory() -> str:
-    return why_not_searched() or os.getcwd()
 
 
 def load_class(name: str, spec: records_pb2.LoaderSpec) -> Any:

@@ -10,7 +10,14 @@ from __future__ import annotations
 import asyncio
 import random
 
-from penstock.proto.errors import CoordinatorUnavailableError, DeadlineError, JournalError, PenstockError
+from penstock.proto.errors import (
+    CoordinatorUnavailableError,
+    DeadlineError,
+    JournalError,
+    PenstockError,
+    SupersededError,
+    UnknownRunError,
+)
 from penstock.proto.v1 import coordinator_pb2
 from penstock.worker.slots.slot_interfaces import SlotContext
 from penstock.worker.slots.snapshots import StoredSnapshot
@@ -85,6 +92,10 @@ class DurableSnapshots:
                     slot.log.warning("%s: sending its snapshot waits for the coordinator: %s", slot.name, error.message)
                 logged = True
                 await asyncio.sleep(AGAIN_S)
+            except (SupersededError, UnknownRunError) as error:
+                # The run ended, or the slot was moved, while this was sent: the heartbeat's reply says so to the slot.
+                slot.log.debug("%s: its snapshot is not needed any more: %s", slot.name, error.message)
+                break
             except PenstockError as error:
                 slot.log.warning("%s: its snapshot could not be sent to the coordinator: %s", slot.name, error.message)
                 break

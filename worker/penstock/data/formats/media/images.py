@@ -14,11 +14,19 @@ from functools import cache
 from io import BytesIO
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from penstock.proto.errors import DatasetError
 
 __all__ = [
+    "Decode",
+    "Encode",
+    "array_decoder",
+    "decode_file_arrays",
     "decode_files",
     "decode_jpeg",
+    "decode_jpeg_array",
     "decode_png",
     "decode_raw",
     "encode_files",
@@ -78,14 +86,29 @@ def encode_raw(value: Any) -> bytes:
 
 def decode_jpeg(sample: bytes, begin: int, end: int) -> Any:
     """Return the image of a whole JPEG file. Only its head is read here; the pixels are decoded on first use."""
-    return _jpeg_opener()(sample[begin:end])
+    _pil()  # raises an error that names the package
+    return _jpegs().open_jpeg(sample[begin:end])
 
 
 @cache
-def _jpeg_opener() -> Callable[[bytes], Any]:
+def _jpegs() -> Any:
+    """Return the module jpeg_images, which imports PIL."""
+    return importlib.import_module("penstock.data.formats.media.jpeg_images")
+
+
+def decode_jpeg_array(sample: bytes, begin: int, end: int) -> npt.NDArray[np.uint8]:
+    """Return the pixels of a whole JPEG file, as `numpy.asarray` of its image gives them, in a writable array."""
     _pil()  # raises an error that names the package
-    opener: Callable[[bytes], Any] = importlib.import_module("penstock.data.formats.media.jpeg_images").open_jpeg
-    return opener
+    return _jpegs().decode_array(sample[begin:end])  # type: ignore[no-any-return]
+
+
+def array_decoder(decode: Decode) -> Decode:
+    """Return a decoder of images to writable arrays. `decode`: decoder to images of Pillow."""
+
+    def decoder(sample: bytes, begin: int, end: int) -> npt.NDArray[Any]:
+        return np.array(decode(sample, begin, end))
+
+    return decoder
 
 
 def decode_png(sample: bytes, begin: int, end: int) -> Any:
@@ -127,7 +150,15 @@ def encode_png(value: Any) -> bytes:
 
 def decode_files(sample: bytes, begin: int, end: int) -> list[Any]:
     """Decode a value of the encoding "jpeg_array": [count: 4] [length: 4] * count [file] * count."""
-    images = _decode_list(decode_jpeg, sample, begin, end)
+    return _not_empty(_decode_list(decode_jpeg, sample, begin, end))
+
+
+def decode_file_arrays(sample: bytes, begin: int, end: int) -> list[Any]:
+    """Decode a value of the encoding "jpeg_array" to arrays."""
+    return _not_empty(_decode_list(decode_jpeg_array, sample, begin, end))
+
+
+def _not_empty(images: list[Any]) -> list[Any]:
     if not images:
         raise ValueError("an array of images must not be empty")
     return images

@@ -19,10 +19,12 @@ import numpy.typing as npt
 from PIL import Image, ImageFile
 from PIL.JpegImagePlugin import JpegImageFile
 
-__all__ = ["JpegImage", "decode_pixels", "open_jpeg"]
+__all__ = ["JpegImage", "decode_array", "decode_pixels", "open_jpeg"]
 
 _COLORSPACES = {"RGB": "RGB", "L": "GRAY"}
 """simplejpeg's name of a color space, by Pillow's mode."""
+_MODES = {"YCbCr": "RGB", "RGB": "RGB", "Gray": "L"}
+"""Pillow's mode, by simplejpeg's name of the color space that a file has."""
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -45,6 +47,25 @@ def open_jpeg(file: bytes) -> Any:
         image.__class__ = JpegImage
         image._file = file  # type: ignore[attr-defined]  # it is a JpegImage now
     return image
+
+
+def decode_array(file: bytes) -> npt.NDArray[Any]:
+    """Return the pixels of a whole JPEG file, as `numpy.asarray(open_jpeg(file))` gives them, in a writable array.
+
+    Raises PIL.UnidentifiedImageError, OSError, and PIL.Image.DecompressionBombError for more pixels than Pillow opens.
+    """
+    library = _simplejpeg()
+    if library is not None and not ImageFile.LOAD_TRUNCATED_IMAGES:
+        try:
+            height, width, colorspace, _ = library.decode_jpeg_header(file)
+        except ValueError:
+            colorspace = ""
+        # Pillow warns of or refuses an image above the limit: a few bytes can claim gigabytes.
+        if colorspace in _MODES and height * width <= (Image.MAX_IMAGE_PIXELS or 0):
+            pixels = decode_pixels(file, _MODES[colorspace])
+            if pixels is not None:
+                return pixels
+    return np.array(open_jpeg(file))
 
 
 def decode_pixels(file: bytes, mode: str) -> Pixels | None:

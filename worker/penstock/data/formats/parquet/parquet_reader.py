@@ -27,7 +27,7 @@ from penstock.data.formats.parquet.parquet_columns import Column, column_of
 from penstock.data.formats.parquet.parquet_footer import tail_of
 from penstock.data.formats.parquet.parquet_ranges import FileRange, Footer, opened_range
 from penstock.data.formats.parquet.parquet_shards import pyarrow_parquet
-from penstock.data.formats.shards import Shard
+from penstock.data.formats.shards import ReadOptions, Shard
 from penstock.proto.errors import DatasetError, ShardCorruptError
 from penstock.runtime.process.free_memory import free_memory
 
@@ -52,9 +52,9 @@ def check_parquet(settings: dict[str, Any]) -> None:
         names(settings, "column_names")
 
 
-def open_parquet(shard: Shard, paths: Sequence[Path], allow_unsafe_types: bool) -> ParquetReader:
+def open_parquet(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> ParquetReader:
     """Return a reader of a shard, see `Format.open`."""
-    del allow_unsafe_types  # Parquet has no column of pickles
+    del options  # Parquet has no pickles, and columns are chosen by `select`
     return ParquetReader(shard, paths[0])
 
 
