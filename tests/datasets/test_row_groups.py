@@ -247,6 +247,20 @@ def test_memory_ends_with_its_reader(folder: Path, memory: BlockMemory) -> None:
     assert kept[1]["number"] == 999
 
 
+def test_what_is_counted_is_what_is_allocated(tmp_path: Path, memory: BlockMemory) -> None:
+    """pyarrow's file objects kept the compressed bytes of the row group that they had read last."""
+    noise = np.random.default_rng(1).integers(0, 1 << 60, 10_000)
+    for number in range(16):
+        pyarrow.parquet.write_table(pyarrow.table({"x": noise}), tmp_path / f"{number}.parquet")
+    index_parquet(tmp_path)
+    dataset = StreamingDataset(tmp_path)
+    memory.limit = 200_000
+    before = pyarrow.total_allocated_bytes()
+    for at in range(0, len(dataset), len(noise)):
+        assert dataset[at]["x"] == noise[0]
+    assert pyarrow.total_allocated_bytes() - before < 2 * memory.limit
+
+
 def test_the_largest_limit_holds(folder: Path, memory: BlockMemory) -> None:
     memory.limit = 100
     StreamingDataset(folder, decoded_limit="1mb")[0]

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, SupportsIndex
 
 import numpy as np
+import numpy.typing as npt
 import torch.utils.data
 import xxhash
 
@@ -33,7 +34,7 @@ from penstock.data.cache.shard_cache import HeldShard, ShardCache
 from penstock.data.formats.decoded_blocks import MEMORY
 from penstock.data.formats.index import read_index
 from penstock.data.formats.mds import columns_of
-from penstock.data.formats.parquet.parquet_ranges import block_shards
+from penstock.data.formats.parquet.parquet_ranges import block_shard, has_ranges
 from penstock.data.formats.readers import open_block, open_shard
 from penstock.data.formats.shards import BlockReader, ReadOptions, Shard, ShardReader, rows_of
 from penstock.data.ordering.permutation import Ints
@@ -204,20 +205,23 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         known = [shard for _, shard in self._shards if shard.decoded_bytes]
         self.sample_bytes = sum(shard.decoded_bytes for shard in known) / max(1, sum(shard.samples for shard in known))
         """Mean number of bytes that a sample takes in a decoded row group; 0 if it is unknown."""
-        self._blocks: dict[int, tuple[Shard, int]] = {}
-        """Of each shard that is a block of a remote file, and fetched without the rest: the file, and the block's
-        number in it."""
         self._footers = BlockFooters()
-        self._fetch_blocks()
         self.sizes: list[Ints] = [
             np.array([samples for shard in own for samples in shard.units], np.int64) for own in shards
         ]
         """Number of samples in each unit that is read as a whole, for each stream: a row group, or else a shard."""
-        units = [len(shard.units) for _, shard in self._shards]
-        self._shard_of = np.repeat(np.arange(len(units)), units)
-        """Number of the shard that each unit belongs to."""
         self._unit_sizes = np.concatenate(self.sizes)
-        counts = np.array([shard.samples for _, shard in self._shards], np.int64)
+        by_unit = np.array(
+            [has_ranges(one) and self._caches[own].fetches_ranges(one) for own, one in self._shards], bool
+        )
+        self._opened_of = np.cumsum(_begins(self._file_of) | by_unit[self._file_of]) - 1
+        """Number of what is opened to read each unit: a file, or the unit alone, if it is fetched without the rest of
+        the file."""
+        self._first_units = np.flatnonzero(_begins(self._opened_of))
+        """First unit of each thing that is opened."""
+        self._alone = by_unit[self._file_of[self._first_units]]
+        """True for each thing that is opened if it is a unit alone."""
+        counts = np.bincount(self._opened_of, self._unit_sizes, len(self._first_units)).astype(np.int64)
         self._bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
         self._reads_bulk = any(shard.format not in ("mds", "json", "xsv", "csv", "tsv") for _, shard in self._shards)
         self._starts: list[int] = self._bounds.tolist()  # indexing a list is faster than an array for a single sample
@@ -305,14 +309,14 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
     def fetch_ahead(self, shards: Ints) -> None:
         """Fetch the shards of these units (see `sizes`) in the background, in this order. The list replaces the one of
         the call before."""
-        shards = self._shard_of[shards]
-        _, firsts = np.unique(shards, return_index=True)
-        shards = shards[np.sort(firsts)]
-        self._open.most = max(MIN_OPEN, len(shards))
+        opened = self._opened_of[shards]
+        _, firsts = np.unique(opened, return_index=True)
+        opened = opened[np.sort(firsts)]
+        self._open.most = max(MIN_OPEN, len(opened))
         wanted: list[list[Shard]] = [[] for _ in self._caches]
-        for number in shards.tolist():
-            stream, shard = self._shards[number]
-            wanted[stream].append(shard)
+        for number in opened.tolist():
+            stream, shard, block = self._file(number)
+            wanted[stream].append(shard if block is None else block_shard(shard, block))
         for cache, ahead in zip(self._caches, wanted, strict=True):
             cache.fetch_ahead(ahead)
 
@@ -329,18 +333,25 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
     def forget(self, units: Ints) -> None:
         """Let the memory of these decoded units be freed, because their samples are not needed soon."""
         for unit in units.tolist():
-            reader = self._open.peek(int(self._shard_of[unit]))
+            reader = self._open.peek(int(self._opened_of[unit]))
             if isinstance(reader, BlockReader):
                 reader.forget(self._block_of(unit))
 
     def _decode(self, unit: int) -> None:
-        reader = self._open.get(int(self._shard_of[unit]), self._opened)
+        reader = self._open.get(int(self._opened_of[unit]), self._opened)
         if isinstance(reader, BlockReader):
             reader.load(self._block_of(unit))
 
     def _block_of(self, unit: int) -> int:
-        """Return the number of a unit in its shard."""
-        return unit - int(np.searchsorted(self._shard_of, self._shard_of[unit]))
+        """Return the number of a unit in what is opened to read it."""
+        return unit - int(self._first_units[self._opened_of[unit]])
+
+    def _file(self, number: int) -> tuple[int, Shard, int | None]:
+        """Return the stream and the file of what is opened, and the number of its only block; None: the whole file."""
+        unit = int(self._first_units[number])
+        file = int(self._file_of[unit])
+        stream, shard = self._shards[file]
+        return stream, shard, unit - int(np.searchsorted(self._file_of, file)) if self._alone[number] else None
 
     def shares(self, epoch_size: int | None = None) -> list[int]:
         """Return the number of samples that an epoch takes of each stream. `epoch_size`: number of samples in the
@@ -395,40 +406,32 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
             cache.on_pressure = relieve
 
     def _opened(self, number: int) -> tuple[HeldShard, ShardReader]:
-        stream, shard = self._shards[number]
-        held = self._caches[stream].hold(shard)
+        stream, shard, block = self._file(number)
+        held = self._caches[stream].hold(shard if block is None else block_shard(shard, block))
         try:
-            file, block = self._blocks.get(number, (shard, 0))
-            source = self._source(stream, held.paths[0], file)
-            options = self._options[stream]
+            source, options = self._source(stream, held.paths[0], shard), self._options[stream]
             MEMORY.raise_limit(self.decoded_limit)
-            if file is shard:
+            if block is None:
                 reader = open_shard(shard, held.paths, options, source=source)
             else:
-                place = self._footers.place(stream, self._caches[stream], file, block, source)
-                reader = open_block(shard, held.paths[0], place, options, source=source)
+                place = self._footers.place(stream, self._caches[stream], shard, block, source)
+                reader = open_block(block_shard(shard, block), held.paths[0], place, options, source=source)
             self._indexes[stream].check(held.paths)  # after opening: the open file cannot change any more
             return held, reader
         except BaseException:
             held.release()
             raise
 
-    def _fetch_blocks(self) -> None:
-        """Replace each file of which row groups can be fetched alone by its row groups. The order of samples stays that
-        of the files."""
-        found: list[tuple[int, Shard]] = []
-        for stream, shard in self._shards:
-            blocks = block_shards(shard) if self._caches[stream].fetches_ranges(shard) else []
-            for block in range(len(blocks)):
-                self._blocks[len(found) + block] = shard, block
-            found += [(stream, own) for own in blocks] or [(stream, shard)]
-        self._shards = found
-
     def _source(self, stream: int, path: Path, shard: Shard) -> str:
         remote = self._caches[stream].remote
         if remote is None or (remote.local and path.is_relative_to(remote.local)):
             return str(path)
         return f"{remote.url_of(shard.name)} ({path}: remove it to have it fetched again)"
+
+
+def _begins(numbers: Ints) -> npt.NDArray[np.bool_]:
+    """Return for each of these ascending numbers whether it is the first of its kind."""
+    return np.append(True, numbers[1:] != numbers[:-1])[: len(numbers)]
 
 
 def _columns(where: str, columns: Sequence[str] | None) -> tuple[str, ...] | None:

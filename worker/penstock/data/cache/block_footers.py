@@ -3,8 +3,7 @@ read at about the same time."""
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
+import contextlib
 from collections.abc import Callable
 
 from penstock.data.cache.shard_cache import ShardCache
@@ -23,8 +22,8 @@ class BlockFooters:
     """Parsed footers of a dataset's files, by file. Safe for threads; empty in a copy."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._known: OrderedDict[tuple[int, str], Footer] = OrderedDict()
+        # No lock, which a forked child would inherit: two threads that fetch the same footer do no harm.
+        self._known: dict[tuple[int, str], Footer] = {}
 
     def __reduce__(self) -> tuple[Callable[[], BlockFooters], tuple[()]]:
         return BlockFooters, ()
@@ -33,8 +32,7 @@ class BlockFooters:
         """Return where a block lies in its file. `stream`: number of the stream; `source`: address of the file, for
         errors. Raises what `ShardCache.hold` raises, and ShardCorruptError if the footer is not that of the index."""
         key = stream, file.name
-        with self._lock:
-            footer = self._known.get(key)
+        footer = self._known.get(key)
         if footer is None:
             with cache.hold(footer_shard(file)) as held:
                 path = held.paths[0]
@@ -48,8 +46,8 @@ class BlockFooters:
                 raise
             except Exception as error:
                 raise ShardCorruptError(f"{source}: its footer ({path}) cannot be read: {error}") from error
-            with self._lock:
-                self._known[key] = footer
-                while len(self._known) > MOST:
-                    self._known.popitem(last=False)
+            self._known[key] = footer
+            if len(self._known) > MOST:
+                with contextlib.suppress(KeyError, RuntimeError):  # another thread does the same
+                    del self._known[next(iter(self._known))]
         return FileRange(footer, block, file.ranges[2 * block], file.size)

@@ -67,7 +67,9 @@ class FileLock:
         """Set the lock file's modification time, in ns; None: to the current time. The current time is read from the
         clock, because the kernel's own file times are so coarse that two writes may get the same one."""
         now = time.time_ns() if time_ns is None else time_ns
-        os.utime(self._held().fileno(), ns=(now, now))
+        number = self._held().fileno()
+        if number >= 0:  # garbage collection of the lock's owner may have closed the file before
+            os.utime(number, ns=(now, now))
 
     def share(self, group: int) -> None:
         """Let the members of `group` write the lock file. Does nothing if the file belongs to another user."""
@@ -87,7 +89,7 @@ class FileLock:
             return
         with _opening:
             descriptor, self._descriptor = self._descriptor, None
-            if descriptor is not None:
+            if descriptor is not None and descriptor.fileno() >= 0:  # as in `touch`
                 # Unlock explicitly: closing alone would leave the lock with a forked child that has not closed its copy
                 # yet.
                 fcntl.flock(descriptor.fileno(), fcntl.LOCK_UN)

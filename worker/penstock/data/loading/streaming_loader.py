@@ -33,9 +33,9 @@ __all__ = ["StreamingLoader"]
 
 BLOCK = 1 << 18
 """Default number of samples that are shuffled with each other."""
-SHUFFLE_MEMORY = 96 << 20
-"""Default number of bytes of decoded row groups that are shuffled with each other: two blocks fit into the default
-decoded_limit, the present one and the one after it."""
+SHUFFLE_MEMORY = 64 << 20
+"""Default number of bytes of decoded row groups that are shuffled with each other: the present ones, the next ones that
+are decoded ahead, and those before fit into the default decoded_limit."""
 DECODED_AHEAD = 1 << 12
 """Number of samples, without shuffling, whose row groups are decoded ahead."""
 DECODED_RUNS = 64

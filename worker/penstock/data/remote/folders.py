@@ -361,6 +361,7 @@ class RemoteFolder:
                 raise
             except Exception as error:
                 failure_kind = judge(error)
+                error.__traceback__ = None  # its frames refer to it, and to the caller's dataset and locks
             failures += 1
             left = until - time.monotonic()
             pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (failures - 1)) * random.uniform(0.5, 1.0)

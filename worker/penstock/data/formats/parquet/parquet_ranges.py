@@ -17,7 +17,7 @@ from penstock.data.formats.parquet.parquet_footer import RowGroup, footer_length
 from penstock.data.formats.parquet.parquet_shards import pyarrow_parquet
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 
-__all__ = ["FileRange", "Footer", "block_shards", "footer_shard", "opened_range"]
+__all__ = ["FileRange", "Footer", "block_shard", "footer_shard", "has_ranges", "opened_range"]
 
 MIN_RANGE_BYTES = 256 << 10
 """Smallest mean size of a file's row groups, in bytes, with which they are fetched one by one: a request takes as long
@@ -59,22 +59,17 @@ class FileRange:
     """Size of the whole file, in bytes."""
 
 
-def block_shards(shard: Shard) -> list[Shard]:
-    """Return a shard for each row group of a file that can be fetched in ranges; otherwise an empty list."""
+def has_ranges(shard: Shard) -> bool:
+    """Return True if the row groups of a file are worth fetching one by one."""
     count = len(shard.blocks)
-    if count < 2 or not shard.ranges or shard.files[0].packed or shard.size < count * MIN_RANGE_BYTES:
-        return []
-    return [
-        replace(
-            shard,
-            samples=rows,
-            files=(_range(shard, *shard.ranges[2 * number : 2 * number + 2]),),
-            blocks=(rows,),
-            decoded_bytes=0,
-            ranges=(),
-        )
-        for number, rows in enumerate(shard.blocks)
-    ]
+    return count > 1 and bool(shard.ranges) and not shard.files[0].packed and shard.size >= count * MIN_RANGE_BYTES
+
+
+def block_shard(shard: Shard, block: int) -> Shard:
+    """Return the shard that consists of a row group of a file."""
+    rows = shard.blocks[block]
+    file = _range(shard, *shard.ranges[2 * block : 2 * block + 2])
+    return replace(shard, samples=rows, files=(file,), blocks=(rows,), decoded_bytes=0, ranges=())
 
 
 def footer_shard(shard: Shard) -> Shard:

@@ -248,6 +248,7 @@ class ParquetReader:
             metadata=self._footer,
             read_dictionary=self._texts,
             page_checksum_verification=True,
+            pre_buffer=False,  # else it keeps the compressed bytes of the row group that it read last
         )
 
     def _group_of(self, index: int) -> int:
