@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +27,9 @@ gc.disable()  # until all is imported and collected, see below: it would walk th
 for _name in [name for name in os.environ if name.startswith(("PENSTOCK_", "TORCHELASTIC_"))]:
     del os.environ[_name]
 os.environ["PENSTOCK_CONFIG"] = os.devnull  # not the settings file that a developer has at home
+# What runs here announces itself in this folder: neither a developer's nor another test process's is found.
+os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="penstock-tests-")
+atexit.register(shutil.rmtree, os.environ["XDG_RUNTIME_DIR"], ignore_errors=True)
 # numpy's BLAS starts a thread for each core when it is imported, and these spin for a tenth of a second each time.
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 

@@ -20,7 +20,7 @@ from penstock.appliance.storage.journal import Journal, StateDir
 from penstock.appliance.storage.snapshot_index import DropAttempt, DurableSnapshot
 from penstock.appliance.storage.snapshot_store import Store
 from penstock.appliance.testing import FakeBox, FakeCluster, FakeWorker
-from penstock.proto.errors import BoxTakenError, JournalError, SupersededError
+from penstock.proto.errors import BoxTakenError, JournalError, SupersededError, TopologyError
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 KEY = SlotKey("job/0", 1, 0, 0)
@@ -190,9 +190,26 @@ def test_ended_attempts_snapshots_drop_at_start(state: StateDir) -> None:
 # --------------------------------------------------------------------------------------------------- nothing unwritten
 
 
+def test_tables_of_this_release_are_added(state: StateDir) -> None:
+    world, _, _ = running(state)
+    world.journal._db.execute("DROP TABLE unused")  # as an older release leaves it
+    restarted(world)
+    with pytest.raises(TopologyError):  # what is not known to be unused counts as used
+        world.open(client_id="next", num_workers_per_box=5)
+
+
+def test_unused_row_of_unknown_run_is_refused(state: StateDir) -> None:
+    world, _, _ = running(state)
+    world.journal.put("unused", {"run": "nowhere/0"})
+    world.journal.commit()
+    with pytest.raises(JournalError, match="its rows contradict each other"):
+        restarted(world)
+
+
 def test_writing_stays_cheap(state: StateDir) -> None:
     """A heartbeat that changes nothing writes nothing."""
     world, box, worker = running(state)
+    box.deliver(1)  # after which the run no longer counts as unused
     changes = world.journal._db.total_changes
     for _ in range(10):
         worker.ready()

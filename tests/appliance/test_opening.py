@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock.appliance.model.entities import client_of, shown
 from penstock.appliance.model.limits import Limits
+from penstock.appliance.storage.journal import StateDir
 from penstock.appliance.testing import FakeCluster
 from penstock.proto.errors import (
     BoxOutOfRangeError,
@@ -240,7 +242,7 @@ def test_members_of_one_attempt_must_agree(world: FakeCluster) -> None:
 
 
 def test_another_shape_needs_a_state(world: FakeCluster) -> None:
-    world.open(client_id="a")
+    world.open(client_id="a").deliver(1)
     with pytest.raises(TopologyError) as caught:
         world.open(client_id="b", num_workers_per_box=3)
     assert caught.value.message == (
@@ -250,6 +252,32 @@ def test_another_shape_needs_a_state(world: FakeCluster) -> None:
     assert world.open(client_id="c", num_workers_per_box=3, **resumed(world, count=3)).reply.attempt == 2
     with pytest.raises(TopologyError):  # three workers are the run's shape now
         world.open(client_id="d")
+
+
+def test_unused_run_reopens_on_any_topology(tmp_path: Path) -> None:
+    world = FakeCluster(directory=StateDir(tmp_path / "state"))
+    world.open(client_id="a")
+    assert world.open(client_id="b", num_workers_per_box=3).reply.attempt == 2
+    world.restart()
+    third = world.open(client_id="c", num_workers_per_box=1)
+    assert (third.reply.attempt, third.reply.seed) == (3, 4242)
+    third.deliver(1)
+    world.restart()
+    with pytest.raises(TopologyError, match="had 1 box x 1 worker before"):
+        world.open(client_id="d")
+    world.journal.close()
+
+
+def test_resumed_run_counts_as_used(world: FakeCluster) -> None:
+    world.open(client_id="a")
+    world.open(client_id="b", **resumed(world))
+    with pytest.raises(TopologyError):
+        world.open(client_id="c", num_workers_per_box=3)
+
+
+def test_closed_unused_run_reopens_on_any_topology(world: FakeCluster) -> None:
+    world.open(client_id="a").close()
+    assert world.open(client_id="b", num_workers_per_box=3).reply.attempt == 2
 
 
 def test_journaled_seed_changes_only_with_a_state(world: FakeCluster) -> None:

@@ -6,13 +6,17 @@ import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 
 import pytest
 from shard_folder import HASH, make_shards, raw_bytes, size_of_files
 from shard_server import Fault, ShardServer
 
+from penstock.data.cache import eviction
 from penstock.data.cache import shard_cache as storage_cache
 from penstock.data.cache.cache_state import CacheState
+from penstock.data.cache.eviction import Eviction
+from penstock.data.cache.file_locks import FileLock
 from penstock.data.cache.prefetch import Prefetcher
 from penstock.data.cache.shard_cache import HeldShard, ShardCache
 from penstock.data.cache.shard_versions import ShardVersion, key_of
@@ -254,3 +258,60 @@ def test_versions_cannot_evict_outside_the_folder(server: ShardServer, make: Mak
     for shard in shards:
         use(cache, shard)
     assert all(victim.read_bytes() == b"precious" for victim in victims)
+
+
+def test_claims_that_fit_count_no_shards(
+    server: ShardServer, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = make_shards(server.folder, 8, SIZE)
+    counts: list[Eviction] = []
+    read = Eviction._read
+
+    def counted(self: Eviction) -> None:
+        counts.append(self)
+        read(self)
+
+    monkeypatch.setattr(Eviction, "_read", counted)
+    cache, other = make(limit=6 * SIZE), make(limit=6 * SIZE)
+    for number in range(3):
+        use(cache, shards[number])
+    assert len(counts) == 1  # at the process's first claim
+    use(other, shards[3])
+    use(cache, shards[4])
+    use(cache, shards[5])
+    assert len(counts) == 2
+    use(cache, shards[6])
+    assert len(counts) == 3  # it does not fit
+    assert there(tmp_path) == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("large", [3, 1000])
+def test_limit_holds_for_caches_that_are_killed(
+    server: ShardServer, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: int
+) -> None:
+    """Let several processes use shards at random, and end some of them within a claim or a fetch."""
+    monkeypatch.setattr(eviction, "LARGE_CACHE", large)
+    shards = make_shards(server.folder, 12, SIZE)
+    random = Random(large)
+    write = FileLock.write
+    ends_after = 0
+
+    def killed(self: FileLock, text: bytes) -> None:
+        nonlocal ends_after
+        write(self, text)
+        ends_after -= 1
+        if not ends_after:
+            raise MemoryError("ended here")
+
+    monkeypatch.setattr(FileLock, "write", killed)
+    caches = [make(limit=6 * SIZE) for _ in range(3)]
+    for _ in range(150):
+        number = random.randrange(len(caches))
+        ends_after = random.choice([0, 0, random.randint(1, 4)])
+        try:
+            use(caches[number], shards[random.randrange(12)])
+        except MemoryError:
+            caches[number].close()
+            caches[number] = make(limit=6 * SIZE)
+        assert size_of_files(tmp_path / "cache") <= 6 * SIZE
+    assert len(there(tmp_path)) >= 4

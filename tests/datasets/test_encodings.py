@@ -24,6 +24,7 @@ from penstock.data.formats.encodings import ENCODINGS, check_encoding, encoding_
 from penstock.data.formats.index import INDEX, read_index
 from penstock.data.formats.mds import columns_of
 from penstock.data.formats.readers import open_shard
+from penstock.data.formats.shards import ReadOptions
 from penstock.proto.errors import DatasetError
 
 MDS = Path(__file__).parents[1] / "data" / "mds"
@@ -267,7 +268,7 @@ def test_pickles_are_opened_only_for_who_asks() -> None:
         columns_of(shard)
     with pytest.raises(DatasetError, match="allow_unsafe_types=True"):
         encoding_of("pkl", allow_unsafe_types=False)
-    reader = open_shard(shard, [folder / shard.name], allow_unsafe_types=True)
+    reader = open_shard(shard, [folder / shard.name], ReadOptions(allow_unsafe_types=True))
     assert reader[2]["any"] == {"i": 2, "of": (1, "two", [3.0], None)}
     reader.close()
 
@@ -292,7 +293,7 @@ def test_image_of_another_format_is_not_opened(name: str, form: str) -> None:
 
 
 def test_missing_pillow_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.data.formats import images
+    from penstock.data.formats.media import images
 
     images._pil.cache_clear()
     monkeypatch.setitem(sys.modules, "PIL.Image", None)

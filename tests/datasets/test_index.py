@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.data.formats.index import FORMATS, INDEX, read_index, write_index
+from penstock.data.formats.format_table import FORMATS
+from penstock.data.formats.index import INDEX, read_index, write_index
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.data.writing.merge_index import merge_index
 from penstock.proto.errors import DatasetError
@@ -159,7 +160,7 @@ def test_any_other_value_is_read_or_refused(data: st.DataObject, index: dict[str
         said = str(error)
     else:
         said = "here: "
-        assert [len(shard.files) for shard in shards] == [len(FORMATS[shard.format]) for shard in shards]
+        assert [len(shard.files) for shard in shards] == [len(FORMATS[shard.format].parts) for shard in shards]
         assert all(shard.samples >= 0 and shard.size >= 0 for shard in shards)
         assert read_index(write_index(shards), "again") == shards
     assert said.startswith("here: ")

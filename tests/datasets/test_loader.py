@@ -6,6 +6,7 @@ import gc
 import json
 import random
 import tracemalloc
+from functools import partial
 from pathlib import Path
 from typing import Any, SupportsIndex
 
@@ -92,6 +93,25 @@ def test_state_of_other_augmentation_is_refused(dataset: StreamingDataset) -> No
         loader_of(dataset, collate_fn=drawn, seed=2, **options).load_state_dict(state)
     plain = StreamingLoader(dataset, batch_size=9, seed=1)
     StreamingLoader(dataset, batch_size=9, seed=2).load_state_dict(plain.state_dict())
+
+
+def test_threads_change_neither_order_nor_state(dataset: StreamingDataset) -> None:
+    def loader(**changed: Any) -> StreamingLoader:
+        return loader_of(dataset, global_batch_size=12, collate_fn=drawn, **changed)
+
+    whole = list(loader())
+    workers = AllWorkers(partial(loader, fetch_threads=3), (1, 2))
+    got = workers.take(5)
+    got += AllWorkers(loader, (1, 3), workers).take(2)
+    assert got == whole[:7]
+    threaded = loader(fetch_threads=2)
+    iterator = iter(threaded)
+    assert [next(iterator) for _ in range(3)] == whole[:3]
+    other = loader(fetch_threads=2)
+    other.load_state_dict(threaded.state_dict())
+    assert list(other) == whole[3:]
+    with pytest.raises(InvalidArgumentError, match="reseed=True with fetch_threads=2"):
+        loader(fetch_threads=2, reseed=True)
 
 
 def test_an_epoch_has_every_sample_once(dataset: StreamingDataset) -> None:

@@ -23,13 +23,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.data.formats import parquet
+from penstock.data.formats.decoded_blocks import MEMORY
 from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.index import read_index, write_index
-from penstock.data.formats.parquet_footer import footer_bytes, row_groups
+from penstock.data.formats.parquet import parquet_reader
+from penstock.data.formats.parquet.parquet_footer import row_groups, tail_of
+from penstock.data.formats.parquet.parquet_shards import parquet_shards
 from penstock.data.formats.readers import open_shard
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.data.streaming_dataset import StreamingDataset
+from penstock.data.writing.index_parquet import index_parquet
 from penstock.proto.errors import DatasetError, ShardCorruptError
 
 ROWS: list[dict[str, Any]] = [
@@ -51,8 +54,13 @@ def write(path: Path, rows: list[dict[str, Any]], **keywords: Any) -> Path:
     return path
 
 
+def plain(sample: dict[str, Any]) -> dict[str, Any]:
+    """The sample with lists of numbers as Python's."""
+    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in sample.items()}
+
+
 def shard_of(path: Path) -> Shard:
-    (shard,) = parquet.parquet_shards([(path.name, path)])
+    (shard,) = parquet_shards([(path.name, path)])
     return shard
 
 
@@ -64,13 +72,13 @@ def test_rows_come_back_in_any_order(compression: str, tmp_path: Path) -> None:
     order = list(range(len(ROWS)))
     random.Random(1).shuffle(order)
     for index in order:
-        assert reader[index] == ROWS[index]
+        assert plain(reader[index]) == ROWS[index]
     for index in (-1, len(ROWS)):
         with pytest.raises(IndexError, match=f"below {len(ROWS)}, got {index}"):
             reader[index]
     row = reader[7]
     reader.close()
-    assert row == ROWS[7]
+    assert plain(row) == ROWS[7]
     with pytest.raises(ValueError, match="is closed"):
         reader[7]
 
@@ -78,34 +86,34 @@ def test_rows_come_back_in_any_order(compression: str, tmp_path: Path) -> None:
 def test_row_groups_that_fit_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a.parquet", ROWS)
     read: list[int] = []
-    plain = pyarrow.parquet.ParquetFile.read_row_group
+    actual = pyarrow.parquet.ParquetFile.read_row_group
 
     def counted(self: Any, group: int, *args: Any, **keywords: Any) -> Any:
         read.append(group)
-        return plain(self, group, *args, **keywords)
+        return actual(self, group, *args, **keywords)
 
     monkeypatch.setattr(pyarrow.parquet.ParquetFile, "read_row_group", counted)
     reader = open_shard(shard_of(path), [path])
     assert read == []  # not before a row is asked for
     for index in (950, 20, 960, 30, 99, 100):
-        assert reader[index] == ROWS[index]
+        assert plain(reader[index]) == ROWS[index]
     assert read == [9, 0, 1]
     reader.close()
 
     one = pyarrow.parquet.ParquetFile(path).read_row_group(0).nbytes
     read.clear()
-    monkeypatch.setattr(parquet, "KEPT_BYTES", int(2.5 * one))
+    monkeypatch.setattr(MEMORY, "limit", int(2.5 * one))
     reader = open_shard(shard_of(path), [path])
     for index in (0, 100, 1, 200, 2, 101):  # 1 is the longest unused when 2 comes
-        assert reader[index] == ROWS[index]
+        assert plain(reader[index]) == ROWS[index]
     assert read == [0, 1, 2, 1]
     reader.close()
 
     read.clear()
-    monkeypatch.setattr(parquet, "KEPT_BYTES", 1)
+    monkeypatch.setattr(MEMORY, "limit", 1)
     reader = open_shard(shard_of(path), [path])
     for index in (0, 1, 100, 2):
-        assert reader[index] == ROWS[index]
+        assert plain(reader[index]) == ROWS[index]
     assert read == [0, 1, 0]
     reader.close()
 
@@ -165,7 +173,7 @@ def test_row_group_with_more_text_than_an_array(tmp_path: Path, monkeypatch: pyt
     array = pyarrow.StringArray.from_buffers(2, offsets, text)
     table = pyarrow.table({"x": pyarrow.chunked_array([array, array])})
     path = write(tmp_path / "a.parquet", [{"x": "\0"}] * 4)
-    monkeypatch.setattr(pyarrow.parquet.ParquetFile, "read_row_group", lambda self, group: table)
+    monkeypatch.setattr(pyarrow.parquet.ParquetFile, "read_row_group", lambda self, group, columns, use_threads: table)
     reader = open_shard(shard_of(path), [path])
     assert [reader[index] for index in (0, 2)] == [{"x": "\0"}] * 2
 
@@ -177,7 +185,7 @@ def test_large_list_row_groups_are_read_in_parts(tmp_path: Path, monkeypatch: py
     parts: list[int] = []
     smallest = 10
 
-    def read_row_group(self: Any, group: int) -> Any:
+    def read_row_group(self: Any, group: int, **keywords: Any) -> Any:
         raise pyarrow.ArrowNotImplementedError("Nested data conversions not implemented for chunked array outputs")
 
     def iter_batches(self: Any, rows: int, **keywords: Any) -> Any:
@@ -187,7 +195,7 @@ def test_large_list_row_groups_are_read_in_parts(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(pyarrow.parquet.ParquetFile, "read_row_group", read_row_group)
     monkeypatch.setattr(pyarrow.parquet.ParquetFile, "iter_batches", iter_batches)
     reader = open_shard(shard_of(path), [path])
-    assert [reader[index] for index in range(100)] == ROWS[:100]
+    assert [plain(reader[index]) for index in range(100)] == ROWS[:100]
     assert parts == [50, 12, 3]
     smallest = 0
     with pytest.raises(DatasetError, match=r"a\.parquet: sample 0, row group 0: pyarrow cannot read it"):
@@ -196,11 +204,13 @@ def test_large_list_row_groups_are_read_in_parts(tmp_path: Path, monkeypatch: py
 
 def test_threads_read_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a.parquet", ROWS)
-    monkeypatch.setattr(parquet, "KEPT_BYTES", 1)
+    monkeypatch.setattr(MEMORY, "limit", 1)
     reader = open_shard(shard_of(path), [path])
     order = [number for start in range(20) for number in range(start, len(ROWS), 100)]
     with ThreadPoolExecutor(4) as threads:
-        assert list(threads.map(reader.__getitem__, order)) == [ROWS[number] for number in order]
+        assert [plain(sample) for sample in threads.map(reader.__getitem__, order)] == [
+            ROWS[number] for number in order
+        ]
 
 
 def test_plain_files_are_indexed_by_footers(tmp_path: Path) -> None:
@@ -208,13 +218,13 @@ def test_plain_files_are_indexed_by_footers(tmp_path: Path) -> None:
         write(tmp_path / f"{name}.parquet", ROWS[:count] or ROWS[:1])
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS[:1]).slice(0, 0), tmp_path / "b.parquet")
     paths = sorted(tmp_path.iterdir())
-    shards = parquet.parquet_shards((f"train/{path.name}", path) for path in paths)
+    shards = parquet_shards((f"train/{path.name}", path) for path in paths)
     assert [shard.samples for shard in shards] == [3, 0, 250]
     assert [shard.name for shard in shards] == ["train/a.parquet", "train/b.parquet", "train/c.parquet"]
     assert [shard.size for shard in shards] == [path.stat().st_size for path in paths]
     # Over a file of any place, of which only the footer is read.
     with fsspec.open(paths[2].as_uri(), "rb") as file:
-        assert parquet.parquet_shards([("train/c.parquet", file)]) == shards[2:]
+        assert parquet_shards([("train/c.parquet", file)]) == shards[2:]
     assert [shard.samples for shard in read_index(write_index(shards), "here")] == [3, 0, 250]
 
 
@@ -223,21 +233,21 @@ def test_indexed_plain_files_are_a_dataset(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         write(tmp_path / f"{name}.parquet", ROWS[begin : begin + 5])
     with pytest.raises(DatasetError, match=r"b/nothing: neither this folder"):
-        parquet.index_parquet(tmp_path / "b" / "nothing")
-    parquet.index_parquet(tmp_path)
+        index_parquet(tmp_path / "b" / "nothing")
+    index_parquet(tmp_path)
     dataset = StreamingDataset(str(tmp_path))
-    assert [dataset[at] for at in range(len(dataset))] == [*ROWS[:5], *ROWS[40:45], *ROWS[100:105]]
+    assert [plain(dataset[at]) for at in range(len(dataset))] == [*ROWS[:5], *ROWS[40:45], *ROWS[100:105]]
 
 
 def test_files_with_other_columns_are_named(tmp_path: Path) -> None:
     first = write(tmp_path / "a.parquet", [{"x": 1, "y": 2}])
     other = write(tmp_path / "b.parquet", [{"x": 1, "z": 2}])
     with pytest.raises(DatasetError, match=r"a\.parquet has .*, but b\.parquet has x, z"):
-        parquet.parquet_shards([(path.name, path) for path in (first, other)])
+        parquet_shards([(path.name, path) for path in (first, other)])
     with pytest.raises(ShardCorruptError, match=r"c\.parquet: it is not a Parquet file"):
-        parquet.parquet_shards([("c.parquet", io.BytesIO(b"PAR1 or what"))])
+        parquet_shards([("c.parquet", io.BytesIO(b"PAR1 or what"))])
     with pytest.raises(ShardCorruptError, match=r"d\.parquet: it is not a Parquet file"):
-        parquet.parquet_shards([("d.parquet", tmp_path / "d.parquet")])
+        parquet_shards([("d.parquet", tmp_path / "d.parquet")])
 
 
 def test_wrong_size_or_count_is_found_on_open(tmp_path: Path) -> None:
@@ -280,7 +290,7 @@ def test_no_damage_is_more_than_an_error(data: st.DataObject, tmp_path_factory: 
 DAMAGED = """
 import sys
 from pathlib import Path
-from penstock.data.formats.parquet import ParquetReader
+from penstock.data.formats.parquet.parquet_reader import ParquetReader
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.proto.errors import DatasetError, ShardCorruptError
 path = Path(sys.argv[1])
@@ -314,18 +324,18 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     os.mkfifo(path)
     with pytest.raises(ShardCorruptError, match="it is not a regular file"):
-        parquet.index_parquet(tmp_path)
+        index_parquet(tmp_path)
     with pytest.raises(ShardCorruptError, match="it is not a regular file"):
-        parquet.ParquetReader(Shard("parquet", 0, (ShardFile(StoredFile("x.parquet", 0)),)), path)
+        parquet_reader.ParquetReader(Shard("parquet", 0, (ShardFile(StoredFile("x.parquet", 0)),)), path)
 
 
 def test_memory_that_pyarrow_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"number": [1, 2, 3]}), path)
     shard = Shard("parquet", 3, (ShardFile(StoredFile("x.parquet", path.stat().st_size)),))
-    reader = parquet.ParquetReader(shard, path)
+    reader = parquet_reader.ParquetReader(shard, path)
 
-    def read(group: int, rows: int) -> Any:
+    def read(file: Any, group: int, rows: int) -> Any:
         raise pyarrow.lib.ArrowMemoryError("malloc of size 70368744177664 failed")
 
     monkeypatch.setattr(reader, "_table", read)
@@ -337,7 +347,7 @@ def test_footer_s_sizes_are_those_of_pyarrow(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path, row_group_size=300)
     footer = pyarrow.parquet.read_metadata(path)
-    for number, group in enumerate(row_groups(footer_bytes(Descriptor(path)))):
+    for number, group in enumerate(row_groups(tail_of(Descriptor(path))[:-8])):
         theirs = footer.row_group(number)
         columns = [theirs.column(place) for place in range(theirs.num_columns)]
         assert group.rows == theirs.num_rows
@@ -392,7 +402,7 @@ def test_equal_numbers_without_end_are_refused(tmp_path: Path, monkeypatch: pyte
     pyarrow.parquet.write_table(pyarrow.table({"n": pyarrow.array(np.zeros(rows, np.int64))}), path)
     assert path.stat().st_size < 10_000
     reader = open_shard(shard_of(path), [path])
-    monkeypatch.setattr(parquet, "free_memory", lambda: 7_999_999)
+    monkeypatch.setattr(parquet_reader, "free_memory", lambda: 7_999_999)
     with pytest.raises(
         DatasetError, match=r"row group 0 must fit into memory: it takes 8\d{6} bytes, but 7999999 are free"
     ):

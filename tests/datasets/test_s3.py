@@ -19,7 +19,7 @@ from shard_folder import HASH, make_shards, raw_bytes
 
 from penstock.data import MDSWriter, StreamingDataset, merge_index
 from penstock.data.cache.shard_cache import ShardCache
-from penstock.data.remote import transfer
+from penstock.data.remote import folders, transfer
 from penstock.data.remote.folders import RemoteFolder
 from penstock.proto.errors import DatasetError, ShardCorruptError, ShardUnavailableError
 
@@ -114,6 +114,7 @@ def test_large_files_come_in_pieces(
     bucket: Any, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfer, "PIECE", 9_000)
+    monkeypatch.setattr(transfer, "LARGE_PIECE", 9_000)
     place = RemoteFolder(f"s3://{bucket.bucket}/data/", options, tries=2)
     place.download(NAME, tmp_path / "got", expected_size=SIZE, deadline_s=30)
     assert (tmp_path / "got").read_bytes() == raw_bytes(0, SIZE)
@@ -123,21 +124,67 @@ def test_large_files_come_in_pieces(
     with pytest.raises(ShardCorruptError, match=f"{NAME} has {SIZE} bytes, but its index says {SIZE + 1}"):
         place.download(NAME, tmp_path / "got", expected_size=SIZE + 1, deadline_s=30)
 
-    # One that is replaced between two pieces, by one of the same size.
-    real = RemoteFolder._call
-    pieces = 0
+    place.close()
 
-    def call(self: RemoteFolder, until: float, method: str, *args: Any, **kwargs: Any) -> Any:
-        nonlocal pieces
-        pieces += method == "cat_file"
-        if pieces == 3 and method == "cat_file":
+
+def test_file_replaced_during_read_is_read_again(
+    bucket: Any, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replace a file by one of the same size, after its first piece was read."""
+    monkeypatch.setattr(folders, "PARALLEL", 2)
+    monkeypatch.setattr(transfer, "PIECE", 9_000)
+    monkeypatch.setattr(transfer, "LARGE_PIECE", 9_000)
+    place = RemoteFolder(f"s3://{bucket.bucket}/data/", options, tries=2)
+    real = RemoteFolder._started
+    requests = 0
+
+    def started(self: RemoteFolder, loop: Any, work: Any) -> Any:
+        nonlocal requests
+        requests += 1
+        if requests == 3:
             bucket.pipe_file(f"{bucket.bucket}/data/{NAME}", raw_bytes(7, SIZE))
-        return real(self, until, method, *args, **kwargs)
+        return real(self, loop, work)
 
-    monkeypatch.setattr(RemoteFolder, "_call", call)
+    monkeypatch.setattr(RemoteFolder, "_started", started)
     place.download(NAME, tmp_path / "got", expected_size=SIZE, deadline_s=30)
     assert (tmp_path / "got").read_bytes() == raw_bytes(7, SIZE)
-    assert pieces == 10
+    assert requests > SIZE // 9_000 + 2
+    place.close()
+
+
+@pytest.mark.parametrize("size", [0, 5, 20_000])
+def test_shorter_file_is_said_with_both_sizes(
+    bucket: Any, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr(transfer, "PIECE", 9_000)
+    monkeypatch.setattr(transfer, "LARGE_PIECE", 9_000)
+    bucket.pipe_file(f"{bucket.bucket}/data/{NAME}", raw_bytes(0, SIZE)[:size])
+    place = RemoteFolder(f"s3://{bucket.bucket}/data/", options, tries=2)
+    with pytest.raises(ShardCorruptError, match=f"{NAME} has {size} bytes, but its index says {SIZE}"):
+        place.download(NAME, tmp_path / "got", expected_size=SIZE, deadline_s=30)
+    place.close()
+
+
+def test_failed_piece_is_requested_again(
+    bucket: Any, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fail one of the pieces that are requested at the same time; what arrived before it is not read again."""
+    monkeypatch.setattr(transfer, "PIECE", 9_000)
+    monkeypatch.setattr(transfer, "LARGE_PIECE", 9_000)
+    read: list[int] = []
+    real = transfer.s3_piece
+
+    async def piece(fs: Any, path: str, start: int, end: int) -> Any:
+        read.append(start)
+        if start == 18_000 and read.count(start) == 1:
+            raise TimeoutError("the connection was silent")
+        return await real(fs, path, start, end)
+
+    monkeypatch.setattr(folders, "s3_piece", piece)
+    place = RemoteFolder(f"s3://{bucket.bucket}/data/", options, tries=2)
+    place.download(NAME, tmp_path / "got", expected_size=SIZE, deadline_s=30)
+    assert (tmp_path / "got").read_bytes() == raw_bytes(0, SIZE)
+    assert (read.count(0), read.count(9_000), read.count(18_000)) == (1, 1, 2)
     place.close()
 
 

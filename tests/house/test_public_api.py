@@ -41,10 +41,12 @@ NAMES = {
         "Filtered",
         "Grouped",
         "JSONWriter",
+        "LanceRows",
         "LineFile",
         "LogicalShards",
         "MDSWriter",
         "Mapped",
+        "MegatronDocuments",
         "Mixture",
         "Packed",
         "Repeated",
@@ -60,7 +62,9 @@ NAMES = {
         "TSVWriter",
         "WindowShuffled",
         "XSVWriter",
+        "index_folder",
         "index_parquet",
+        "megatron_blend",
         "merge_index",
     },
 }
@@ -127,7 +131,7 @@ SIGNATURES = {
     "penstock.data:StreamingLoader.restore_sample": "(self, key)",
     "penstock.data:StreamingLoader.set_epoch": "(self, epoch)",
     "penstock.data:StreamingLoader.state_after": "(self, batches)",
-    "penstock.data:index_parquet": "(folder)",
+    "penstock.data:index_parquet": "(folder, *, storage_options=None, out=None, ranges=True, timeout_s=600.0)",
     "penstock.data:merge_index": "(folder, parts=None, *, storage_options=None, timeout_s=600.0)",
 }
 """module:name -> its parameters, without annotations."""
@@ -175,14 +179,14 @@ KEYWORDS = {
         "dataset batch_size global_batch_size shuffle seed shuffle_block num_samples tail skip order_file "
         "fetch_threads fetch_processes reseed keys rank collate_fn"
     ),
-    "penstock.data:Stream": "remote local split proportion repeat choose storage_options",
+    "penstock.data:Stream": "remote local split proportion repeat choose storage_options columns",
     "penstock.data:StreamingDataset": (
         "remote local split streams cache_limit validate_hash keep_zip timeout_s download_threads allow_unsafe_types "
-        "storage_options"
+        "images columns decoded_limit storage_options"
     ),
     "penstock.data:StreamingLoader": (
-        "dataset batch_size global_batch_size shuffle seed shuffle_block partitions interleave epoch_size tail "
-        "skip order_file predownload reseed keys rank collate_fn"
+        "dataset batch_size global_batch_size shuffle seed shuffle_block shuffle_memory partitions interleave "
+        "epoch_size tail skip order_file predownload fetch_threads reseed keys rank collate_fn"
     ),
     "penstock.data:SyntheticDataset": "sample_spec num_samples seed",
     "penstock.data:WindowShuffled": "source window",

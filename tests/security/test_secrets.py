@@ -90,6 +90,7 @@ def test_mutual_tls_training_shows_no_secret(start: Starter, pki: Pki, tmp_path:
         if entry.name not in daemons:
             environ = (entry / "environ").read_bytes()
             assert b"PENSTOCK_TOKEN" not in environ
+            assert not any(secret.encode() in environ for secret in (*SECRETS.values(), *keys))
     journal = b"".join(file.read_bytes() for file in (tmp_path / "state").iterdir() if file.is_file())
     assert not any(secret.encode() in journal for secret in SECRETS.values())
 

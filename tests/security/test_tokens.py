@@ -268,6 +268,8 @@ CALLS: dict[str, Call] = {
     "GetBlob": lambda c: c.get_blob("x"),
     "Status": lambda c: c.status(),
     "FetchHistory": lambda c: c.fetch_histories("none/0", 0),
+    "EndRun": lambda c: c.end_run("none/0"),
+    "OpenDashboard": lambda c: c.open_dashboard(),
 }
 
 

@@ -15,7 +15,7 @@ from simulated.mutations import MUTATIONS, Mutation, applied
 from simulated.scenario import simulate
 from simulated.truth import PROMISES
 
-SEEDS = 80
+SEEDS = 88
 """Histories: a second of a core plays eleven. Far more than any mutation survives."""
 GROUPS = 4
 """Groups of seeds, one test each, in which every kind of fault happens; a failure names its seed."""

@@ -22,6 +22,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return [kind, value.dtype.name, list(value.shape), _short(value.tobytes())]
     if isinstance(value, Image.Image):
+        kind = next(base.__name__ for base in type(value).__mro__ if base.__module__.startswith("PIL."))
         return [kind, value.format, value.mode, list(value.size), _short(value.tobytes())]
     if isinstance(value, bytes):
         return [kind, _short(value)]

@@ -12,7 +12,7 @@ from penstock.appliance.edge.coordinator_metrics import CoordinatorCounters, rea
 from penstock.appliance.edge.dashboard_data import MOST_BOXES, dashboard
 from penstock.deploy.doctor.cluster_check import check_worker
 from penstock.deploy.operations.show_status import tables
-from penstock.deploy.operations.top_screen import Screen
+from penstock.deploy.operations.top_screen import Screen, plain
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.runtime.telemetry.cluster_view import as_dict, view
 from penstock.runtime.telemetry.counters import CallCounters, Histogram
@@ -55,6 +55,34 @@ def test_every_face_says_the_same() -> None:
     for name, text in faces().items():
         assert [word for word in (*words, "slot 1") if word not in text] == [], name
         assert [word for word in ("FAILED", "draining", "in next()") if word in text] == [], name
+
+
+def test_live_runs_come_first_and_ended_are_folded() -> None:
+    reply = pb.StatusReply(version="0.1.0")
+    for name, still, live in (("old/0", False, False), ("gone/0", True, False), ("older/0", False, False)):
+        reply.runs.add(run=name, open=still).boxes.add(live=live)
+    reply.runs.MergeFrom(status().runs)
+    found = view(reply, "head:7070")
+    assert [run.run for run in found.runs] == ["j/0", "gone/0", "old/0", "older/0"]
+    folded, whole = tables(found)[0], tables(found, show_all=True)[0]
+    assert [row[0] for row in folded.rows] == ["j/0", "gone/0"]
+    assert (folded.note, whole.note) == ("2 runs have ended: `penstock status --all` shows them.", "")
+    assert [row[0] for row in whole.rows] == ["j/0", "gone/0", "old/0", "older/0"]
+    console = Console(width=100, height=40, file=io.StringIO())
+    console.print(Screen(found))
+    assert isinstance(console.file, io.StringIO)
+    assert "2 runs have ended (`penstock status --all`)." in console.file.getvalue()
+    assert dashboard(found)["ended"] == "2 runs have ended."
+    assert [run["run"] for run in as_json(reply)["runs"]] == ["j/0", "gone/0", "old/0", "older/0"]
+
+
+def test_runs_that_have_all_ended_are_one_line() -> None:
+    reply = pb.StatusReply(version="0.1.0")
+    reply.runs.add(run="old/0")
+    runs = tables(view(reply, "head:7070"))[0]
+    assert (runs.rows, runs.note) == ([], "1 run has ended: `penstock status --all` shows them.")
+    assert runs.empty.startswith("No run is open at head:7070 (Penstock 0.1.0, up 0")
+    assert next(iter(plain(view(reply), 0.0))).endswith("no run is open, 1 run has ended, 0 workers are there")
 
 
 def test_metrics_and_doctor_agree_on_lost_worker() -> None:

@@ -26,6 +26,7 @@ from penstock.proto.errors import PenstockError, UnsafeBindError
 from penstock.proto.rpc.channel import load_tls, read_tokens
 from penstock.runtime.config.sizes import bytes_of
 from penstock.runtime.process.memory_secrecy import keep_memory_private
+from penstock.runtime.process.titles import name_process
 from penstock.runtime.telemetry.logs import log_lines
 
 UNSAFE_BIND = 16
@@ -51,6 +52,7 @@ def main() -> int:
     parser.add_argument("--budget", default=os.environ.get("PENSTOCK_COORDINATOR_BUDGET", ""), help="size, e.g. 4GiB")
     given = parser.parse_args()
     keep_memory_private()
+    name_process("penstock coord")
     faulthandler.enable()
     log_lines("penstock coordinator: %(message)s", logging.WARNING)
     if given.parent_pid is not None:  # the training job itself logs warnings about its slots

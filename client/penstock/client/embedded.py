@@ -16,6 +16,7 @@ the worker, and this module starts it by its file's path.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -30,8 +31,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from penstock.proto.errors import PenstockError
+from penstock.runtime.files.atomic_files import write_whole
 from penstock.runtime.files.private_folders import PrivateFolder
+from penstock.runtime.process.announcements import Announcement, announce, withdraw
 from penstock.runtime.process.end import exit_words
+from penstock.runtime.process.identity import Identity
 from penstock.runtime.process.line_reader import LinePipe
 from penstock.runtime.process.spawn import TORCHRUN, by_path, environment, spawn
 from penstock.runtime.process.watch import readable, wait_for_any
@@ -74,6 +78,8 @@ class Embedded:
         self._socket = str(self._folder.path / "coordinator")
         self.address = f"unix:{self._socket}"
         self.token = secrets.token_urlsafe(24)
+        self._command_token = secrets.token_urlsafe(24)
+        """Token of this user's commands, of the role admin: it cannot open a run or register a worker."""
         self._pid = os.getpid()
         self._on_death = on_death
         self._closing = False
@@ -96,7 +102,7 @@ class Embedded:
                 stdout=self._out.theirs,
                 stderr=self._out.theirs,
                 fds=[folder],
-                env=environment(*_NOT_FOR_DAEMONS) | {"PENSTOCK_TOKEN": self.token},
+                env=environment(*_NOT_FOR_DAEMONS) | {"PENSTOCK_TOKEN": f"{self.token}\nadmin:{self._command_token}"},
             )
         except BaseException:
             self._out.close()
@@ -106,6 +112,23 @@ class Embedded:
         self._thread.start()
 
     # ---- starting
+
+    def announce(self, job: str) -> None:
+        """Let this user's commands find the coordinator: `penstock status` then needs no setting. Without a folder for
+        the announcement they do not find it; training is not concerned."""
+        token_file = self._folder.path / "token"
+        with contextlib.suppress(OSError, ProcessLookupError):
+            write_whole(token_file, f"admin:{self._command_token}\n".encode(), mode=0o600, sync=False)
+            announce(
+                Announcement(
+                    what="embedded",
+                    name=job,
+                    address=self.address,
+                    token_file=str(token_file),
+                    folder=str(self._folder.path),
+                    owner=Identity.of(self.process.pid),
+                )
+            )
 
     def wait_until_up(self, deadline: float, waiting: Callable[[], None]) -> None:
         """Wait until the coordinator answers. Raises PenstockError with the last output of the daemons if they ended.
@@ -189,6 +212,7 @@ class Embedded:
                 return
             self._closing = True
         self.process.end(STOP_S)
+        withdraw(str(self._folder.path))
         if self._thread is not threading.current_thread():
             self._thread.join(STOP_S)
         self.process.close()

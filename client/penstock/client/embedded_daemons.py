@@ -51,6 +51,7 @@ def serve(given: dict[str, Any], fork_server: StartedForkServer) -> int:
     from penstock.runtime.config.sizes import bytes_of
     from penstock.runtime.files.private_folders import PrivateFolder
     from penstock.runtime.process.memory_secrecy import keep_memory_private
+    from penstock.runtime.process.titles import name_process
     from penstock.runtime.telemetry.logs import log_lines
     from penstock.worker.daemon.daemon import serve as serve_worker
     from penstock.worker.daemon.worker_settings import DaemonSettings
@@ -68,6 +69,7 @@ def serve(given: dict[str, Any], fork_server: StartedForkServer) -> int:
                 limits=limits,
                 ready=lambda address: listening.set(),
                 stop=stop,
+                http_on_demand=True,
             )
         )
         settings = DaemonSettings(
@@ -92,6 +94,7 @@ def serve(given: dict[str, Any], fork_server: StartedForkServer) -> int:
                 raise ended
 
     keep_memory_private()
+    name_process("penstock embed")
     faulthandler.enable()
     log_lines("penstock: %(message)s", logging.WARNING)
     logging.getLogger("penstock.user").setLevel(logging.INFO)

@@ -260,7 +260,7 @@ class BoxTakenError(PenstockError):
 
 
 class SupersededError(PenstockError):
-    """A newer attempt or generation has replaced this one. Messages of the older one are refused."""
+    """A newer attempt or generation has replaced this one, or it was closed. Its messages are refused."""
 
 
 class TopologyError(PenstockError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
 import layer_stacks
 import numpy as np
@@ -14,7 +15,9 @@ import torch
 from listed import Counting, Listed
 from tests.datasets.sharded.contract import CURSOR_CHECKS, LOADER_CHECKS, Make
 
-from penstock.data import LogicalShards
+from penstock.data import LogicalShards, MegatronDocuments, megatron_blend
+
+MEGATRON = Path(__file__).parents[2] / "data" / "megatron"
 
 
 def numbers() -> Iterator[int]:
@@ -59,6 +62,10 @@ SOURCES: dict[str, Make] = {
     "one shard": lambda: Listed([9], known=False),
     "endless": lambda: Counting(6),
     "an empty piece between two": lambda: LogicalShards([numbers, nothing, numbers], counts=[3, 0, 3], shards=1),
+    "Megatron's documents": lambda: LogicalShards(
+        [MegatronDocuments(MEGATRON / name)[:12] for name in ("text", "sentences")], shards=3, shuffle=True
+    ),
+    "a Megatron blend": lambda: megatron_blend([f"{MEGATRON}/text", f"{MEGATRON}/images"], shards=2),
     **opaque_streams.SOURCES,
     **layer_stacks.STACKS,
 }

@@ -11,16 +11,21 @@ import pyarrow
 import pyarrow.parquet
 from targets.target import Target, pieces, script
 
+from penstock.data.formats.arrow.arrow_file import arrow_shards
 from penstock.data.formats.compressed_files import COMPRESSIONS, pack, unpack
 from penstock.data.formats.index import INDEX, read_index, write_index
-from penstock.data.formats.parquet_footer import row_groups
+from penstock.data.formats.megatron.token_documents import megatron_shard
+from penstock.data.formats.parquet.parquet_footer import row_groups
 from penstock.data.formats.readers import open_shard
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
+from penstock.data.formats.tfrecord.example_messages import example_of
 from penstock.proto.errors import DatasetError
 
 __all__ = ["TARGETS"]
 
 MDS = Path(__file__).parents[2] / "data" / "mds"
+OTHERS = MDS.parent
+"""Folder with files of other libraries."""
 FOLDERS = ("encodings", "fitting", "json", "xsv")
 LIMIT = 1 << 16
 
@@ -71,11 +76,14 @@ def _shard(data: bytes) -> None:
     steps = list(pieces(data, 2))
     if not steps:
         raise DatasetError("nothing")
-    shard = _shards()[steps[0][0] % len(FOLDERS)]
+    _read_shard(_shards()[steps[0][0] % len(FOLDERS)], [content for _, content in steps])
+
+
+def _read_shard(shard: Shard, contents: list[bytes]) -> None:
     handles, paths, files = [], [], []
     try:
         for i, file in enumerate(shard.files):
-            content = steps[i][1] if i < len(steps) else b""
+            content = contents[i] if i < len(contents) else b""
             handles.append(os.memfd_create(file.raw.name))
             os.write(handles[-1], content)
             paths.append(Path(f"/proc/self/fd/{handles[-1]}"))
@@ -99,9 +107,48 @@ def _shard_seeds() -> list[bytes]:
     return seeds
 
 
+def _foreign_shards() -> list[Shard]:
+    """Shards of other libraries' files, and of a stream of rows whose columns are read in each way."""
+    return [
+        megatron_shard(OTHERS / "megatron" / "images.bin", "images.bin"),
+        *arrow_shards([("a.arrow", OTHERS / "saved_datasets" / "splits" / "test" / "data-00000-of-00001.arrow")]),
+    ]
+
+
+def _foreign(data: bytes) -> None:
+    """As in `_shard`."""
+    steps = list(pieces(data, 2))
+    if not steps:
+        raise DatasetError("nothing")
+    shards = _foreign_shards()
+    _read_shard(shards[steps[0][0] % len(shards)], [content for _, content in steps])
+
+
+def _foreign_seeds() -> list[bytes]:
+    megatron, saved = OTHERS / "megatron", OTHERS / "saved_datasets" / "splits" / "test"
+    return [
+        script((0, (megatron / "images.bin").read_bytes()), (0, (megatron / "images.idx").read_bytes())),
+        script((1, (saved / "data-00000-of-00001.arrow").read_bytes())),
+    ]
+
+
+def _example(data: bytes) -> None:
+    try:
+        example_of(data)
+    except ValueError as error:
+        raise DatasetError(str(error)) from error
+
+
+def _example_seeds() -> list[bytes]:
+    data = (OTHERS / "tfrecord" / "a.tfrecord").read_bytes()
+    return [data[12 : 12 + int.from_bytes(data[:8], "little")]]
+
+
 TARGETS = [
     Target("index", _index, _index_seeds, examples=100),
     Target("unpack", _unpack, _unpack_seeds),
     Target("parquet-footer", _footer, _footer_seeds),
     Target("shard", _shard, _shard_seeds, examples=200),
+    Target("foreign-shard", _foreign, _foreign_seeds, examples=300),
+    Target("example", _example, _example_seeds),
 ]

@@ -1,6 +1,7 @@
 """Sources of training data with an exact position, for an input_fn or a plain torch DataLoader."""
 
-from penstock.data.formats.parquet import index_parquet
+from penstock.data.formats.lance.lance_rows import LanceRows
+from penstock.data.formats.megatron.token_documents import MegatronDocuments
 from penstock.data.loading.map_loader import MapLoader
 from penstock.data.loading.streaming_loader import StreamingLoader
 from penstock.data.sharded.layers.documents import Chunked, Packed
@@ -8,6 +9,7 @@ from penstock.data.sharded.layers.mapped import Filtered, Mapped, SkipSample
 from penstock.data.sharded.layers.mixture import Mixture
 from penstock.data.sharded.layers.repeated import Repeated
 from penstock.data.sharded.layers.windows import Grouped, WindowShuffled
+from penstock.data.sharded.megatron_blend import megatron_blend
 from penstock.data.sharded.protocol import Cursor, ShardedSource
 from penstock.data.sharded.shard_loader import ShardLoader
 from penstock.data.sharded.sources.lines import LineFile
@@ -15,6 +17,8 @@ from penstock.data.sharded.sources.logical_shards import LogicalShards
 from penstock.data.sharded.sources.savable import Savable
 from penstock.data.streaming_dataset import Stream, StreamingDataset
 from penstock.data.synthetic_dataset import SyntheticDataset
+from penstock.data.writing.index_folder import index_folder
+from penstock.data.writing.index_parquet import index_parquet
 from penstock.data.writing.merge_index import merge_index
 from penstock.data.writing.text_writers import CSVWriter, JSONWriter, TSVWriter, XSVWriter
 from penstock.data.writing.writers import MDSWriter
@@ -26,11 +30,13 @@ __all__ = [
     "Filtered",
     "Grouped",
     "JSONWriter",
+    "LanceRows",
     "LineFile",
     "LogicalShards",
     "MDSWriter",
     "MapLoader",
     "Mapped",
+    "MegatronDocuments",
     "Mixture",
     "Packed",
     "Repeated",
@@ -45,6 +51,8 @@ __all__ = [
     "TSVWriter",
     "WindowShuffled",
     "XSVWriter",
+    "index_folder",
     "index_parquet",
+    "megatron_blend",
     "merge_index",
 ]

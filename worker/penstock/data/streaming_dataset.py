@@ -25,13 +25,17 @@ import torch.utils.data
 import xxhash
 
 from penstock.data.arguments import byte_count, sample_count, whole
+from penstock.data.cache.block_footers import BlockFooters
+from penstock.data.cache.decode_ahead import DecodeAhead
 from penstock.data.cache.index_watch import IndexWatch
 from penstock.data.cache.open_shards import MIN_OPEN, OpenShards
 from penstock.data.cache.shard_cache import HeldShard, ShardCache
+from penstock.data.formats.decoded_blocks import MEMORY
 from penstock.data.formats.index import read_index
 from penstock.data.formats.mds import columns_of
-from penstock.data.formats.readers import open_shard
-from penstock.data.formats.shards import Shard, ShardReader
+from penstock.data.formats.parquet.parquet_ranges import block_shards
+from penstock.data.formats.readers import open_block, open_shard
+from penstock.data.formats.shards import BlockReader, ReadOptions, Shard, ShardReader, rows_of
 from penstock.data.ordering.permutation import Ints
 from penstock.data.remote.folders import RemoteFolder, joined
 from penstock.data.stop_iteration import stop_iteration_error
@@ -68,6 +72,8 @@ class Stream:
     """True to keep compressed files in the cache beside the decompressed ones; None: the dataset's setting."""
     timeout_s: float | None = None
     """Seconds to wait for a shard; None: the dataset's setting."""
+    columns: Sequence[str] | None = None
+    """Names of the columns to read; None: the dataset's setting."""
 
 
 class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
@@ -98,6 +104,9 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         download_threads: int = 4,
         cache_group: str | int | None = None,
         allow_unsafe_types: bool = False,
+        images: Literal["pil", "array"] = "pil",
+        columns: Sequence[str] | None = None,
+        decoded_limit: int | str | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         """
@@ -116,6 +125,15 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
                 user made or can write to are refused.
             allow_unsafe_types: True: read columns of pickles. A pickle can run any code when it is read, so use this
                 only for data that you trust.
+            images: "pil": images are Pillow's, decoded when they are first used. "array": images are numpy arrays of
+                shape (height, width, channels), or (height, width) for one channel, with the dtype and values of
+                `numpy.asarray(image)`. They are decoded when a sample is read: in parallel if the loader has
+                `fetch_threads`.
+            columns: names of the columns that samples have; None: all. Of Parquet files no other column is read. The
+                order of samples, and so a saved state, does not depend on the columns.
+            decoded_limit: largest number of bytes, or a text such as "1gb", of decoded row groups that this process
+                keeps in memory; the least recently used ones are dropped first. All datasets of a process share one
+                limit, the largest that any of them was given. None: 256 MiB.
 
         Raises:
             ShardUnavailableError: an index cannot be fetched.
@@ -130,10 +148,23 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         self.streams = tuple(_with_plain_weights(number, stream) for number, stream in enumerate(given))
         _check_weights(self.streams)
         limit = byte_count("cache_limit", cache_limit)
+        self.decoded_limit = byte_count("decoded_limit", decoded_limit)
+        """Bytes of decoded row groups that this dataset asks the process to keep; None: the default."""
         remotes = [_remote_of(stream) for stream in self.streams]
         self.name = ", ".join(name for _, _, name in remotes[:3]) + (", ..." if len(remotes) > 3 else "")
         """Name of the dataset, for errors."""
-        self._unsafe = allow_unsafe_types
+        if images not in ("pil", "array"):
+            raise InvalidArgumentError(f'images must be "pil" or "array", got {images!r}')
+        self._options = [
+            ReadOptions(
+                allow_unsafe_types,
+                images,
+                _columns(
+                    f"stream {number}: " if streams else "", columns if stream.columns is None else stream.columns
+                ),
+            )
+            for number, stream in enumerate(self.streams)
+        ]
         self._caches = [
             ShardCache(
                 remote,
@@ -148,6 +179,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
             for stream, (remote, folder, _) in zip(self.streams, remotes, strict=True)
         ]
         self._open = OpenShards()
+        self._decoder = DecodeAhead(self._decode)
         self._relieve_caches()
         indexes = [cache.index() for cache in self._caches]
         shards = [read_index(index, name) for index, (_, _, name) in zip(indexes, remotes, strict=True)]
@@ -155,17 +187,39 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
             IndexWatch.of(cache.index_path, index, hashed=_hashed(own), in_place=cache.in_place)
             for cache, index, own in zip(self._caches, indexes, shards, strict=True)
         ]
-        for own, (_, _, name) in zip(shards, remotes, strict=True):
+        for own, (_, _, name), options in zip(shards, remotes, self._options, strict=True):
+            _check_columns(own, options.columns, name)
             if own and own[0].format == "mds":
                 try:
                     # raises an error now instead of after a shard was fetched
-                    columns_of(own[0], allow_unsafe_types=allow_unsafe_types)
+                    columns_of(own[0], options)
                 except DatasetError as error:
                     raise DatasetError(f"{name}: {error.message}") from None
         self._shards = [(number, shard) for number, own in enumerate(shards) for shard in own]
-        self.sizes: list[Ints] = [np.array([shard.samples for shard in own], np.int64) for own in shards]
-        """Number of samples in each shard, for each stream."""
-        self._bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate(self.sizes))])
+        units = [len(shard.units) for _, shard in self._shards]
+        self._file_of = np.repeat(np.arange(len(units)), units)
+        """Number of the file that each unit of `sizes` lies in."""
+        self.has_blocks = any(shard.blocks for _, shard in self._shards)
+        """True if any shard has blocks that are decoded as a whole."""
+        known = [shard for _, shard in self._shards if shard.decoded_bytes]
+        self.sample_bytes = sum(shard.decoded_bytes for shard in known) / max(1, sum(shard.samples for shard in known))
+        """Mean number of bytes that a sample takes in a decoded row group; 0 if it is unknown."""
+        self._blocks: dict[int, tuple[Shard, int]] = {}
+        """Of each shard that is a block of a remote file, and fetched without the rest: the file, and the block's
+        number in it."""
+        self._footers = BlockFooters()
+        self._fetch_blocks()
+        self.sizes: list[Ints] = [
+            np.array([samples for shard in own for samples in shard.units], np.int64) for own in shards
+        ]
+        """Number of samples in each unit that is read as a whole, for each stream: a row group, or else a shard."""
+        units = [len(shard.units) for _, shard in self._shards]
+        self._shard_of = np.repeat(np.arange(len(units)), units)
+        """Number of the shard that each unit belongs to."""
+        self._unit_sizes = np.concatenate(self.sizes)
+        counts = np.array([shard.samples for _, shard in self._shards], np.int64)
+        self._bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+        self._reads_bulk = any(shard.format not in ("mds", "json", "xsv", "csv", "tsv") for _, shard in self._shards)
         self._starts: list[int] = self._bounds.tolist()  # indexing a list is faster than an array for a single sample
         if not len(self):
             raise DatasetError(
@@ -176,6 +230,13 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
                 raise DatasetError(f"{name}: the index lists no samples, but an epoch needs some of this stream")
         self.fingerprint = _fingerprint(shards)
         """Digest of all shards. It changes with the data, and does not depend on where they are stored."""
+
+    @property
+    def files(self) -> list[Ints] | None:
+        """Number of the file that each unit of `sizes` lies in, for each stream; None if no file has blocks."""
+        if not self.has_blocks:
+            return None
+        return np.split(self._file_of, np.cumsum([len(sizes) for sizes in self.sizes])[:-1])
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -214,7 +275,21 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         shards = np.searchsorted(self._bounds, samples, side="right") - 1
         offsets = samples - self._bounds[shards]
         get, opened = self._open.get, self._opened
-        return [get(shard, opened)[offset] for shard, offset in zip(shards.tolist(), offsets.tolist(), strict=True)]
+        if not self._reads_bulk:
+            return [get(shard, opened)[row] for shard, row in zip(shards.tolist(), offsets.tolist(), strict=True)]
+        if len(samples) and (shards == shards[0]).all():
+            return rows_of(get(int(shards[0]), opened), offsets.tolist())
+        order = np.argsort(shards, kind="stable")
+        ends = np.flatnonzero(np.append(shards[order][1:] != shards[order][:-1], True)) + 1
+        found: list[dict[str, Any]] = [{}] * len(samples)
+        begin = 0
+        for end in ends.tolist() if len(samples) else ():
+            chosen = order[begin:end]
+            read = rows_of(get(int(shards[chosen[0]]), opened), offsets[chosen].tolist())
+            for place, sample in zip(chosen.tolist(), read, strict=True):
+                found[place] = sample
+            begin = end
+        return found
 
     def _overridden(self, index: int) -> dict[str, Any]:
         """Return a sample by calling a subclass's `__getitem__`, which may raise any exception."""
@@ -228,7 +303,11 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
             raise
 
     def fetch_ahead(self, shards: Ints) -> None:
-        """Fetch these shards in the background, in this order. The list replaces the one of the call before."""
+        """Fetch the shards of these units (see `sizes`) in the background, in this order. The list replaces the one of
+        the call before."""
+        shards = self._shard_of[shards]
+        _, firsts = np.unique(shards, return_index=True)
+        shards = shards[np.sort(firsts)]
         self._open.most = max(MIN_OPEN, len(shards))
         wanted: list[list[Shard]] = [[] for _ in self._caches]
         for number in shards.tolist():
@@ -236,6 +315,32 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
             wanted[stream].append(shard)
         for cache, ahead in zip(self._caches, wanted, strict=True):
             cache.fetch_ahead(ahead)
+
+    def decode_ahead(self, units: Ints) -> None:
+        """Decode these units (see `sizes`) in the background, in this order, as far as half of the memory for decoded
+        row groups lasts. The list replaces the one of the call before. Does nothing if the index lists no row
+        groups."""
+        if not self.has_blocks:
+            return
+        needed = np.cumsum(self._unit_sizes[units]) * self.sample_bytes
+        limit = max(MEMORY.limit, self.decoded_limit or 0) // 2
+        self._decoder.want(units[needed <= limit].tolist())
+
+    def forget(self, units: Ints) -> None:
+        """Let the memory of these decoded units be freed, because their samples are not needed soon."""
+        for unit in units.tolist():
+            reader = self._open.peek(int(self._shard_of[unit]))
+            if isinstance(reader, BlockReader):
+                reader.forget(self._block_of(unit))
+
+    def _decode(self, unit: int) -> None:
+        reader = self._open.get(int(self._shard_of[unit]), self._opened)
+        if isinstance(reader, BlockReader):
+            reader.load(self._block_of(unit))
+
+    def _block_of(self, unit: int) -> int:
+        """Return the number of a unit in its shard."""
+        return unit - int(np.searchsorted(self._shard_of, self._shard_of[unit]))
 
     def shares(self, epoch_size: int | None = None) -> list[int]:
         """Return the number of samples that an epoch takes of each stream. `epoch_size`: number of samples in the
@@ -256,6 +361,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
     def close(self) -> None:
         """Release all shards and stop fetching. Samples that were read stay valid."""
+        self._decoder.close()
         self._open.clear()
         for cache in self._caches:
             cache.close()
@@ -265,13 +371,14 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
             self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_open"} | {
+        return {name: value for name, value in self.__dict__.items() if name not in ("_open", "_decoder")} | {
             "_caches": copy.deepcopy(self._caches)  # the original's may be in use
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._open = OpenShards()
+        self._decoder = DecodeAhead(self._decode)
         self._relieve_caches()
 
     def _relieve_caches(self) -> None:
@@ -291,19 +398,58 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         stream, shard = self._shards[number]
         held = self._caches[stream].hold(shard)
         try:
-            source = self._source(stream, held.paths[0], shard)
-            reader = open_shard(shard, held.paths, allow_unsafe_types=self._unsafe, source=source)
+            file, block = self._blocks.get(number, (shard, 0))
+            source = self._source(stream, held.paths[0], file)
+            options = self._options[stream]
+            MEMORY.raise_limit(self.decoded_limit)
+            if file is shard:
+                reader = open_shard(shard, held.paths, options, source=source)
+            else:
+                place = self._footers.place(stream, self._caches[stream], file, block, source)
+                reader = open_block(shard, held.paths[0], place, options, source=source)
             self._indexes[stream].check(held.paths)  # after opening: the open file cannot change any more
             return held, reader
         except BaseException:
             held.release()
             raise
 
+    def _fetch_blocks(self) -> None:
+        """Replace each file of which row groups can be fetched alone by its row groups. The order of samples stays that
+        of the files."""
+        found: list[tuple[int, Shard]] = []
+        for stream, shard in self._shards:
+            blocks = block_shards(shard) if self._caches[stream].fetches_ranges(shard) else []
+            for block in range(len(blocks)):
+                self._blocks[len(found) + block] = shard, block
+            found += [(stream, own) for own in blocks] or [(stream, shard)]
+        self._shards = found
+
     def _source(self, stream: int, path: Path, shard: Shard) -> str:
         remote = self._caches[stream].remote
         if remote is None or (remote.local and path.is_relative_to(remote.local)):
             return str(path)
         return f"{remote.url_of(shard.name)} ({path}: remove it to have it fetched again)"
+
+
+def _columns(where: str, columns: Sequence[str] | None) -> tuple[str, ...] | None:
+    """Return the names of the columns to read; None: all."""
+    if columns is None:
+        return None
+    if isinstance(columns, str) or not columns or not all(isinstance(name, str) for name in columns):
+        raise InvalidArgumentError(f"{where}columns must be a list of at least one column's name, got {columns!r}")
+    if len(set(columns)) != len(columns):
+        raise InvalidArgumentError(f"{where}columns must be unique, got {', '.join(columns)}")
+    return tuple(columns)
+
+
+def _check_columns(shards: Sequence[Shard], columns: Sequence[str] | None, where: str) -> None:
+    """Raise InvalidArgumentError for a column that the index shows to be missing. All shards have the same columns."""
+    known = shards[0].settings.get("column_names", shards[0].settings.get("columns")) if shards else None
+    missing = [name for name in columns or () if known is not None and name not in known]
+    if missing and known is not None:
+        raise InvalidArgumentError(
+            f"{where}: columns must be some of {', '.join(known)}, got {', '.join(missing)}, which the data have not"
+        )
 
 
 def _hashed(shards: Sequence[Shard]) -> bool:
@@ -395,4 +541,6 @@ def _fingerprint(streams: Sequence[Sequence[Shard]]) -> str:
         for shard in shards:
             files = [(file.raw.name, file.raw.size, sorted(file.raw.hashes.items())) for file in shard.files]
             digest.update(f"{shard.format} {shard.samples} {files}\n".encode())
+            if shard.blocks:  # the order depends on them
+                digest.update(f"blocks {shard.blocks} of {shard.decoded_bytes} bytes\n".encode())
     return digest.hexdigest()

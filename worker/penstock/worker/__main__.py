@@ -15,6 +15,7 @@ import sys
 from penstock.proto.errors import PenstockError, UnsafeBindError
 from penstock.proto.rpc.channel import load_tls, read_token
 from penstock.runtime.process.memory_secrecy import keep_memory_private
+from penstock.runtime.process.titles import name_process
 from penstock.runtime.telemetry.logs import log_lines
 from penstock.worker.daemon.daemon import serve
 from penstock.worker.daemon.worker_settings import DaemonSettings
@@ -47,6 +48,7 @@ def main() -> int:
     parser.add_argument("--ready-fd", type=int)
     options = parser.parse_args()
     keep_memory_private()
+    name_process("penstock worker")
     log_lines("penstock: %(message)s", logging.INFO)
     logging.getLogger("penstock.user").setLevel(logging.INFO)
 

@@ -249,8 +249,10 @@ def _join(attempt: Attempt, request: pb.OpenRunRequest) -> JoinAttempt:
 
 
 def _next(run: Run, request: pb.OpenRunRequest) -> OpenAttempt:
+    """Raise TopologyError if the run would begin anew on another topology, unless it has delivered nothing yet: then it
+    has no position that a new beginning could lose."""
     before, asked = topology(run.num_boxes, run.num_workers), topology(request.num_boxes, request.num_workers_per_box)
-    if before != asked and not resumes(request):
+    if before != asked and not resumes(request) and not run.unused:
         raise TopologyError(
             f"run {run.name} had {before} before and now asks for {asked}, without a state: load a state to continue "
             "on another topology, or choose another job name to start anew"

@@ -51,6 +51,8 @@ def _fill(cluster: ClusterState, now: float, worker_lease_s: float, client_lease
         seed = int(row["seed"])
         run = Run(row["run"], seed, row["num_boxes"], row["num_workers"], row["attempt"], row["generation"])
         cluster.runs[run.name] = run
+    for row in journal.rows("unused"):
+        cluster.runs[row["run"]].unused = True
     for row in journal.rows("attempts"):
         run, number, state = cluster.runs[row["run"]], row["attempt"], AttemptState(row["state"])
         if state is AttemptState.OPEN:

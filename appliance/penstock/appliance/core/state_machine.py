@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
-from penstock.appliance.core import box_progress, opening, reachability, slot_reports, views
+from penstock.appliance.core import box_progress, closing, opening, slot_reports, views
 from penstock.appliance.core.cluster_state import BOX_COST, ClusterState, Topic
 from penstock.appliance.core.migration import Migrations
 from penstock.appliance.core.recovery import restore
@@ -159,6 +159,7 @@ class Registry:
         opener = f"box {request.box}, client {shown(client)} on host {request.host_id or '?'}"
         if run is None:
             run = cluster.runs[name] = Run(name, seed, 0, 0, 0, 0)
+        box_progress.note_opening(cluster, run, request)
         number = run.attempt + 1
         if run.current is not None:
             why = f"attempt {run.current.number} of run {name} was superseded by attempt {number}, opened by {opener}"
@@ -237,7 +238,7 @@ class Registry:
             box.note_waits(now, request.waited_by_slot_s)
             if delivered.slots:
                 box_progress.advance(self.cluster, attempt, box, request, now)
-        reachability.note(self.cluster, attempt, box, request, now)
+        box_progress.note_unreachable(self.cluster, attempt, box, request, now)
         self._settle()
         return attempt, box
 
@@ -250,20 +251,14 @@ class Registry:
             return
         if request.HasField("progress"):
             self._report(request.progress)
-        attempt.set_presence(box, BoxPresence.CLOSED)
-        attempt.set_ended(box, True)
-        if attempt.any_live():
-            box.lingers_until = self._clock() + self.limits.linger_s
-            for slot in box.slots:
-                self.cluster.waiting.pop(slot.key, None)
-            self.cluster.save_box(attempt, box)
-            self.cluster.save_track(attempt, box)
-            self.cluster.touch(attempt, box)
-        else:
-            self.cluster.end(attempt, AttemptState.ENDED, f"attempt {attempt.number} of run {attempt.run} was closed")
-            if request.forget:
-                self.cluster.forget(self.cluster.runs[attempt.run])
+        closing.close_box(self.cluster, attempt, box, self._clock(), forget=request.forget)
         self._settle()
+
+    def end_run(self, request: pb.EndRunRequest) -> pb.EndRunReply:
+        """End a run, or all runs of a job, for an operator."""
+        reply = closing.end_runs(self.cluster, request.run)
+        self._settle()
+        return reply
 
     # -------------------------------------------------------------------------------------------------------- workers
 

@@ -344,6 +344,8 @@ function draw(status) {
   for (const name of [...cards.keys()]) {
     if (!status.runs.some((run) => run.run === name)) cards.delete(name);
   }
+  text(byId("ended"), status.ended);
+  byId("ended").hidden = !status.ended;
   byId("no-workers").hidden = Boolean(status.workers.rows.length);
   byId("workers").hidden = !status.workers.rows.length;
   drawTable(byId("workers"), status.workers);

@@ -44,6 +44,7 @@ def dashboard(found: ClusterView) -> dict[str, Any]:
         "input_bound": INPUT_BOUND,
         "tiles": found.totals,
         "runs": [_run(run) for run in found.open_runs],
+        "ended": f"{found.ended}." if found.ended else "",
         "workers": _table(WORKERS, tuple(WORKERS), found.workers),
         "events": [
             {"at": event.at, "fault": event.fault, "title": event.title, "what": event.what}

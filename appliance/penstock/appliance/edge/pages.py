@@ -67,12 +67,13 @@ class DashboardPages:
     Args:
         source: source of the status.
         loop: event loop of the source.
+        address: returns the address of the coordinator; "" until it listens.
     """
 
-    def __init__(self, source: StatusSource, loop: asyncio.AbstractEventLoop) -> None:
-        self.address = ""
-        """Address of the coordinator; "" until it listens."""
-        self._source, self._loop = source, loop
+    def __init__(
+        self, source: StatusSource, loop: asyncio.AbstractEventLoop, address: Callable[[], str] = lambda: ""
+    ) -> None:
+        self._source, self._loop, self._address = source, loop, address
         self._series = RunSeries()
         self.routes: dict[str, Route] = {
             **{path: _file(name, content_type) for path, (name, content_type) in FILES.items()},
@@ -105,7 +106,7 @@ class DashboardPages:
                 await asyncio.sleep(0)
 
     def _status_page(self, show: Callable[[ClusterView], dict[str, Any]]) -> Page:
-        found = view(self.on_loop(self._source.snapshot()), self.address)
+        found = view(self.on_loop(self._source.snapshot()), self._address())
         return Page(JSON, json.dumps(show(found) | {"at": time.time()}, default=as_dict).encode())
 
     def _history(self) -> Page:

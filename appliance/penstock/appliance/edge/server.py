@@ -21,12 +21,11 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from secrets import randbits
-from typing import TYPE_CHECKING
 
 from penstock.appliance.core.state_machine import Registry
+from penstock.appliance.edge.dashboard_server import DashboardServer
 from penstock.appliance.edge.event_log import log_event
 from penstock.appliance.edge.garbage_collection import paced
 from penstock.appliance.edge.queue_probe import QueueProbe
@@ -43,9 +42,6 @@ from penstock.proto.v1.coordinator_pb2_grpc import add_CoordinatorServicer_to_se
 from penstock.runtime.files.private_folders import PrivateFolder
 from penstock.runtime.process.watch import Process
 from penstock.runtime.telemetry.counters import CallCounters
-
-if TYPE_CHECKING:
-    from penstock.appliance.edge.pages import DashboardPages
 
 log = logging.getLogger("penstock.appliance")
 
@@ -66,6 +62,7 @@ async def serve(
     stop: asyncio.Event | None = None,
     http: str = "",
     http_any_port: bool = False,
+    http_on_demand: bool = False,
 ) -> None:
     """Run a coordinator until it is stopped.
 
@@ -82,6 +79,7 @@ async def serve(
             process.
         http: "host:port" of the dashboard (see pages.py); "" = none. On loopback it is plain HTTP, `tls` or not.
         http_any_port: use a free port if that of `http` is in use.
+        http_on_demand: without `http`, start the dashboard on loopback once an operator asks for it (OpenDashboard).
 
     Raises JournalError, PortTakenError, InvalidArgumentError, TlsError before `ready` is called.
     """
@@ -130,26 +128,19 @@ async def serve(
         closing.callback(service.close)
         calls = CallCounters()
         served: RunningServer | None = None
-        pages: DashboardPages | None = None
+        dashboard = DashboardServer(
+            service,
+            tokens,
+            tls=tls,
+            insecure=insecure,
+            calls=calls,
+            files=lambda: served.files if served is not None else None,
+            closing=closing,
+        )
         if http:
-            # Here, because a coordinator without a dashboard starts a tenth sooner without these imports.
-            from penstock.appliance.edge import coordinator_metrics
-            from penstock.appliance.edge import pages as dashboard
-            from penstock.runtime.web.prometheus import in_loop
-
-            pages = dashboard.DashboardPages(service, loop)
-            pages.routes["/metrics"] = coordinator_metrics.route(
-                lambda: coordinator_metrics.readings(
-                    pages.on_loop(service.snapshot()),
-                    in_loop(loop, partial(service.counters, calls)),
-                    served.files if served is not None else None,
-                )
-            )
-            web = dashboard.open_web(http, pages.routes, tokens, tls=tls, insecure=insecure, any_port=http_any_port)
-            closing.callback(web.close)
-            service.dashboard = web.url
-            sampler = loop.create_task(pages.sample())
-            closing.callback(sampler.cancel)
+            dashboard.open(http, any_port=http_any_port)
+        elif http_on_demand:
+            service.open_dashboard = dashboard.open_on_demand
         served = await server_aio(
             listen,
             tokens,
@@ -161,8 +152,7 @@ async def serve(
         )
         if probe:
             closing.callback(loop.create_task(probe.run()).cancel)
-        if pages is not None:
-            pages.address = served.address
+        dashboard.address = served.address
         ticker = loop.create_task(service.run_ticker())
         # the ticker ends only by an exception, which must end the process
         ticker.add_done_callback(lambda _: stop.set())

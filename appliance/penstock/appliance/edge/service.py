@@ -17,7 +17,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -123,6 +123,8 @@ class Service(CoordinatorServicer):
         self._status_task: asyncio.Task[pb.StatusReply] | None = None
         self.dashboard = ""
         """URL of the dashboard; "" if none is served."""
+        self.open_dashboard: Callable[[], Awaitable[str]] | None = None
+        """Function that starts the dashboard on demand; None if it starts with the coordinator or not at all."""
 
     async def run_ticker(self) -> None:
         """Check the leases and remove dropped snapshots and blobs from disk, until cancelled.
@@ -535,6 +537,19 @@ class Service(CoordinatorServicer):
                 yield pb.HistoryPart(history=one)
         if track is not None:
             yield pb.HistoryPart(history=await asyncio.to_thread(track.message))
+
+    async def EndRun(self, request: pb.EndRunRequest, context: _Context) -> pb.EndRunReply:
+        async with self._journal.synced():
+            reply = self._registry.end_run(request)
+        await self._keep_closed()
+        return reply
+
+    async def OpenDashboard(self, request: pb.OpenDashboardRequest, context: _Context) -> pb.OpenDashboardReply:
+        if not self.dashboard:
+            if self.open_dashboard is None:
+                raise InvalidArgumentError("the coordinator must serve a dashboard: start it with --http HOST:PORT")
+            return pb.OpenDashboardReply(url=await self.open_dashboard())
+        return pb.OpenDashboardReply(url=self.dashboard)
 
     async def Status(self, request: pb.StatusRequest, context: _Context) -> pb.StatusReply:
         return await self.snapshot()

@@ -204,7 +204,7 @@ class Box:
     waits: BoxWaits = field(default_factory=BoxWaits)
     reported_at: float = 0.0
     unreachable: dict[str, float] = field(default_factory=dict)
-    """Worker -> monotonic time when the box last reported that it cannot reach the worker: see reachability.py."""
+    """Worker -> monotonic time when the box last reported that it cannot reach the worker: see box_progress.py."""
     lingers_until: float = 0.0
     """Monotonic time until which a closed box keeps its workers for the state queries of other boxes; 0 = it keeps
     none."""
@@ -414,6 +414,8 @@ class Run:
     """Highest generation used in the run. The generations of the next attempt are above it."""
     current: Attempt | None = None
     past: dict[int, ClosedAttempt] = field(default_factory=dict)
+    unused: bool = False
+    """True if the run has delivered nothing and was never resumed from a state, so that it has no position to lose."""
 
 
 class AssignedSlots:

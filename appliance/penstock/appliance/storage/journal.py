@@ -58,6 +58,8 @@ TABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "abandoned": (("run", "attempt", "box", "epoch"), ("step",)),
     # For `penstock replay` alone: see box_history.py. These are the only rows of boxes of an attempt that is over.
     "tracks": (("run", "attempt", "box"), ("over", "history")),
+    # Runs that have delivered nothing yet: see box_progress.py. An older release's run has no row, and counts as used.
+    "unused": (("run",), ()),
 }
 _COLUMNS = {table: (*keys, *values) for table, (keys, values) in TABLES.items()}
 _INSERT = {
@@ -164,6 +166,8 @@ class Journal:
             """Number of coordinator processes that have opened this journal. Version numbers of this process start
             above those of the last one, so that no peer takes a new view for one that it has already seen."""
             with transaction(self._db, self._commits):
+                for table in TABLES:  # those that the release that wrote this journal did not know
+                    self._db.execute(_table(table))
                 self._db.execute("UPDATE meta SET value=? WHERE name='boots'", (str(self.boots),))
         except sqlite3.Error as error:
             self.close()

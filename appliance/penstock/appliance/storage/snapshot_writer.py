@@ -156,9 +156,9 @@ class SnapshotWriter:
         return self._dropping is not None and not self._dropping.done()
 
     def drop(self, drops: list[Drop], failed: Callable[[list[Drop], Exception], None]) -> None:
-        """Remove these values from disk, a few at a time, so that concurrent writes do not wait long. A second call
-        must wait until the first one is complete. `failed`: called with the values that could not be removed, and the
-        error."""
+        """Remove these values from disk in the background, a few at a time, so that concurrent writes do not wait long.
+        Do not call it again while `is_dropping` is true. `failed`: called with the values that could not be removed,
+        and the error."""
         self._spared = set()
         self._dropping = asyncio.ensure_future(self._drop(drops, failed))
 

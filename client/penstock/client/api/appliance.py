@@ -229,7 +229,9 @@ class Appliance:
     def _embed(self) -> None:
         self._daemons = daemons = Embedded(_Deaths(self))
         weakref.finalize(self, daemons.let_go).atexit = False  # dropped without being closed
-        self._place = DaemonAddresses(daemons.address, daemons.token, self._job(fresh=True))
+        job = self._job(fresh=True)
+        daemons.announce(job)
+        self._place = DaemonAddresses(daemons.address, daemons.token, job)
 
     def _job(self, *, fresh: bool) -> str:
         run_id = self._torchrun.run_id

@@ -88,8 +88,8 @@ class CheckpointSchedule:
         return (index > 0 and self.steps[index - 1] == step) or any(step in entry for entry in self.ranges)
 
     def after(self, step: int) -> int | None:
-        """Return the first checkpoint step after `step`; None if there is none. A callable is called for HORIZON steps
-        at most."""
+        """Return the first checkpoint step after `step`; None if there is none. If the schedule is a function, only the
+        next HORIZON steps are tried, and None means that none of them is a checkpoint step."""
         if self.every:
             return (step // self.every + 1) * self.every
         if self.predicate is not None:

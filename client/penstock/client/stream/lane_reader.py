@@ -248,7 +248,8 @@ class SlotLane:
     # ---- batches
 
     def take(self, frame: Frame) -> Any:
-        """Return the batch of a BATCH frame: views of its ring entry, or copies if `limit` entries are in use.
+        """Return the batch of a BATCH frame. Its tensors are views of the frame's ring entry; they are copies if the
+        training loop already holds views of half of the ring (`RingView.limit`).
 
         Raises BatchCorruptError if the batch differs from the runner's batch.
         """

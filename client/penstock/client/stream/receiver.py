@@ -72,6 +72,7 @@ from penstock.proto.lane.tls_socket import TlsSocket, check_damage
 from penstock.proto.rpc.tls import Tls, host_of, load_tls
 from penstock.proto.tracebacks import format_remote
 from penstock.proto.v1 import lane_pb2, records_pb2
+from penstock.runtime.process.titles import name_process
 from penstock.runtime.process.watch import Process
 from penstock.runtime.telemetry.logs import log_lines
 
@@ -574,6 +575,7 @@ def main() -> None:
             f"--tls-{what}", default="", help="for the connections to workers: see penstock.proto.rpc.tls"
         )
     given = parser.parse_args()
+    name_process("penstock recv")
     log_lines("%(name)s: %(message)s", os.environ.get("PENSTOCK_LOG_LEVEL", "WARNING"))
     # Each lane holds two sockets and two descriptors for each of its rings.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -22,9 +22,10 @@ from penstock.deploy.cli.commands.doctor import doctor
 from penstock.deploy.cli.commands.down import down
 from penstock.deploy.cli.commands.import_state import import_state
 from penstock.deploy.cli.commands.replay import replay
+from penstock.deploy.cli.commands.run import run
 from penstock.deploy.cli.commands.state import state
 from penstock.deploy.cli.commands.status import status
-from penstock.deploy.cli.commands.top import top
+from penstock.deploy.cli.commands.top import dashboard, top
 from penstock.deploy.cli.commands.up import up
 from penstock.deploy.cli.commands.worker import worker
 from penstock.deploy.console.common_options import CONTEXT, EPILOG, App, Group
@@ -43,7 +44,8 @@ class _Commands(Group):
     heads: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "Try it": ("demo",),
         "Run it": ("coordinator", "worker", "up", "down"),
-        "Look at it": ("status", "top", "state", "replay"),
+        "Look at it": ("status", "top", "dashboard", "state", "replay"),
+        "Change it": ("run",),
         "Check and set up": ("doctor", "config", "import-state"),
     }
 
@@ -87,6 +89,8 @@ app.command()(guarded(down))
 app.command()(guarded(demo))
 app.command()(guarded(status))
 app.command()(guarded(top))
+app.command()(guarded(dashboard))
+app.add_typer(run, name="run")
 app.add_typer(state, name="state")
 app.command()(guarded(replay))
 app.add_typer(doctor, name="doctor")

@@ -19,7 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 from penstock.deploy.console.coordinator_options import Peer
 from penstock.deploy.console.daemon_settings import PeerSettings, Section, TlsSettings
 from penstock.deploy.console.exit_codes import EXIT_LINES
-from penstock.deploy.console.options import ConfigFile, TokenFile, flags_of
+from penstock.deploy.console.options import ConfigFile, OwnJob, TokenFile, flags_of
 
 __all__ = ["CONTEXT", "EPILOG", "App", "Group", "completed", "quiet_grpc", "subcommands"]
 
@@ -27,7 +27,7 @@ EPILOG = f"\b\nExit codes:\n{EXIT_LINES}\n\n\b\nMore: docs/cli.md"
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 
 _SECTIONS: tuple[tuple[str, frozenset[str]], ...] = (
-    ("Coordinator", frozenset(("coordinator", "token_file"))),
+    ("Coordinator", frozenset(("coordinator", "job", "token_file"))),
     ("TLS", frozenset(("tls_ca", "tls_cert", "tls_key", "tls_name"))),
     ("General", frozenset(("as_json", "config", "debug", "help", "install_completion", "show_completion", "version"))),
 )
@@ -101,7 +101,7 @@ class App(typer.Typer):
         return lambda command: add(completed(command))
 
 
-_PEER = {**flags_of(PeerSettings), "token_file": TokenFile, **flags_of(TlsSettings)}
+_PEER = {**flags_of(PeerSettings), "job": OwnJob, "token_file": TokenFile, **flags_of(TlsSettings)}
 
 
 def completed(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,14 +1,26 @@
-"""Address and credentials of the coordinator that a command calls. Every such command has six options for them (see
-penstock.deploy.console.common_options). Values that are not given as options come from variables and the settings
-file."""
+"""Address and credentials of the coordinator that a command calls. Every such command has seven options for them (see
+penstock.deploy.console.common_options). Values that are not given as options come from variables and the settings file.
+
+If none of these names a coordinator, the command takes the one that this user runs here: an embedded appliance, or a
+fleet of `penstock up` (penstock.runtime.process.announcements). If there are several, the error lists them. If there is
+none, the default address is taken.
+"""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.deploy.console.daemon_settings import PeerSettings, TlsSettings, resolve
+from penstock.proto.errors import InvalidArgumentError
+from penstock.proto.rpc.addresses import UNIX
+from penstock.runtime.config.settings import source_of
+from penstock.runtime.config.settings_file import token_file_of_settings
+from penstock.runtime.process.announcements import Announcement, accepts, announced
+from penstock.runtime.telemetry.logs import printable
 
 if TYPE_CHECKING:  # at run time gRPC is imported only when a command needs it
     from penstock.proto.rpc.calls import CoordinatorClient
@@ -23,6 +35,7 @@ class Peer:
     options that it uses."""
 
     coordinator: str | None = None
+    job: str | None = None
     token_file: Path | None = None
     tls_ca: str | None = None
     tls_cert: str | None = None
@@ -31,22 +44,81 @@ class Peer:
 
     @property
     def address(self) -> str:
-        """Return the coordinator's address, HOST:PORT."""
-        return resolve(PeerSettings, coordinator=self.coordinator).coordinator
+        """Return the coordinator's address, HOST:PORT or unix:/PATH."""
+        if self._is_named or self._announcement is None:
+            return self._named
+        return self._announcement.address
 
     def tls(self) -> Tls | None:
         """Return the TLS files of the command, read and checked; None without TLS."""
         files = {"tls_ca": self.tls_ca, "tls_cert": self.tls_cert, "tls_key": self.tls_key, "tls_name": self.tls_name}
+        if self._announcement is not None and not self._is_named:
+            announced_files = self._announcement.tls
+            files = {name: file or announced_files.get(name) for name, file in files.items()}
         return resolve(TlsSettings, **files).load()
 
     def token(self) -> str:
         """Return the operator's credential token."""
         from penstock.deploy.console.command_token import peer_token
 
-        return peer_token("admin", self.token_file)
+        file = self.token_file
+        if file is None and self._announcement is not None and not self._has_other_token:
+            file = Path(self._announcement.token_file)
+        return peer_token("admin", file)
+
+    @property
+    def _is_named(self) -> bool:
+        """True if an option, a variable or the settings file names the coordinator."""
+        return self.job is None and (self.coordinator is not None or bool(source_of(PeerSettings, "coordinator")))
+
+    @property
+    def _has_other_token(self) -> bool:
+        """True if the token of the variables or the settings file is to be used, not that of the announcement: for a
+        coordinator that is named by its HOST:PORT."""
+        return self._is_named and not self._named.startswith(UNIX) and _has_token()
+
+    @property
+    def _named(self) -> str:
+        return resolve(PeerSettings, coordinator=self.coordinator).coordinator
+
+    def _unannounced(self, found: list[Announcement]) -> list[str]:
+        """Return the default address if a `penstock coordinator` of this user may listen there too. Without a token in
+        the settings the command could not call it, and it may be another user's."""
+        if not found or not _has_token() or self._named in [one.address for one in found] or not accepts(self._named):
+            return []
+        return [f"the default address: {self._named}"]
+
+    @cached_property
+    def _announcement(self) -> Announcement | None:
+        """Return the announcement of the coordinator: the one with the named address, or with the name `job`, else the
+        only one. None if there is none. Raises InvalidArgumentError if several fit."""
+        if self.job is not None and self.coordinator is not None:
+            raise InvalidArgumentError("give either --coordinator or --job, got both")
+        found = announced()
+        if self._is_named:
+            return next((one for one in found if one.address == self._named), None)
+        fit = [one for one in found if self.job is None or one.name == self.job]
+        listed = [*map(str, fit), *(self._unannounced(fit) if self.job is None else ())]
+        if len(listed) > 1:
+            raise InvalidArgumentError(
+                f"{len(listed)} coordinators run here: {printable('; '.join(listed))}. Choose one by --job NAME or "
+                "--coordinator ADDRESS"
+            )
+        if self.job is not None and not fit:
+            here = printable("; ".join(map(str, found))) or "none"
+            raise InvalidArgumentError(
+                f"--job must be the job of an embedded appliance that runs here, or the name of a fleet of `penstock "
+                f"up`, got {self.job!r}; running: {here}"
+            )
+        return fit[0] if fit else None
 
     def client(self) -> CoordinatorClient:
         """Return a client of the coordinator."""
         from penstock.proto.rpc.calls import CoordinatorClient
 
         return CoordinatorClient(self.address, self.token(), tls=self.tls())
+
+
+def _has_token() -> bool:
+    """Return whether a variable or the settings file has a token, which then belongs to the named coordinator."""
+    return bool(os.environ.get("PENSTOCK_TOKEN") or os.environ.get("PENSTOCK_TOKEN_FILE") or token_file_of_settings())

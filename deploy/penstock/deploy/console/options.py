@@ -26,6 +26,7 @@ __all__ = [
     "ConfigFile",
     "Debug",
     "Flags",
+    "OwnJob",
     "ParentPid",
     "ReadyFile",
     "TokenFile",
@@ -74,6 +75,16 @@ TokenFile = Annotated[
         "--token-file",
         metavar="FILE",
         help="File that holds the token, or lines ROLE:TOKEN. [PENSTOCK_TOKEN, else PENSTOCK_TOKEN_FILE]",
+    ),
+]
+
+
+OwnJob = Annotated[
+    str | None,
+    typer.Option(
+        "--job",
+        metavar="NAME",
+        help="If several coordinators of yours run here: the one of this job (embedded) or fleet (`penstock up`).",
     ),
 ]
 

@@ -32,6 +32,8 @@ class Table:
     rows: list[Sequence[str]] = field(default_factory=list)
     empty: str = ""
     """Line to show if the table has no rows; "" = show nothing."""
+    note: str = ""
+    """Line to show below the rows; "" = none."""
 
 
 def show(tables: Iterable[Table]) -> None:
@@ -46,6 +48,8 @@ def show(tables: Iterable[Table]) -> None:
         first = False
         if table.rows:
             draw(table)
+            if table.note:
+                print(table.note)
         else:
             print(table.empty)
 

@@ -231,8 +231,11 @@ def _ask(
     parts: Sequence[bytes],
     **fields: Any,
 ) -> bytes | None:
-    """Restore a restart point and record in `check` whether the same events follow. Return the restart point for the
-    next restore in the chain; None if there is none."""
+    """Restore the loader from a restart point in a child process. Record in `check` whether it then yields the same
+    events (batches and ends of epochs) as the first, uninterrupted stream.
+
+    Return the state that the restored loader saved, from which the next check of a chain restores it again; None if it
+    saved none or the restore failed."""
     examined.checks.append(check)
     try:
         answer = trials.ask(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import stat
 from collections.abc import Callable, Mapping
@@ -22,11 +23,13 @@ from penstock.deploy.console.command_token import make_token
 from penstock.deploy.console.exit_codes import USAGE, CommandError
 from penstock.deploy.engines.engine import Fleet, FleetPlan
 from penstock.runtime.files.atomic_files import write_whole
+from penstock.runtime.process.announcements import Announcement, announce, withdraw
 from penstock.runtime.process.identity import Identity
 
 __all__ = ["FleetFolder", "default_folder", "open_log"]
 
 _T = TypeVar("_T")
+_log = logging.getLogger("penstock.deploy.engines")
 
 
 def default_folder(name: str) -> Path:
@@ -124,7 +127,25 @@ class FleetFolder:
         return self._read(self._plan, lambda found: FleetPlan(**found))
 
     def save(self, fleet: Fleet) -> None:
+        """Write the record of the running fleet, and announce its coordinator to this user's commands. Raises
+        CommandError if the record cannot be written."""
         _write(self._record, _encoded(asdict(fleet)))
+        if fleet.coordinator and fleet.engine != "kubernetes":  # whose address is valid only within its cluster
+            supervisor = fleet.about["supervisor"] if fleet.engine == "local" else None
+            try:
+                announce(
+                    Announcement(
+                        what="fleet",
+                        name=fleet.name,
+                        address=fleet.coordinator,
+                        token_file=fleet.token_file,
+                        folder=fleet.folder,
+                        tls={name: fleet.tls[name] for name in ("tls_ca", "tls_name") if fleet.tls.get(name)},
+                        owner=None if supervisor is None else Identity(**supervisor),
+                    )
+                )
+            except OSError as error:
+                _log.debug("the coordinator is not announced to other commands: %s", error)
 
     def fleet(self) -> Fleet | None:
         """Return the fleet that the record shows as running; None if there is no record."""
@@ -133,6 +154,7 @@ class FleetFolder:
     def forget(self) -> None:
         """Delete the record of the running fleet. The caller must have ended all daemons."""
         self._record.unlink(missing_ok=True)
+        withdraw(str(self.path))
 
     def _read(self, path: Path, made: Callable[[Any], _T]) -> _T | None:
         try:

@@ -50,13 +50,13 @@ WORDS = 5
 
 
 class FleetKeeper:
-    """Keeper of one daemon, from its first start until `stop`.
+    """Start one daemon, and start it again whenever it fails, until `stop` is called. After several failed starts in a
+    row, or an error that a restart cannot fix, the daemon is given up (see `run`).
 
     Args:
         title: name of the daemon for people, such as "worker fleet-1".
-        command: returns the arguments of `penstock`. It is called with the line that the daemon printed when it was
-            last
-            ready, "" before.
+        command: function that returns the command-line arguments of `penstock` for the next start. Its argument is
+            `line`, the first line of output of the last start that became ready; "" if no start has.
         log: file to which the daemon's standard error is appended.
         restart_always: start the daemon again also after an orderly end that `stop` did not cause. It is not set for
             workers, which an operator may end on purpose (SIGTERM, `penstock worker drain`).

@@ -88,8 +88,8 @@ class FleetSettings:
     """Checksum of the ConfigMaps, written as an annotation of the pods, so that changed settings replace the pods; "" =
     no annotation."""
     limit_egress: bool = True
-    """True if workers may connect only to the coordinator, to name servers and by HTTPS, and coordinators to
-    nothing."""
+    """True if the network policies limit outgoing connections. Workers may then connect only to the coordinator, to any
+    DNS server (port 53) and to any HTTPS server (port 443). Coordinators may open no connections."""
 
 
 def manifests(fleet: FleetSettings) -> list[Manifest]:

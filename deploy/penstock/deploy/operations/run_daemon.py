@@ -34,6 +34,7 @@ from penstock.proto.rpc.channel import VERSION, is_local
 from penstock.proto.rpc.credentials.tokens import admin_tokens
 from penstock.runtime.files.atomic_files import write_whole
 from penstock.runtime.process.memory_secrecy import keep_memory_private
+from penstock.runtime.process.titles import name_process
 from penstock.runtime.telemetry.logs import JsonLines, TextLines
 
 __all__ = ["run_coordinator", "run_worker"]
@@ -178,6 +179,7 @@ def run_worker(
 def _begin(debug: bool, telemetry: TelemetrySettings, **always: str) -> None:
     """Set up logs and traces. `always`: fields that are added to each log line in JSON."""
     keep_memory_private()
+    name_process("penstock worker" if always["process"] == "worker" else "penstock coord")
     faulthandler.enable()
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines(always) if telemetry.log_format == "json" else TextLines())

@@ -15,19 +15,22 @@ from penstock.runtime.telemetry.cluster_view import ClusterView, as_dict, view
 __all__ = ["show_status", "tables"]
 
 
-def show_status(peer: Peer, as_json: bool) -> None:
-    """Query the coordinator and print its state."""
+def show_status(peer: Peer, *, show_all: bool, as_json: bool) -> None:
+    """Query the coordinator and print its state. `show_all`: with a row for each run that has ended. JSON always has
+    all runs."""
     with peer.client() as client:
         found = view(client.status(), peer.address)
     if as_json:
         print(json.dumps(found, default=as_dict, indent=2))
     else:
-        show(tables(found))
+        show(tables(found, show_all=show_all))
 
 
-def tables(found: ClusterView) -> list[Table]:
-    """Return the cluster view as tables for people."""
-    about, runs = found.coordinator.about, found.runs
+def tables(found: ClusterView, *, show_all: bool = False) -> list[Table]:
+    """Return the cluster view as tables for people. Runs that have ended are one line, or rows with `show_all`."""
+    about, runs = found.coordinator.about, found.runs if show_all else found.open_runs
+    folded = f"{found.ended}: `penstock status --all` shows them." if found.ended and not show_all else ""
+    empty = f"No run is open at {about}. {folded}" if folded else f"No runs at {about}."
     boxes = [box for run in runs for box in run.boxes]
     slots = [slot for box in boxes for slot in box.slots]
     of_runs = ("run", "attempt>", "state", "boxes>", "workers a box>", "input_fn")
@@ -35,7 +38,7 @@ def tables(found: ClusterView) -> list[Table]:
     of_slots = ("run", "box>", "slot>", "phase", "worker", "generation>", "restarts>", "skipped>", "note")
     of_workers = ("worker", "state", "slots used>", "heard of>", "batches/s>", "lanes")
     return [
-        _table(f"Runs at {about}", RUNS, of_runs, runs, f"No runs at {about}."),
+        _table(f"Runs at {about}", RUNS, of_runs, runs, empty, folded),
         _table("Bottlenecks", RUNS, ("run", "bottleneck", "finding"), found.open_runs),
         _table("Boxes", BOXES, of_boxes, boxes),
         _table("Slots", SLOTS, of_slots, slots),
@@ -43,5 +46,7 @@ def tables(found: ClusterView) -> list[Table]:
     ]
 
 
-def _table(title: str, columns: Columns[Any], headings: Sequence[str], rows: Iterable[Any], empty: str = "") -> Table:
-    return Table(title, headings, cells(columns, headings, rows), empty)
+def _table(
+    title: str, columns: Columns[Any], headings: Sequence[str], rows: Iterable[Any], empty: str = "", note: str = ""
+) -> Table:
+    return Table(title, headings, cells(columns, headings, rows), empty, note)

@@ -92,7 +92,10 @@ class Screen:
             style = STYLES[run.finding.alarm] or "green"
             text = textwrap.wrap(printable(run.finding.text), max(20, width - 4), max_lines=3)
             lines += [(style, f"  {line}") for line in text]
-        return lines if runs else [*lines, ("", "No run is open.")]
+        if self.found.ended or not runs:
+            ended = f"{self.found.ended} (`penstock status --all`)." if self.found.ended else ""
+            lines.append(("dim" if runs else "", ended if runs else f"No run is open. {ended}".rstrip()))
+        return lines
 
 
 def fit(rows: Sequence[int], height: int) -> list[int]:
@@ -150,5 +153,6 @@ def plain(found: ClusterView, since: float) -> Iterable[str]:
     for run in found.open_runs:
         yield f"{now} {_figures(run)}  {printable(run.finding.text)}"
     if not found.open_runs:
+        ended = f", {found.ended}" if found.ended else ""
         live = found.workers_by_state["live"]
-        yield f"{now} no run is open, {live} {'worker is' if live == 1 else 'workers are'} there"
+        yield f"{now} no run is open{ended}, {live} {'worker is' if live == 1 else 'workers are'} there"

@@ -308,6 +308,15 @@ class CoordinatorClient(AuthenticatedCall):
         request = pb.DrainWorkerRequest(worker=worker, undo=undo, look=look)
         return self._ask("DrainWorker", self.deadline_s, lambda: request, pb.DrainWorkerReply)
 
+    def end_run(self, run: str) -> pb.EndRunReply:
+        """End a run (JOB/ORDINAL), or all runs of a job (JOB). Raises UnknownRunError."""
+        return self._ask("EndRun", self.deadline_s, lambda: pb.EndRunRequest(run=run), pb.EndRunReply)
+
+    def open_dashboard(self) -> str:
+        """Return the URL of the dashboard, which an embedded coordinator starts now. Raises InvalidArgumentError if the
+        coordinator serves none."""
+        return self._ask("OpenDashboard", self.deadline_s, lambda: pb.OpenDashboardRequest(), pb.OpenDashboardReply).url
+
     def fetch_histories(self, run: str, box: int) -> list[pb.History]:
         """Return the histories of a box in all attempts that are kept, oldest first; empty for an unknown run or
         box."""
@@ -418,6 +427,17 @@ class AsyncCoordinatorClient(AuthenticatedCall):
         return await self._ask(
             "DrainWorker", self.deadline_s, lambda: pb.DrainWorkerRequest(worker=worker, undo=undo), pb.DrainWorkerReply
         )
+
+    async def end_run(self, run: str) -> pb.EndRunReply:
+        """End a run (JOB/ORDINAL), or all runs of a job (JOB). Raises UnknownRunError."""
+        return await self._ask("EndRun", self.deadline_s, lambda: pb.EndRunRequest(run=run), pb.EndRunReply)
+
+    async def open_dashboard(self) -> str:
+        """Return the URL of the dashboard, which an embedded coordinator starts now."""
+        reply = await self._ask(
+            "OpenDashboard", self.deadline_s, lambda: pb.OpenDashboardRequest(), pb.OpenDashboardReply
+        )
+        return reply.url
 
     async def put_snapshot(
         self, header: pb.SnapshotHeader, data: bytes, *, deadline_s: float = TRANSFER_DEADLINE_S

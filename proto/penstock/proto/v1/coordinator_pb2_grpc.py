@@ -109,6 +109,16 @@ class CoordinatorStub(object):
                 request_serializer=penstock_dot_proto_dot_v1_dot_coordinator__pb2.FetchHistoryRequest.SerializeToString,
                 response_deserializer=penstock_dot_proto_dot_v1_dot_coordinator__pb2.HistoryPart.FromString,
                 _registered_method=True)
+        self.EndRun = channel.unary_unary(
+                '/penstock.proto.v1.Coordinator/EndRun',
+                request_serializer=penstock_dot_proto_dot_v1_dot_coordinator__pb2.EndRunRequest.SerializeToString,
+                response_deserializer=penstock_dot_proto_dot_v1_dot_coordinator__pb2.EndRunReply.FromString,
+                _registered_method=True)
+        self.OpenDashboard = channel.unary_unary(
+                '/penstock.proto.v1.Coordinator/OpenDashboard',
+                request_serializer=penstock_dot_proto_dot_v1_dot_coordinator__pb2.OpenDashboardRequest.SerializeToString,
+                response_deserializer=penstock_dot_proto_dot_v1_dot_coordinator__pb2.OpenDashboardReply.FromString,
+                _registered_method=True)
 
 
 class CoordinatorServicer(object):
@@ -228,6 +238,21 @@ class CoordinatorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def EndRun(self, request, context):
+        """Ends the open attempt of a run, or of all runs of a job, whether its training job lives or not: a live one gets
+        SupersededError from its next call. The run may be opened again. A run that is closed already stays so.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def OpenDashboard(self, request, context):
+        """Returns the URL of the dashboard. An embedded coordinator starts it on loopback at the first call.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CoordinatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -305,6 +330,16 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.FetchHistory,
                     request_deserializer=penstock_dot_proto_dot_v1_dot_coordinator__pb2.FetchHistoryRequest.FromString,
                     response_serializer=penstock_dot_proto_dot_v1_dot_coordinator__pb2.HistoryPart.SerializeToString,
+            ),
+            'EndRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.EndRun,
+                    request_deserializer=penstock_dot_proto_dot_v1_dot_coordinator__pb2.EndRunRequest.FromString,
+                    response_serializer=penstock_dot_proto_dot_v1_dot_coordinator__pb2.EndRunReply.SerializeToString,
+            ),
+            'OpenDashboard': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenDashboard,
+                    request_deserializer=penstock_dot_proto_dot_v1_dot_coordinator__pb2.OpenDashboardRequest.FromString,
+                    response_serializer=penstock_dot_proto_dot_v1_dot_coordinator__pb2.OpenDashboardReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -712,6 +747,60 @@ class Coordinator(object):
             '/penstock.proto.v1.Coordinator/FetchHistory',
             penstock_dot_proto_dot_v1_dot_coordinator__pb2.FetchHistoryRequest.SerializeToString,
             penstock_dot_proto_dot_v1_dot_coordinator__pb2.HistoryPart.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EndRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.proto.v1.Coordinator/EndRun',
+            penstock_dot_proto_dot_v1_dot_coordinator__pb2.EndRunRequest.SerializeToString,
+            penstock_dot_proto_dot_v1_dot_coordinator__pb2.EndRunReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenDashboard(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.proto.v1.Coordinator/OpenDashboard',
+            penstock_dot_proto_dot_v1_dot_coordinator__pb2.OpenDashboardRequest.SerializeToString,
+            penstock_dot_proto_dot_v1_dot_coordinator__pb2.OpenDashboardReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -94,6 +94,12 @@ class CoordinatorStub:
     """What is kept of a box's stream for `penstock replay`: one `history` for each attempt, oldest first. With `snapshot` in
     the request: that snapshot's bytes, as `data`.
     """
+    EndRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.EndRunRequest, _coordinator_pb2.EndRunReply]
+    """Ends the open attempt of a run, or of all runs of a job, whether its training job lives or not: a live one gets
+    SupersededError from its next call. The run may be opened again. A run that is closed already stays so.
+    """
+    OpenDashboard: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.OpenDashboardRequest, _coordinator_pb2.OpenDashboardReply]
+    """Returns the URL of the dashboard. An embedded coordinator starts it on loopback at the first call."""
 
 @_typing.type_check_only
 class CoordinatorAsyncStub(CoordinatorStub):
@@ -145,6 +151,12 @@ class CoordinatorAsyncStub(CoordinatorStub):
     """What is kept of a box's stream for `penstock replay`: one `history` for each attempt, oldest first. With `snapshot` in
     the request: that snapshot's bytes, as `data`.
     """
+    EndRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.EndRunRequest, _coordinator_pb2.EndRunReply]  # type: ignore[assignment]
+    """Ends the open attempt of a run, or of all runs of a job, whether its training job lives or not: a live one gets
+    SupersededError from its next call. The run may be opened again. A run that is closed already stays so.
+    """
+    OpenDashboard: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.OpenDashboardRequest, _coordinator_pb2.OpenDashboardReply]  # type: ignore[assignment]
+    """Returns the URL of the dashboard. An embedded coordinator starts it on loopback at the first call."""
 
 class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -283,5 +295,23 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         """What is kept of a box's stream for `penstock replay`: one `history` for each attempt, oldest first. With `snapshot` in
         the request: that snapshot's bytes, as `data`.
         """
+
+    @_abc_1.abstractmethod
+    def EndRun(
+        self,
+        request: _coordinator_pb2.EndRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.EndRunReply, _abc.Awaitable[_coordinator_pb2.EndRunReply]]:
+        """Ends the open attempt of a run, or of all runs of a job, whether its training job lives or not: a live one gets
+        SupersededError from its next call. The run may be opened again. A run that is closed already stays so.
+        """
+
+    @_abc_1.abstractmethod
+    def OpenDashboard(
+        self,
+        request: _coordinator_pb2.OpenDashboardRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.OpenDashboardReply, _abc.Awaitable[_coordinator_pb2.OpenDashboardReply]]:
+        """Returns the URL of the dashboard. An embedded coordinator starts it on loopback at the first call."""
 
 def add_CoordinatorServicer_to_server(servicer: CoordinatorServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -313,6 +313,7 @@ class ClusterView:
     coordinator: CoordinatorView
     recommended_workers: int
     runs: tuple[RunView, ...]
+    """Runs with a live training job first, then other open ones, then those that have ended."""
     workers: tuple[WorkerView, ...]
     events: tuple[EventView, ...]
     """Latest events, oldest first."""
@@ -320,6 +321,12 @@ class ClusterView:
     @property
     def open_runs(self) -> list[RunView]:
         return [run for run in self.runs if run.open]
+
+    @property
+    def ended(self) -> str:
+        """Sentence that counts the runs that have ended; "" if there are none."""
+        count = len(self.runs) - len(self.open_runs)
+        return f"{count} {'run has' if count == 1 else 'runs have'} ended" if count else ""
 
     @property
     def workers_by_state(self) -> Counter[str]:
@@ -350,10 +357,15 @@ def view(reply: pb.StatusReply, address: str = "") -> ClusterView:
     return ClusterView(
         coordinator=_read(CoordinatorView, reply, address=address),
         recommended_workers=reply.recommended_workers,
-        runs=tuple(_run(run) for run in reply.runs),
+        runs=tuple(sorted((_run(run) for run in reply.runs), key=_rank)),
         workers=tuple(worker_view(worker) for worker in reply.workers),
         events=tuple(_read(EventView, event, at=round(event.wall_s, 3)) for event in reply.events),
     )
+
+
+def _rank(run: RunView) -> int:
+    """Return the place of a run in displays: 0 for one with a live training job, 1 for another open one, else 2."""
+    return 2 if not run.open else 0 if any(box.live for box in run.boxes) else 1
 
 
 def worker_view(worker: pb.WorkerStatus) -> WorkerView:

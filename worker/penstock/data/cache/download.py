@@ -294,11 +294,16 @@ class Downloads:
             raise ShardUnavailableError(
                 f"{self._own(stored)} is missing, and there is no remote to fetch it from: give remote, or put it there"
             )
-        source = self._remote.url_of(stored.name)
+        source = self._remote.url_of(stored.source or stored.name)
         for last in range(1 - ATTEMPTS, 1):
             try:
                 left = max(0.0, until - time.monotonic())
-                self._remote.download(stored.name, temporary, expected_size=stored.size, deadline_s=left)
+                if stored.source:
+                    self._remote.download_range(
+                        stored.source, temporary, begin=stored.begin, size=stored.size, deadline_s=left
+                    )
+                else:
+                    self._remote.download(stored.name, temporary, expected_size=stored.size, deadline_s=left)
                 if self._index is not None and self._validate is None and not stored.hashes:
                     self._index.check()
                 use(source)

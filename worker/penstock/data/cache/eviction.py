@@ -1,8 +1,13 @@
 """Eviction from a cache's folder: the bytes in use, and the shards to remove when the cache needs space.
 
-One process at a time counts and evicts, under a lock. Each count reads the version files of all shards: their times,
-and the contents of those that changed. So a killed process cannot leave a wrong count. Bytes are claimed before they
-are fetched, in the shard's version file.
+One process at a time counts and evicts, under a lock. A count reads the version files of all shards: their times, and
+the contents of those that changed. Bytes are claimed before they are fetched, in the shard's version file.
+
+A count of 10,000 shards takes 50 ms, so claims keep an upper bound of the bytes in use in the lock's file, and count
+only if a shard might not fit. The bound is raised before a claim is written and lowered by a count alone, so that a
+killed process leaves it too high and never too low; and each process counts at its first claim, in case the file is
+older than the folder, as after a power failure. In a large cache each eviction frees some shards more than it must, so
+that the next claims need no count.
 
 The least recently used shard is evicted first. Raw files that can be decompressed again from a packed file in the cache
 are evicted before files that would have to be fetched again. A shard is never evicted while a process holds its lock,
@@ -13,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
@@ -24,6 +30,12 @@ from penstock.runtime.files.inner_paths import unlink_below
 from penstock.runtime.files.plain_files import read_plain
 
 __all__ = ["Eviction"]
+
+LARGE_CACHE = 1000
+"""Number of shards from which a cache is large: counting them takes longer than 5 ms."""
+SURPLUS = 0.01
+"""Share of a large cache's limit that an eviction frees beyond what is needed."""
+_BOUND_TEXT = re.compile(rb"at most (\d{1,20}) bytes\n")
 
 
 class _Entry(NamedTuple):
@@ -45,29 +57,43 @@ class Eviction:
         self._limit = limit
         self._fetchable = fetchable
         self._entries: dict[str, _Entry] = {}
+        self._has_counted = False
         self._only_copies: set[str] = set()
         """Keys of shards that the remote reported missing. They are remembered, so that a later claim does not ask the
         remote again."""
 
-    def claim(self, key: str, lock: FileLock, version: ShardVersion, *, demand: bool, exceed: bool = False) -> bool:
-        """Evict other shards until this one fits, then claim its bytes by writing `version`. `lock`: the shard's lock,
-        held by the caller.
+    def claim(
+        self, counting: FileLock, key: str, lock: FileLock, version: ShardVersion, *, demand: bool, exceed: bool = False
+    ) -> bool:
+        """Evict other shards until this one fits, then claim its bytes by writing `version`. `counting` and `lock`: the
+        eviction lock and the shard's lock, held by the caller.
 
-        The caller also holds the eviction lock. Returns False if there is not enough space; with `exceed` it then
-        writes the version and returns True nevertheless. `demand`: True if a reader waits for the shard, so that
-        prefetched shards may be evicted.
+        Returns False if there is not enough space; with `exceed` it then writes the version and returns True
+        nevertheless. `demand`: True if a reader waits for the shard, so that prefetched shards may be evicted.
         """
-        self._read()
-        self._entries.pop(key, None)
-        excess = sum(entry.version.size for entry in self._entries.values()) + version.size - self._limit
-        for whole in (False, True):
-            excess = self._shrink(excess, whole=whole, sparing=True)
-        if demand:
-            excess = self._shrink(excess, whole=True, sparing=False)
-        if excess > 0 and not exceed:
-            return False
+        bound = _decoded_bound(counting.read()) if self._has_counted else None
+        if bound is None or bound + version.size > self._limit:
+            if self._excess_after_eviction(key, version.size, demand=demand) > 0 and not exceed:
+                return False
+            bound = sum(entry.version.size for entry in self._entries.values())
+            self._has_counted = True
+        counting.write(_encoded_bound(bound + version.size))
         lock.write(version.encoded())
         return True
+
+    def _excess_after_eviction(self, key: str, size: int, *, demand: bool) -> int:
+        """Count, and evict other shards than `key` until `size` bytes fit. Return the number of bytes by which they
+        exceed the limit; 0 or less if they fit."""
+        self._read()
+        self._entries.pop(key, None)
+        excess = sum(entry.version.size for entry in self._entries.values()) + size - self._limit
+        if excess > 0 and len(self._entries) >= LARGE_CACHE:
+            surplus = int(self._limit * SURPLUS)
+            excess = self._shrink(excess + surplus, whole=False, sparing=True)
+            excess = self._shrink(excess, whole=True, sparing=True) - surplus
+        for whole in (False, True):
+            excess = self._shrink(excess, whole=whole, sparing=True)
+        return self._shrink(excess, whole=True, sparing=False) if demand else excess
 
     def _read(self) -> None:
         known, self._entries = self._entries, {}
@@ -154,3 +180,13 @@ class Eviction:
     def _remove(self, path: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             unlink_below(self._state.root, path)
+
+
+def _encoded_bound(bound: int) -> bytes:
+    return b"at most %d bytes\n" % bound
+
+
+def _decoded_bound(text: bytes) -> int | None:
+    """Return the upper bound of the bytes in use; None if the text has none."""
+    found = _BOUND_TEXT.fullmatch(text)
+    return int(found[1]) if found else None

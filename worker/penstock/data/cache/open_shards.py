@@ -58,6 +58,11 @@ class OpenShards:
         found.used = True
         return found.reader
 
+    def peek(self, number: int) -> ShardReader | None:
+        """Return the reader of a shard if it is open, without opening it or keeping it open."""
+        found = self._open.get(number)
+        return found.reader if found else None
+
     def _add(self, number: int, new: _Open) -> _Open:
         with self._lock:
             found = self._open.setdefault(number, new)

@@ -176,6 +176,14 @@ class ShardCache:
         """True if files are used where they lie, and not copied into the cache."""
         return bool(self._in_place)
 
+    def fetches_ranges(self, shard: Shard) -> bool:
+        """Return True if parts of a shard's file may be fetched instead of the file: nothing verifies the whole file by
+        a hash, and it is not used in place."""
+        return not (self._in_place or self.remote is None or self._validate or self._verified(shard))
+
+    def _verified(self, shard: Shard) -> bool:
+        return self._validate is None and any(file.raw.hashes for file in shard.files)
+
     def index(self) -> bytes:
         """Return the index file's content. One process of the host fetches the file, once. Raises
         ShardUnavailableError, or DatasetError for a file that is not an index."""
@@ -373,7 +381,7 @@ class ShardCache:
         assert self._eviction is not None
         counting = self._state.wait(self._state.eviction, until, "", shared=False)
         try:
-            return self._eviction.claim(key, lock, need, demand=demand, exceed=exceed)
+            return self._eviction.claim(counting, key, lock, need, demand=demand, exceed=exceed)
         finally:
             counting.release()
 

@@ -11,6 +11,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from penstock.runtime.files.plain_files import open_plain
 
@@ -47,6 +50,16 @@ class Descriptor:
                 break
             data += more
         return data
+
+    def read_into(self, array: np.ndarray[Any, Any], begin: int) -> int:
+        """Fill a contiguous array from position `begin`. Returns the number of bytes read, which is smaller than the
+        array's at the file's end. Raises OSError."""
+        done = os.preadv(self._number, [array.data], begin)
+        if done < array.nbytes:  # as in `read`
+            rest = array.reshape(-1).view(np.uint8).data
+            while done < array.nbytes and (more := os.preadv(self._number, [rest[done:]], begin + done)):
+                done += more
+        return done
 
     def close(self) -> None:
         """Close the file; does nothing when called again."""

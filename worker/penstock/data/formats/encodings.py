@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.data.formats import images
+from penstock.data.formats.media import images
 from penstock.proto.errors import DatasetError
 
 __all__ = ["ENCODINGS", "Encoding", "check_encoding", "encoding_of"]
@@ -41,6 +41,8 @@ class Encoding:
     encode: Callable[[Any], bytes]
     """Function from a value to bytes. Raises TypeError, ValueError or OverflowError for a value that cannot be stored
     unchanged."""
+    decode_array: Callable[[bytes, int, int], Any] | None = None
+    """Decoder of images to arrays; None for values that are no images."""
 
 
 def encoding_of(name: str, *, allow_unsafe_types: bool = False) -> Encoding:
@@ -233,6 +235,19 @@ def _unpickle(sample: bytes, begin: int, end: int) -> Any:
 
 UNSAFE = {"pkl"}
 
+
+def _image(decode: images.Decode, encode: images.Encode, decode_array: images.Decode | None = None) -> Encoding:
+    return Encoding(None, decode, encode, decode_array or images.array_decoder(decode))
+
+
+def _images(decode: images.Decode, encode: images.Encode, decode_array: images.Decode | None = None) -> Encoding:
+    """Return the encoding of a list of images."""
+    arrays = decode_array or images.array_decoder(decode)
+    return Encoding(None, images.list_decoder(decode), images.list_encoder(encode), images.list_decoder(arrays))
+
+
+_JPEG_ARRAY = Encoding(None, images.decode_files, images.encode_files, images.decode_file_arrays)
+
 ENCODINGS: dict[str, Encoding] = {
     "bytes": Encoding(None, _slice, _encode_bytes),
     "str": Encoding(None, _decode_str, _encode_str),
@@ -242,14 +257,14 @@ ENCODINGS: dict[str, Encoding] = {
     "str_int": _text(int),
     "str_float": _text(float),
     "str_decimal": _text(Decimal),
-    "pil": Encoding(None, images.decode_raw, images.encode_raw),
-    "jpeg": Encoding(None, images.decode_jpeg, images.encode_jpeg),
-    "jpeg_array": Encoding(None, images.decode_files, images.encode_files),
-    "jpegarray": Encoding(None, images.decode_files, images.encode_files),
-    "png": Encoding(None, images.decode_png, images.encode_png),
-    "list[pil]": Encoding(None, images.list_decoder(images.decode_raw), images.list_encoder(images.encode_raw)),
-    "list[jpeg]": Encoding(None, images.list_decoder(images.decode_jpeg), images.list_encoder(images.encode_jpeg)),
-    "list[png]": Encoding(None, images.list_decoder(images.decode_png), images.list_encoder(images.encode_png)),
+    "pil": _image(images.decode_raw, images.encode_raw),
+    "jpeg": _image(images.decode_jpeg, images.encode_jpeg, images.decode_jpeg_array),
+    "jpeg_array": _JPEG_ARRAY,
+    "jpegarray": _JPEG_ARRAY,
+    "png": _image(images.decode_png, images.encode_png),
+    "list[pil]": _images(images.decode_raw, images.encode_raw),
+    "list[jpeg]": _images(images.decode_jpeg, images.encode_jpeg, images.decode_jpeg_array),
+    "list[png]": _images(images.decode_png, images.encode_png),
     "pkl": Encoding(None, _unpickle, pickle.dumps),
     "json": Encoding(None, _decode_json, _encode_json),
 }

@@ -11,40 +11,65 @@ when the shard is opened.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.data.formats.encodings import encoding_of
+from penstock.data.formats.encodings import check_encoding, encoding_of
+from penstock.data.formats.fields import InvalidField, column_encodings
 from penstock.data.formats.raw_files import SampleFile
-from penstock.data.formats.shards import Shard
+from penstock.data.formats.shards import DEFAULT_OPTIONS, ReadOptions, Shard
 from penstock.proto.errors import DatasetError
 
-__all__ = ["MDSReader", "columns_of"]
+__all__ = ["MDSReader", "check_mds", "columns_of", "open_mds"]
+
+MAX_SIZE = (1 << 32) - 1
+"""Largest size in bytes of a value, whose length has 32 bits."""
 
 Decode = Callable[[bytes, int, int], Any]
 
 
-def columns_of(shard: Shard, *, allow_unsafe_types: bool = False) -> list[tuple[str, Decode, int]]:
+def columns_of(shard: Shard, options: ReadOptions = DEFAULT_OPTIONS) -> list[tuple[str, Decode, int]]:
     """Return (name, decoder, size in bytes if it is fixed, else 0) for each column, in the order in which an MDS sample
-    stores them. Raises DatasetError for pickles unless `allow_unsafe_types`."""
+    stores them. Raises DatasetError for pickles unless the options allow them."""
     settings = shard.settings
     columns = []
     triples = zip(settings["column_names"], settings["column_encodings"], settings["column_sizes"], strict=True)
     for name, encoding, size in triples:
         try:
-            decode = encoding_of(encoding, allow_unsafe_types=allow_unsafe_types).decode
+            known = encoding_of(encoding, allow_unsafe_types=options.allow_unsafe_types)
         except DatasetError as error:
             raise DatasetError(f"{shard.name}: column {name!r}: {error.message}") from error
-        columns.append((name, decode, size or 0))
+        decode = known.decode_array if options.images == "array" else None
+        columns.append((name, decode or known.decode, size or 0))
     return columns
+
+
+def check_mds(settings: dict[str, Any]) -> None:
+    """Check the settings of a shard's entry in the index. Raises InvalidField."""
+    columns = column_encodings(settings)
+    for name, encoding in columns.items():
+        try:
+            check_encoding(encoding)
+        except DatasetError as error:
+            raise InvalidField("column_encodings", f"is invalid for column {name!r}: {error.message}") from None
+    sizes = settings.get("column_sizes")
+    if not isinstance(sizes, list) or len(sizes) != len(columns):
+        raise InvalidField("column_sizes", f"must be a list with {len(columns)} sizes")
+    for name, size in zip(columns, sizes, strict=True):
+        if size is not None and (type(size) is not int or not 0 <= size <= MAX_SIZE):
+            raise InvalidField("column_sizes", f"must be a number of bytes or null for column {name!r}, got {size!r}")
+
+
+def open_mds(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> MDSReader:
+    return MDSReader(shard, paths[0], options)
 
 
 class MDSReader(SampleFile):
     """Reader of an MDS shard, see `penstock.data.formats.shards.ShardReader`."""
 
-    def __init__(self, shard: Shard, path: Path, *, allow_unsafe_types: bool = False) -> None:
-        columns = columns_of(shard, allow_unsafe_types=allow_unsafe_types)
+    def __init__(self, shard: Shard, path: Path, options: ReadOptions = DEFAULT_OPTIONS) -> None:
+        columns = columns_of(shard, options)
         super().__init__(path, shard.files[0].raw)
         try:
             size = 4 + 4 * (shard.samples + 1)

@@ -4,46 +4,101 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from penstock.data.formats.mds import MDSReader
-from penstock.data.formats.parquet import ParquetReader
-from penstock.data.formats.shards import Shard, ShardReader
-from penstock.data.formats.text_shards import JSONReader, XSVReader
+from penstock.data.formats.format_table import FORMATS
+from penstock.data.formats.parquet.parquet_ranges import FileRange
+from penstock.data.formats.parquet.parquet_reader import ParquetReader
+from penstock.data.formats.shards import DEFAULT_OPTIONS, ColumnReader, ReadOptions, Shard, ShardReader, rows_of
 from penstock.proto.errors import DatasetError, ShardCorruptError
 
-__all__ = ["open_shard"]
+__all__ = ["open_block", "open_shard"]
 
 
 def open_shard(
-    shard: Shard, paths: Sequence[Path], *, allow_unsafe_types: bool = False, source: str = ""
+    shard: Shard, paths: Sequence[Path], options: ReadOptions = DEFAULT_OPTIONS, *, source: str = ""
 ) -> ShardReader:
     """Return a reader of a shard. `paths`: its raw files, in the order of `shard.files`. `source`: address that the
     files came from, for errors.
 
-    Raises ShardCorruptError if the files differ from the index, and DatasetError for a column with pickles unless
-    `allow_unsafe_types`.
+    Raises ShardCorruptError if the files differ from the index, and DatasetError for a column with pickles unless the
+    options allow it.
     """
-    if not source:
-        return _reader(shard, paths, allow_unsafe_types)
     try:
-        reader = _reader(shard, paths, allow_unsafe_types)
+        reader = _reader(shard, paths, options)
+        if options.columns is not None:
+            reader = _projected(reader, options.columns)
+    except ShardCorruptError as error:
+        raise ShardCorruptError(f"{source}: {error.message}" if source else error.message) from error
+    if source:
+        reader.name = source
+    return reader
+
+
+def open_block(
+    shard: Shard, path: Path, place: FileRange, options: ReadOptions = DEFAULT_OPTIONS, *, source: str
+) -> ShardReader:
+    """Return a reader of a shard that is a row group of a file. `path`: file of the row group; the other arguments are
+    those of `open_shard`. Raises ShardCorruptError, DatasetError."""
+    try:
+        reader: ShardReader = ParquetReader(shard, path, place)
+        if options.columns is not None:
+            reader = _projected(reader, options.columns)
     except ShardCorruptError as error:
         raise ShardCorruptError(f"{source}: {error.message}") from error
     reader.name = source
     return reader
 
 
-def _reader(shard: Shard, paths: Sequence[Path], allow_unsafe_types: bool) -> ShardReader:
-    match shard.format, paths:
-        case "mds", [data]:
-            return MDSReader(shard, data, allow_unsafe_types=allow_unsafe_types)
-        case "json", [data, meta]:
-            return JSONReader(shard, (data, meta))
-        case "xsv" | "csv" | "tsv", [data, meta]:
-            return XSVReader(shard, (data, meta))
-        case "parquet", [data]:
-            return ParquetReader(shard, data)
-    raise DatasetError(
-        f"{shard.name}: this version of Penstock has no reader for a shard of format {shard.format!r} that consists of "
-        f"{len(paths)} files: upgrade Penstock, or write the dataset in another format"
-    )
+def _projected(reader: ShardReader, columns: Sequence[str]) -> ShardReader:
+    """Return a reader whose samples have only these columns."""
+    if isinstance(reader, ColumnReader):
+        reader.select(columns)
+        return reader
+    return _Projected(reader, columns)
+
+
+class _Projected:
+    """Reader that leaves out columns after they were read."""
+
+    def __init__(self, reader: ShardReader, columns: Sequence[str]) -> None:
+        self._reader, self._columns = reader, columns
+
+    @property
+    def name(self) -> str:
+        return self._reader.name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self._reader.name = name
+
+    def __len__(self) -> int:
+        return len(self._reader)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self._chosen(self._reader[index])
+
+    def get_many(self, rows: Sequence[int]) -> list[dict[str, Any]]:
+        return [self._chosen(sample) for sample in rows_of(self._reader, rows)]
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def _chosen(self, sample: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return {name: sample[name] for name in self._columns}
+        except KeyError as error:
+            raise DatasetError(
+                f"{self.name}: a sample must have the column {error}, which columns= names, got "
+                f"{', '.join(map(str, sample))}"
+            ) from error
+
+
+def _reader(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> ShardReader:
+    known = FORMATS.get(shard.format)
+    if known is None or len(paths) != len(known.parts):
+        raise DatasetError(
+            f"{shard.name}: this version of Penstock has no reader for a shard of format {shard.format!r} that "
+            f"consists of {len(paths)} files: upgrade Penstock, or write the dataset in another format"
+        )
+    return known.open(shard, paths, options)

@@ -6,11 +6,21 @@ has the offsets of the samples. Each file is stored raw, compressed, or in both 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
-__all__ = ["Shard", "ShardFile", "ShardReader", "StoredFile"]
+__all__ = [
+    "DEFAULT_OPTIONS",
+    "BlockReader",
+    "ColumnReader",
+    "ReadOptions",
+    "Shard",
+    "ShardFile",
+    "ShardReader",
+    "StoredFile",
+    "rows_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +33,10 @@ class StoredFile:
     """Size in bytes."""
     hashes: Mapping[str, str] = field(default_factory=dict)
     """Digests in hexadecimal by the algorithm's name; empty if the writer stored none."""
+    source: str = ""
+    """Name of the file that this one is a range of; "" for a whole file. Only a cache has such a file by itself."""
+    begin: int = 0
+    """Offset of the range in `source`, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +61,21 @@ class Shard:
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Other fields of the shard's entry in the index, which its format's reader needs: column names, encodings,
     separator."""
+    blocks: tuple[int, ...] = ()
+    """Number of samples in each block of the file, in the order of the file, if its format has blocks that are decoded
+    as a whole: the row groups of Parquet. Empty for a format without blocks, or an index that does not list them."""
+    decoded_bytes: int = 0
+    """Smallest number of bytes that all blocks take in memory once they are decoded; 0 if it is unknown."""
+
+    ranges: tuple[int, ...] = ()
+    """Offsets in the file, in bytes, so that its blocks can be fetched without the rest: the beginning and the end of
+    each block, then the beginning of the footer, which ends with the file; shape (2 * blocks + 1,). Empty if
+    unknown."""
+
+    @property
+    def units(self) -> tuple[int, ...]:
+        """Number of samples in each unit that is read as a whole: each block, or else the shard."""
+        return self.blocks or (self.samples,)
 
     @property
     def name(self) -> str:
@@ -59,8 +88,27 @@ class Shard:
         return sum(file.raw.size for file in self.files)
 
 
+@dataclass(frozen=True, slots=True)
+class ReadOptions:
+    """How values are read from shards, as StreamingDataset's arguments of the same names."""
+
+    allow_unsafe_types: bool = False
+    """True if columns of pickles may be read, which can run any code."""
+    images: Literal["pil", "array"] = "pil"
+    """Kind of value for images: images of Pillow, or arrays."""
+    columns: Sequence[str] | None = None
+    """Names of the columns that samples have; None: all."""
+
+
+DEFAULT_OPTIONS = ReadOptions()
+
+
 class ShardReader(Protocol):
-    """An open shard. Safe for threads, and for forked children."""
+    """An open shard. Safe for threads, and for forked children.
+
+    Readers may also have `get_many(rows: Sequence[int]) -> list[dict]`, which returns the samples at these indexes, in
+    this order, and is faster than one call for each (see `rows_of`).
+    """
 
     name: str
     """Name of the shard, for errors."""
@@ -75,3 +123,31 @@ class ShardReader(Protocol):
     def close(self) -> None:
         """Close the shard. Values that were read stay valid, and a read in progress ends normally. A later read raises
         ValueError."""
+
+
+def rows_of(reader: ShardReader, rows: Sequence[int]) -> list[dict[str, Any]]:
+    """Return the samples at these indexes, in this order: by the reader's own `get_many`, if it has one."""
+    many = getattr(reader, "get_many", None)
+    if many is None:
+        return [reader[row] for row in rows]
+    found: list[dict[str, Any]] = many(rows)
+    return found
+
+
+@runtime_checkable
+class ColumnReader(Protocol):
+    """An open shard that can read some columns without the others."""
+
+    def select(self, columns: Sequence[str]) -> None:
+        """Read only these columns from now on. Raises DatasetError for a column that the shard has not."""
+
+
+@runtime_checkable
+class BlockReader(Protocol):
+    """An open shard of blocks that are decoded as a whole."""
+
+    def load(self, block: int) -> None:
+        """Decode a block, if it is not in memory. Raises what `__getitem__` raises."""
+
+    def forget(self, block: int) -> None:
+        """Let a block's memory be freed, because its samples are not needed soon."""

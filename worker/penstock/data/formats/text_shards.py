@@ -8,18 +8,63 @@ mosaicml-streaming writes none, and refuses values that would need them.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock.data.formats.fields import InvalidField, column_encodings, mark
 from penstock.data.formats.raw_files import SampleFile, read_checked
-from penstock.data.formats.shards import Shard
+from penstock.data.formats.shards import ReadOptions, Shard
 
-__all__ = ["SEPARATORS", "TEXT_ENCODINGS", "JSONReader", "XSVReader"]
+__all__ = [
+    "SEPARATORS",
+    "TEXT_ENCODINGS",
+    "JSONReader",
+    "XSVReader",
+    "check_json",
+    "check_separated",
+    "open_json",
+    "open_separated",
+]
 
 TEXT_ENCODINGS: dict[str, type[str | int | float]] = {"str": str, "int": int, "float": float}
 """Python type of a column's values, by the encoding's name. The type is called with the text of a value."""
 SEPARATORS = {"csv": ",", "tsv": "\t"}
 """Separator between values, for formats that have a fixed one."""
+
+
+def check_json(settings: dict[str, Any]) -> None:
+    """Check the settings of a shard's entry in the index. Raises InvalidField."""
+    columns = settings.get("columns")
+    if not isinstance(columns, dict) or not all(isinstance(encoding, str) for encoding in columns.values()):
+        raise InvalidField("columns", "must be an object of strings" if "columns" in settings else "is missing")
+    _check_encodings("columns", columns)
+
+
+def check_separated(settings: dict[str, Any], *, any_separator: bool = False) -> None:
+    """Check the settings of a shard's entry in the index. `any_separator`: True if the entry must name the separator.
+    Raises InvalidField."""
+    _check_encodings("column_encodings", column_encodings(settings))
+    mark(settings, "newline")
+    if any_separator:
+        mark(settings, "separator")
+
+
+def _check_encodings(field: str, columns: dict[str, str]) -> None:
+    for name, encoding in columns.items():
+        if encoding not in TEXT_ENCODINGS:
+            known = ", ".join(TEXT_ENCODINGS)
+            raise InvalidField(field, f"must be one of {known} for column {name!r}, got {encoding!r}")
+
+
+def open_json(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> JSONReader:
+    del options  # this format has none
+    return JSONReader(shard, (paths[0], paths[1]))
+
+
+def open_separated(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> XSVReader:
+    del options  # this format has none
+    return XSVReader(shard, (paths[0], paths[1]))
 
 
 class _TextReader(SampleFile):

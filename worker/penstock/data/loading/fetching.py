@@ -32,7 +32,7 @@ from penstock.data.ordering.epoch_plan import BatchPlan, WorkerBatches
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 from penstock.runtime.process.end import describe_exit
 
-__all__ = ["ReadAhead", "in_processes", "in_threads"]
+__all__ = ["ReadAhead", "check_threads", "in_processes", "in_threads"]
 
 EXIT_WAIT_S = 5.0
 """Seconds to wait for the exit status of a process that stopped sending; it usually comes within milliseconds."""
@@ -59,6 +59,17 @@ class ReadAhead:
 
     def close(self) -> None:
         self._batches = None
+
+
+def check_threads(threads: int, reseed: bool | None) -> None:
+    """Raise InvalidArgumentError for `fetch_threads` that are invalid, or that exclude `reseed`."""
+    if threads < 0:
+        raise InvalidArgumentError(f"fetch_threads must be at least 0, got {threads}")
+    if threads and reseed:
+        raise InvalidArgumentError(
+            f"reseed=True with fetch_threads={threads}: threads share the process's generators, which therefore cannot "
+            "be set for each sample; use fetch_processes, or a generator of the dataset's own"
+        )
 
 
 def in_threads(plans: Iterator[BatchPlan], reader: MapReader, threads: int) -> Iterator[Any]:

@@ -12,7 +12,7 @@ import torch.utils.data
 
 from penstock.data.arguments import whole
 from penstock.data.loading.collating import checked_collate
-from penstock.data.loading.fetching import ReadAhead, in_processes, in_threads
+from penstock.data.loading.fetching import ReadAhead, check_threads, in_processes, in_threads
 from penstock.data.loading.map_reading import MapReader
 from penstock.data.loading.position_loader import Fetcher, PositionLoader, check_settings
 from penstock.data.loading.worker_identity import WorkerIdentity, global_batch
@@ -165,17 +165,12 @@ class MapLoader(PositionLoader):
 
 
 def _check_fetching(threads: int, processes: int, reseed: bool | None) -> None:
-    for name, value in (("fetch_threads", threads), ("fetch_processes", processes)):
-        if value < 0:
-            raise InvalidArgumentError(f"{name} must be at least 0, got {value}")
+    check_threads(threads, reseed)
+    if processes < 0:
+        raise InvalidArgumentError(f"fetch_processes must be at least 0, got {processes}")
     if threads and processes:
         raise InvalidArgumentError(
             f"fetch_threads={threads} and fetch_processes={processes} exclude each other: give at most one of them"
-        )
-    if threads and reseed:
-        raise InvalidArgumentError(
-            f"reseed=True with fetch_threads={threads}: threads share the process's generators, which therefore cannot "
-            "be set for each sample; use fetch_processes, or a generator of the dataset's own"
         )
 
 

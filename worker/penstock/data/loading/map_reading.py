@@ -69,17 +69,29 @@ class MapReader:
         """Return the collated batch of a plan. With `reseed_collate`, the random generators are seeded for the collate
         function from the position of the batch's first row."""
         if not self.reseeds:
-            return self.collated(plan, self._all(plan))
+            return self._collated(plan, self._all(plan))
         before = capture_rng()
         try:
-            found = self._all(plan) if self._key is None else self._each(plan, self._key)
-            if self._collate_key is not None:
-                seed_generators(self._seeds(self._collate_key, plan.epoch, plan.positions[:1])[0])
-            return self.collated(plan, found)
+            return self._seeded(plan, self._all(plan) if self._key is None else self._each(plan, self._key))
         finally:
             restore_rng(before)
 
     def collated(self, plan: BatchPlan, samples: list[Any]) -> Any:
+        """Return the batch of samples that were read before, with the generators seeded as in `batch`."""
+        if self._collate_key is None:
+            return self._collated(plan, samples)
+        before = capture_rng()
+        try:
+            return self._seeded(plan, samples)
+        finally:
+            restore_rng(before)
+
+    def _seeded(self, plan: BatchPlan, samples: list[Any]) -> Any:
+        if self._collate_key is not None:
+            seed_generators(self._seeds(self._collate_key, plan.epoch, plan.positions[:1])[0])
+        return self._collated(plan, samples)
+
+    def _collated(self, plan: BatchPlan, samples: list[Any]) -> Any:
         return empty_batch(self.collate, samples[0]) if plan.empty else self.collate(samples)
 
     def _each(self, plan: BatchPlan, key: int) -> list[Any]:

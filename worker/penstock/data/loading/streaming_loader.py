@@ -4,15 +4,19 @@ topology."""
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, get_args
 
 import numpy as np
 
-from penstock.data.arguments import one_of, sample_count, whole
+from penstock.data.arguments import byte_count, one_of, sample_count, whole
+from penstock.data.formats.decoded_blocks import MEMORY
 from penstock.data.loading.collating import checked_collate
+from penstock.data.loading.fetching import ReadAhead, check_threads, in_threads
 from penstock.data.loading.map_reading import MapReader
-from penstock.data.loading.position_loader import PositionLoader, check_settings
+from penstock.data.loading.position_loader import Fetcher, PositionLoader, check_settings
 from penstock.data.loading.worker_identity import WorkerIdentity, global_batch
 from penstock.data.ordering.epoch_plan import BatchPlan, EpochRemainder, WorkerBatches
 from penstock.data.ordering.order_file import FiledOrder, OrderFile
@@ -29,6 +33,13 @@ __all__ = ["StreamingLoader"]
 
 BLOCK = 1 << 18
 """Default number of samples that are shuffled with each other."""
+SHUFFLE_MEMORY = 96 << 20
+"""Default number of bytes of decoded row groups that are shuffled with each other: two blocks fit into the default
+decoded_limit, the present one and the one after it."""
+DECODED_AHEAD = 1 << 12
+"""Number of samples, without shuffling, whose row groups are decoded ahead."""
+DECODED_RUNS = 64
+"""Largest number of runs of positions that are looked at to find the row groups to decode ahead."""
 EXAMINED_POSITIONS = 1 << 14
 """Largest number of upcoming positions that are looked at to find the shards to prefetch."""
 
@@ -59,6 +70,7 @@ class StreamingLoader(PositionLoader):
         shuffle: bool = False,
         seed: int | None = None,
         shuffle_block: int | str | None = BLOCK,
+        shuffle_memory: int | str | None = SHUFFLE_MEMORY,
         partitions: int = 1,
         interleave: Interleave = "shards",
         epoch_size: int | str | None = None,
@@ -66,6 +78,7 @@ class StreamingLoader(PositionLoader):
         skip: Iterable[range] = (),
         order_file: str | os.PathLike[str] | None = None,
         predownload: int | str | None = None,
+        fetch_threads: int = 0,
         reseed: bool | None = None,
         keys: str | None = None,
         rank: tuple[int, int] | None = None,
@@ -80,6 +93,11 @@ class StreamingLoader(PositionLoader):
             shuffle_block: approximate number of samples that are shuffled with each other. A block consists of whole
                 shards whose sizes add up to about this number, and all shards of a block are needed at the same time.
                 None: all samples are shuffled with each other.
+            shuffle_memory: approximate number of bytes, or a text such as "1gb", of the decoded row groups whose
+                samples are shuffled with each other, over all partitions together. Only files with several row groups
+                (Parquet) use it: the row groups of a block of files are shuffled, and samples only among some
+                neighbouring row groups, which must be in memory at the same time (see decoded_limit of
+                StreamingDataset). None: all samples of a block are shuffled with each other.
             partitions: number of parts that the data are divided into. Rows are drawn from the parts in turn. If the
                 number of boxes divides this number, each box reads only the shards of its own parts; so give the
                 largest number of boxes that you will use.
@@ -99,6 +117,9 @@ class StreamingLoader(PositionLoader):
                 in a later epoch, the file may be left out.
             predownload: number of upcoming samples whose shards are fetched ahead of need; None: as many as in two
                 shuffle blocks.
+            fetch_threads: threads that read and decode samples ahead; 0: samples are read when they are needed. Threads
+                help where decoding releases the GIL (JPEG files with `images="array"`). A `__getitem__` of your own
+                must be thread-safe, and `reseed` does not cover it.
             reseed: seed the global generators of python, numpy and torch from seed, epoch and position before each
                 sample is read, so that random augmentation depends on nothing else. They are also seeded before the
                 collate function is called, from the position of the batch's first row. After a batch they get back the
@@ -116,7 +137,9 @@ class StreamingLoader(PositionLoader):
         partitions, epoch_size = whole("partitions", partitions), sample_count("epoch_size", epoch_size)
         shuffle_block = sample_count("shuffle_block", shuffle_block)
         predownload = sample_count("predownload", predownload)
-        seed, skip = whole("seed", seed), list(skip)
+        shuffle_memory = byte_count("shuffle_memory", shuffle_memory)
+        seed, skip, fetch_threads = whole("seed", seed), list(skip), whole("fetch_threads", fetch_threads)
+        check_threads(fetch_threads, reseed)
         if not isinstance(dataset, StreamingDataset):
             raise InvalidArgumentError(
                 f"dataset must be a StreamingDataset, made of a folder or URL, got {type(dataset).__qualname__}. For "
@@ -141,9 +164,17 @@ class StreamingLoader(PositionLoader):
             partitions=partitions,
             interleave=interleave,
             batch=batch,
+            files=dataset.files,
+            inner=_inner_block(dataset, shuffle_memory, partitions),
         )
         reader = _reader(
-            dataset, len(order), checked_collate(collate_fn), seed, reseed, own_collate=collate_fn is not collate
+            dataset,
+            len(order),
+            checked_collate(collate_fn),
+            seed,
+            reseed,
+            own_collate=collate_fn is not collate,
+            threads=fetch_threads,
         )
         mixed = len(shares) > 1
         described: dict[str, Any] = {
@@ -156,6 +187,9 @@ class StreamingLoader(PositionLoader):
             "batch": batch if mixed and interleave == "batches" else None,
             "tail": tail,
         }
+        if shuffle and dataset.has_blocks:
+            described["shuffle_memory"] = shuffle_memory or "all"
+            _check_memory(dataset, shuffle_block, shuffle_memory)
         filed = None
         if order_file is not None:
             if interleave == "batches" and mixed:
@@ -167,6 +201,12 @@ class StreamingLoader(PositionLoader):
             filed = FiledOrder(order, file, dataset.name, int(order.starts[-1]))
             described[ORDER_FILE] = file.described
         self.dataset, self._shards, self._filed, self._reader = dataset, order, filed, reader
+        self._threads = fetch_threads
+        self._shuffle = shuffle
+        inner = _inner_block(dataset, shuffle_memory, partitions)
+        self._decoded: Ints = np.zeros(0, np.int64)
+        """Row groups that were needed for the batches of the call of `_decode_ahead` before."""
+        self._decoded_ahead = partitions * inner if shuffle and inner else DECODED_AHEAD
         self._ahead = predownload or 2 * min(shuffle_block or len(order), len(order))
         self._prefetched_from: tuple[EpochRemainder | None, int] = None, 0
         """Position from which the shards to prefetch were listed last: the epoch's remainder, and the position in
@@ -181,10 +221,17 @@ class StreamingLoader(PositionLoader):
     def _make_batch(self, plan: BatchPlan) -> Any:
         return self._reader.batch(plan)
 
+    def _fetcher(self, own_batches: WorkerBatches) -> Fetcher | None:
+        if not self._threads:
+            return None
+        return ReadAhead(own_batches, partial(in_threads, reader=self._reader, threads=self._threads))
+
     def _prefetch(self, own_batches: WorkerBatches, plans: list[BatchPlan]) -> None:
         """Prefetch the shards that this process needs for its next samples, then those that the box needs for later
         positions, including those of the next epoch."""
         remainder, position = own_batches.remainder, int(plans[0].positions[0])
+        if self.dataset.has_blocks:
+            self._decode_ahead(remainder, plans)
         remainder_before, at = self._prefetched_from
         if remainder_before is remainder and position - at < self._ahead // 4:
             return
@@ -199,6 +246,25 @@ class StreamingLoader(PositionLoader):
         shards = np.concatenate(needed)
         _, first = np.unique(shards, return_index=True)
         self.dataset.fetch_ahead(shards[np.sort(first)])
+
+    def _decode_ahead(self, remainder: EpochRemainder, plans: list[BatchPlan]) -> None:
+        """Decode the row groups that the next batches need, then those of the next blocks of row groups."""
+        order, begin = self._shards, int(plans[-1].positions[-1]) + 1
+        needed = [order.shards_of(np.concatenate([plan.ids for plan in plans]))]
+        if begin < len(order) and not (self._filed and self._filed.covers(remainder.epoch)):
+            run = max(order.partitions, self._identity.boxes)
+            near = remainder.near(
+                self._identity.box, begin, min(self._decoded_ahead, len(order) - begin), run=run, runs=DECODED_RUNS
+            )
+            if self._shuffle:
+                needed.append(order.shards(remainder.epoch, near))
+            else:
+                needed.append(order.shards_of(order.ids(remainder.epoch, near)))
+        units = np.concatenate(needed)
+        known, first = np.unique(units, return_index=True)
+        self.dataset.forget(np.setdiff1d(self._decoded, known, assume_unique=True))
+        self._decoded = known
+        self.dataset.decode_ahead(units[np.sort(first)])
 
     def _needed(self, epoch: int, positions: Ints) -> Ints:
         """Return the numbers of the shards that these positions need."""
@@ -221,6 +287,7 @@ def _reader(
     reseed: bool | None,
     *,
     own_collate: bool,
+    threads: int,
 ) -> MapReader:
     """Return a reader of the dataset's samples, for epochs of `length` samples. Random generators are seeded only for
     user code, because no other code draws random numbers."""
@@ -230,10 +297,33 @@ def _reader(
         length,
         collate_fn,
         seed=seed,
-        reseed=dataset.is_overridden if reseed is None else reseed,
+        reseed=dataset.is_overridden and not threads if reseed is None else reseed,
         reseed_collate=own_collate if reseed is None else reseed,
         many=dataset.get_many,
     )
+
+
+def _inner_block(dataset: StreamingDataset, shuffle_memory: int | None, partitions: int) -> int | None:
+    """Return the number of samples of a partition that are shuffled with each other in files with several row groups;
+    None: as many as in a block of files. It depends only on the data and on settings that a state holds."""
+    if shuffle_memory is None or not dataset.sample_bytes:
+        return None
+    return max(1, int(shuffle_memory / dataset.sample_bytes) // partitions)
+
+
+def _check_memory(dataset: StreamingDataset, shuffle_block: int | None, shuffle_memory: int | None) -> None:
+    """Warn if the row groups whose samples are shuffled with each other do not fit into the process's memory for
+    them. Each would be read and decoded again for almost every sample."""
+    block = min(len(dataset), shuffle_block or len(dataset)) * dataset.sample_bytes
+    needed = int(min(block, shuffle_memory or block))
+    limit = max(MEMORY.limit, dataset.decoded_limit or 0)
+    if needed > limit:
+        warnings.warn(
+            f"{dataset.name}: row groups of {needed} bytes are shuffled with each other, but decoded_limit keeps "
+            f"{limit} bytes in memory, so each row group will be decoded many times. Give StreamingDataset a "
+            "decoded_limit of twice as much, or the loader a smaller shuffle_memory",
+            stacklevel=3,
+        )
 
 
 def _check_batches(batch: int, partitions: int, tail: Tail, length: int, skip: list[range]) -> None:

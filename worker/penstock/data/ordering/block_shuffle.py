@@ -4,12 +4,20 @@
 
 A block is a few neighbouring parts, cut at the partition's borders. To find the sample at a position, only the shards
 of its block are needed. The memory used is one number for each part: the part's beginning.
+
+Files with blocks of their own (row groups of Parquet) add a level. All parts of such a file are neighbours in the
+sequence, in a run: runs are permuted, and a block of the sequence is a few neighbouring runs, so a few files are needed
+at a time. Within this block the parts are permuted, and samples only within some neighbouring parts, which fit in
+memory together (see nested_blocks.py).
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import numpy as np
 
+from penstock.data.ordering.nested_blocks import NestedBlocks
 from penstock.data.ordering.permutation import Ints, Words, mix, permuted
 from penstock.data.ordering.shard_selection import ShardParts
 
@@ -34,22 +42,38 @@ class PartSequence:
         shuffle: bool,
         block: int | None,
         partitions: int,
+        files: Ints | None = None,
+        inner: int | None = None,
     ) -> None:
+        """
+        Args:
+            files: number of the file that each shard is a block of; None: shards have no blocks.
+            inner: approximate number of samples of blocks of files that are permuted together; None: as `block`.
+        """
         self._parts, self._sizes, self._starts = parts, sizes, starts
-        self._key, self._shuffle, self._partitions = key, shuffle, partitions
-        self._bounds = np.concatenate(
-            [np.zeros(1, np.int64), np.cumsum(parts.count[self._part_at(np.arange(len(parts)))])]
-        )
+        self._key, self._shuffle, self._partitions, self._inner = key, shuffle, partitions, inner
+        self._part_bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(parts.count)])
+        self._runs = _runs(parts.shard, files)
+        """Part at which each run begins, and at the end the number of parts; shape (runs + 1,)."""
+        self._nested = shuffle and files is not None
+        self._known: OrderedDict[int, NestedBlocks] = OrderedDict()
+        samples = np.diff(self._part_bounds[self._runs])
+        self._bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(samples[self._run_at(np.arange(self._count))])])
         self._length = int(self._bounds[-1])
-        mean = self._length / max(1, len(parts))
-        self._block = len(parts) if block is None else max(1, min(len(parts), round(block / max(1.0, mean))))
+        mean = self._length / max(1, self._count)
+        self._block = self._count if block is None else max(1, min(self._count, round(block / max(1.0, mean))))
         partition = np.arange(partitions + 1)
         self._partition_starts = partition * (self._length // partitions)
         self._partition_starts += np.minimum(partition, self._length % partitions)
         """Index in the sequence at which each partition begins. If the sequence cannot be divided evenly, the first
         partitions have one sample more."""
         self._first = self._rank(self._partition_starts[:-1])
-        """Rank, in the permuted sequence of parts, of the part in which each partition begins."""
+        """Rank, in the permuted sequence of runs, of the run in which each partition begins."""
+
+    @property
+    def _count(self) -> int:
+        """Number of runs."""
+        return len(self._runs) - 1
 
     def ids(self, positions: Ints) -> Ints:
         """Return the numbers of the samples at these positions, which lie in [0, length). With C partitions, position p
@@ -57,10 +81,12 @@ class PartSequence:
         at = self._at(positions)
         if self._shuffle:
             low, high, keys = self._blocks(at, positions % self._partitions)
-            at = low + permuted(at - low, high - low, keys)
-        rank = self._rank(at)
-        part = self._part_at(rank)
-        offset = at - self._bounds[rank]
+            if self._nested:
+                for chosen, nested in self._windows(low, high, keys):
+                    at[chosen] = nested.indexes(at[chosen])
+            else:
+                at = low + permuted(at - low, high - low, keys)
+        part, offset = self._part_of(at)
         shard = self._parts.shard[part]
         cut = np.flatnonzero(self._parts.count[part] < self._sizes[shard])
         if cut.size:
@@ -73,13 +99,41 @@ class PartSequence:
 
     def blocks(self, positions: Ints) -> Blocks:
         """Return the blocks in which these positions lie, each once, with the shards that it needs."""
-        low, high, _ = self._blocks(self._at(positions), positions % self._partitions)
-        _, firsts = np.unique(low, return_index=True)
+        at = self._at(positions)
+        low, high, keys = self._blocks(at, positions % self._partitions)
         found = []
+        if self._nested:
+            for chosen, nested in self._windows(low, high, keys):
+                for first, begins in nested.blocks(at[chosen]):
+                    found.append((int(chosen[first]), self._parts.shard[self._part_of(begins)[0]]))
+            return sorted(found, key=lambda block: block[0])
+        _, firsts = np.unique(low, return_index=True)
         for index in np.sort(firsts).tolist():
-            first, last = self._rank(np.array([low[index], high[index] - 1])).tolist()
-            found.append((index, self._parts.shard[self._part_at(np.arange(first, last + 1))]))
+            ranks = self._rank(np.array([low[index], high[index] - 1])).tolist()
+            parts, _ = self._parts_of(*ranks)
+            found.append((index, self._parts.shard[parts]))
         return found
+
+    def _windows(self, low: Ints, high: Ints, keys: Words) -> list[tuple[Ints, NestedBlocks]]:
+        """Return, for each block of the sequence that occurs: the positions in it, and the order within it."""
+        found = []
+        for begin in np.unique(low).tolist():
+            chosen = np.flatnonzero(low == begin)
+            nested = self._known.pop(begin, None)
+            if nested is None:
+                nested = self._nested_blocks(begin, int(high[chosen[0]]), int(keys[chosen[0]]))
+            self._known[begin] = nested
+            while len(self._known) > 2 * self._partitions:  # a block and the next one, of each partition
+                self._known.popitem(last=False)
+            found.append((chosen, nested))
+        return found
+
+    def _nested_blocks(self, low: int, high: int, key: int) -> NestedBlocks:
+        parts, begins = self._parts_of(*self._rank(np.array([low, high - 1])).tolist())
+        ends = np.minimum(begins + self._parts.count[parts], high)
+        begins = np.maximum(begins, low)
+        inside = ends > begins
+        return NestedBlocks(begins[inside], ends[inside], key=key, block=self._inner)
 
     def _at(self, positions: Ints) -> Ints:
         """Return the index in the sequence of each position. The blocks are not permuted yet."""
@@ -92,14 +146,44 @@ class PartSequence:
         first = self._first[partition]
         number = (self._rank(at) - first) // self._block
         low = np.maximum(self._bounds[first + number * self._block], self._partition_starts[partition])
-        last = np.minimum(first + (number + 1) * self._block, len(self._parts))
+        last = np.minimum(first + (number + 1) * self._block, self._count)
         high = np.minimum(self._bounds[last], self._partition_starts[partition + 1])
         return low, high, mix(self._key, partition, number)
 
     def _rank(self, at: Ints) -> Ints:
-        """Return, for each index in the sequence, the rank of the part that contains it."""
+        """Return, for each index in the sequence, the rank of the run that contains it."""
         return np.searchsorted(self._bounds, at, side="right") - 1
 
-    def _part_at(self, ranks: Ints) -> Ints:
-        """Return the number of the part at each rank of the permuted sequence of parts."""
-        return permuted(ranks, len(self._parts), np.uint64(self._key)) if self._shuffle else ranks
+    def _run_at(self, ranks: Ints) -> Ints:
+        """Return the number of the run at each rank of the permuted sequence of runs."""
+        return permuted(ranks, self._count, np.uint64(self._key)) if self._shuffle else ranks
+
+    def _part_of(self, at: Ints) -> tuple[Ints, Ints]:
+        """Return, for each index in the sequence, the number of its part, and the offset in it."""
+        rank = self._rank(at)
+        run = self._run_at(rank)
+        first = self._runs[run]
+        offset = at - self._bounds[rank]
+        if self._count == len(self._parts):
+            return first, offset
+        among = self._part_bounds[first] + offset
+        part = np.searchsorted(self._part_bounds, among, side="right") - 1
+        return part, among - self._part_bounds[part]
+
+    def _parts_of(self, first: int, last: int) -> tuple[Ints, Ints]:
+        """Return the numbers of the parts of the runs with ranks `first` to `last`, and the index in the sequence at
+        which each part begins."""
+        runs = self._run_at(np.arange(first, last + 1))
+        begins, counts = self._runs[runs], self._runs[runs + 1] - self._runs[runs]
+        parts = np.repeat(begins - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
+        shift = self._bounds[first : last + 1] - self._part_bounds[begins]
+        return parts, self._part_bounds[parts] + np.repeat(shift, counts)
+
+
+def _runs(shards: Ints, files: Ints | None) -> Ints:
+    """Return the part at which each run begins, and the number of parts. `shards`: shard of each part."""
+    if files is None or not len(shards):
+        return np.arange(len(shards) + 1)
+    file = files[shards]
+    new = (file[1:] != file[:-1]) | (shards[1:] <= shards[:-1])  # the latter where an epoch repeats a file
+    return np.concatenate([np.zeros(1, np.int64), np.flatnonzero(new) + 1, np.full(1, len(shards), np.int64)])

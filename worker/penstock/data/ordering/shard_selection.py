@@ -43,7 +43,16 @@ class ShardParts:
         )
 
 
-def parts_of(sizes: Ints, share: int, first_shard: int, *, epoch: int, key: int, shuffle: bool) -> ShardParts:
+def parts_of(
+    sizes: Ints,
+    share: int,
+    first_shard: int,
+    *,
+    epoch: int,
+    key: int,
+    shuffle: bool,
+    files: Ints | None = None,
+) -> ShardParts:
     """Return the shards and pieces of shards that an epoch takes of a stream.
 
     Args:
@@ -51,6 +60,8 @@ def parts_of(sizes: Ints, share: int, first_shard: int, *, epoch: int, key: int,
         share: number of samples that the epoch takes of the stream.
         first_shard: number of the stream's first shard.
         key: key of the stream.
+        files: number of the file that each of the stream's shards is a block of, ascending; None: each is a file. The
+            shards that an epoch takes of a file come one after another.
     """
     count, total = len(sizes), int(sizes.sum())
     times, rest = divmod(share, total) if total else (0, 0)
@@ -59,16 +70,24 @@ def parts_of(sizes: Ints, share: int, first_shard: int, *, epoch: int, key: int,
     repeat, at = divmod(epoch * rest, total) if total else (0, 0)
     while rest:
         taken = min(rest, total - at)
-        parts.append(_piece(sizes, at, at + taken, first_shard, key=int(mix(key, repeat)), shuffle=shuffle))
+        parts.append(
+            _piece(sizes, at, at + taken, first_shard, key=int(mix(key, repeat)), shuffle=shuffle, files=files)
+        )
         rest, repeat, at = rest - taken, repeat + 1, 0
     return ShardParts.joined(parts)
 
 
-def _piece(sizes: Ints, start: int, stop: int, first_shard: int, *, key: int, shuffle: bool) -> ShardParts:
+def _piece(
+    sizes: Ints, start: int, stop: int, first_shard: int, *, key: int, shuffle: bool, files: Ints | None
+) -> ShardParts:
     """Return the parts that contain samples [start, stop) of one repeat of the stream."""
     order = np.arange(len(sizes))
-    if shuffle:
+    if shuffle and files is None:
         order = permuted(order, len(sizes), np.uint64(key))
+    elif shuffle and files is not None:
+        _, number = np.unique(files, return_inverse=True)
+        ranks = permuted(np.arange(number[-1] + 1), int(number[-1]) + 1, np.uint64(key))
+        order = np.argsort(ranks[number], kind="stable")
     ends = np.cumsum(sizes[order])
     begins = ends - sizes[order]
     inside = np.flatnonzero((ends > start) & (begins < stop))

@@ -10,6 +10,8 @@ and workers.
   shards. The order itself does not depend on the number of boxes.
 - **Blocks.** A few neighbouring parts of a partition form a block, and samples are permuted only within their block.
   That gives locality: only the shards of a few blocks are needed at a time (block_shuffle.py).
+- **Files with blocks.** What is called a shard in this package is a block of a file, if the file has blocks that are
+  decoded as a whole (row groups of Parquet). Blocks of a file stay near each other (nested_blocks.py).
 - **Streams.** Either the parts of all streams are in one sequence ("shards"), or each stream has a sequence of its own
   and they are interleaved: in units of C samples ("samples") or of a whole batch ("batches"). Then every prefix of the
   order has each stream's share (interleave.py); the samples that are left of each stream, less than a unit, come at the
@@ -59,6 +61,8 @@ class ShardedOrder:
         partitions: int = 1,
         interleave: Interleave = "shards",
         batch: int = 1,
+        files: Sequence[Ints] | None = None,
+        inner: int | None = None,
     ) -> None:
         """
         Args:
@@ -66,6 +70,10 @@ class ShardedOrder:
             shares: number of samples that an epoch takes of each stream; it may be smaller or larger than the stream.
             block: approximate number of samples that are shuffled with each other; None: all of them.
             batch: number of samples in a global batch; used with interleave="batches".
+            files: for each stream, the number of the file that each of its shards is a block of, ascending over all
+                streams; None: each shard is a file.
+            inner: approximate number of samples that are shuffled with each other in files with several blocks; None:
+                as `block`.
 
         Raises DatasetError for an epoch without samples, or with too many.
         """
@@ -78,7 +86,9 @@ class ShardedOrder:
             raise DatasetError(
                 f"an epoch must have at least 1 sample and fewer than {SAMPLE_LIMIT}, got {self._length}"
             )
-        self._seed, self._shuffle, self._block = seed, shuffle, block
+        self._seed, self._shuffle, self._block, self._inner = seed, shuffle, block, inner
+        self._files = files
+        self._all_files = None if files is None else np.concatenate([np.zeros(0, np.int64), *files])
         self.partitions = partitions
         taken = [number for number, share in enumerate(self._shares) if share]
         self._groups = [taken] if interleave == "shards" else [[number] for number in taken]
@@ -99,7 +109,8 @@ class ShardedOrder:
         return self._starts
 
     def ids(self, epoch: int, positions: npt.ArrayLike) -> Ints:
-        """Return the numbers of the samples at these positions of an epoch, which lie in [0, len(self))."""
+        """Return the ids of the samples at these positions of an epoch. Each position must lie in [0, len(self)); an id
+        is the number of a sample among all samples of all shards (see `starts`)."""
         at = np.asarray(positions, np.int64)
         ids = np.empty_like(at)
         for sequence, chosen, inner in self._split(epoch, at):
@@ -158,7 +169,8 @@ class ShardedOrder:
             first = sum(len(sizes) for sizes in self._streams[:number])
             key = derive_seed(self._seed, "draw", number)
             share, sizes = self._shares[number], self._streams[number]
-            parts.append(parts_of(sizes, share, first, epoch=epoch, key=key, shuffle=self._shuffle))
+            files = None if self._files is None else self._files[number]
+            parts.append(parts_of(sizes, share, first, epoch=epoch, key=key, shuffle=self._shuffle, files=files))
         return PartSequence(
             ShardParts.joined(parts),
             self._sizes,
@@ -167,4 +179,6 @@ class ShardedOrder:
             shuffle=self._shuffle,
             block=self._block,
             partitions=self.partitions,
+            files=self._all_files,
+            inner=self._inner,
         )

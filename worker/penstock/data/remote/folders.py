@@ -11,7 +11,6 @@ either, because the stack frame of its thread, which does not run in the child, 
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import contextlib
 import io
@@ -23,25 +22,36 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit, urlunsplit
 
 from penstock.data.remote.blocking_filesystems import PlainFilesystems
-from penstock.data.remote.redirects import watch_redirects
+from penstock.data.remote.remote_loop import RemoteLoop
 from penstock.data.remote.transfer import (
+    PARALLEL,
     DownloadProgress,
     DownloadTarget,
     FileChanged,
     TransferBroken,
     age_of,
     by_pieces,
+    by_s3_pieces,
     http_headers,
     judge,
     over_http,
+    s3_piece,
     scrubbed,
 )
-from penstock.proto.errors import DatasetError, InvalidArgumentError, PenstockError, ShardUnavailableError
+from penstock.proto.errors import (
+    DatasetError,
+    InvalidArgumentError,
+    PenstockError,
+    ShardCorruptError,
+    ShardUnavailableError,
+)
 from penstock.runtime.files.atomic_files import write_whole
 from penstock.runtime.files.plain_files import open_plain, read_plain
 
@@ -49,6 +59,10 @@ __all__ = ["LARGEST_READ", "RemoteFolder", "joined"]
 
 LARGEST_READ = 1 << 30
 """Largest file that is read into memory as a whole, in bytes: an index of some million shards."""
+RANGE_BYTES = 16 << 20
+"""Largest part of a range that is requested at a time, in bytes."""
+PAST_END = 416
+"""Status of HTTP for a range that begins after the file's end."""
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 10.0
 LAST_PAUSE_S = 0.2
@@ -73,67 +87,20 @@ def joined(url: str, name: str) -> str:
     return urlunsplit(parts._replace(path=f"{parts.path.rstrip('/')}/{quote(name)}"))
 
 
-class _Loop:
-    """Event loop in a thread of its own, with the filesystem that uses it."""
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """Call of a filesystem's method, see `transfer.Request`."""
 
-    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
-        self.pid = os.getpid()
-        self.loop = asyncio.new_event_loop()
-        self._session: Any = None
-        self._lock = threading.RLock()  # reentrant, like the remote's lock
-        self._ending = False
-        self._thread = threading.Thread(target=self._run, name="penstock-remote", daemon=True)
-        self._thread.start()
-        self.opening = self.call(self._open(url, options))
-        """Future whose result is (filesystem, path of the folder in it)."""
+    folder: RemoteFolder
+    future: concurrent.futures.Future[Any]
+    until: float
+    stall_s: float
 
-    def _run(self) -> None:
-        self.loop.run_forever()
-        self.loop.run_until_complete(self.loop.shutdown_default_executor())
-        self.loop.close()
+    def result(self) -> Any:
+        return self.folder._wait(self.future, self.until, self.stall_s, None)
 
-    async def _open(self, url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
-        import fsspec
-
-        fs, root = fsspec.core.url_to_fs(url, asynchronous=True, loop=self.loop, skip_instance_cache=True, **options)
-        if urlsplit(url).scheme in ("http", "https"):
-            watch_redirects(fs)
-        if hasattr(fs, "set_session"):
-            self._session = await fs.set_session()
-        return fs, root
-
-    @property
-    def ended(self) -> bool:
-        """True once no more calls can begin, for example while the interpreter exits."""
-        return self._ending
-
-    def call(self, work: Coroutine[Any, Any, Any]) -> concurrent.futures.Future[Any]:
-        with self._lock:
-            if self._ending:  # for example at the interpreter's exit, when a thread retries a call that `close` ended
-                work.close()
-                raise TransferBroken("was closed")
-            return asyncio.run_coroutine_threadsafe(work, self.loop)
-
-    def close(self) -> None:
-        """End the loop's thread, and all transfers in it. Does nothing in a forked child."""
-        if self.pid != os.getpid():
-            return
-        with self._lock:
-            if not self._ending:
-                self.call(self._end())
-                self._ending = True
-        if threading.current_thread() is not self._thread:
-            self._thread.join(1.0)
-
-    async def _end(self) -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        if self._session is not None:
-            await self._session.close()
-        await asyncio.sleep(0)  # lets the transports run their last callbacks
-        self.loop.stop()
+    def cancel(self) -> None:
+        self.future.cancel()
 
 
 class RemoteFolder:
@@ -190,7 +157,7 @@ class RemoteFolder:
     def _reset(self) -> None:
         # reentrant: garbage collection of a dataset, which closes its remotes, may run at any point
         self._lock = threading.RLock()
-        self._loop: _Loop | None = None
+        self._loop: RemoteLoop | None = None
         self._plain = PlainFilesystems(self._url, self._options)
         self._reached = False
         """True once any answer was received from the remote."""
@@ -252,6 +219,55 @@ class RemoteFolder:
         except Exception:
             return False
         return bool(info.get("size") == size)
+
+    def size(self, name: str, *, deadline_s: float) -> int:
+        """Return the size of a file, in bytes. Raises ShardUnavailableError."""
+
+        def work(until: float) -> int:
+            info = self._call(until, "info", self._path_of(name, until))
+            if type(info.get("size")) is not int:
+                raise DatasetError(
+                    f"{self.url_of(name)}: the server must report a file's size, got {info.get('size')!r}"
+                )
+            return int(info["size"])
+
+        found: int = self._retry(work, name, deadline_s, "read")
+        return found
+
+    def read_range(self, name: str, begin: int, end: int, *, deadline_s: float) -> bytes:
+        """Return the bytes of a file from `begin` to `end`. Raises ShardUnavailableError, ShardCorruptError if the file
+        ends before, and DatasetError if the server sends something else."""
+
+        def work(until: float) -> bytes:
+            try:
+                data = self._call(until, "cat_file", self._path_of(name, until), start=begin, end=end)
+            except Exception as error:
+                if getattr(error, "status", None) != PAST_END:
+                    raise
+                data = b""
+            return bytes(data)
+
+        data: bytes = self._retry(work, name, deadline_s, "read")
+        if len(data) < end - begin:
+            raise ShardCorruptError(
+                f"{self.url_of(name)}: bytes {begin} to {end} must be {end - begin}, got {len(data)}: it has changed, "
+                "or is truncated"
+            )
+        if len(data) > end - begin:
+            raise DatasetError(
+                f"{self.url_of(name)}: the server must send bytes {begin} to {end} of it, got {len(data)}: it knows no "
+                "ranges. Use another server; or make the index of a copy of the files, with index_parquet(ranges=False)"
+            )
+        return data
+
+    def download_range(self, name: str, to: Path, *, begin: int, size: int, deadline_s: float) -> None:
+        """Download `size` bytes of a file, from `begin` on, to the path `to`. Raises what `read_range` raises, and
+        ShardUnavailableError if the disk is full."""
+        until = time.monotonic() + deadline_s
+        with open(to, "wb", opener=open_plain) as file:
+            for at in range(begin, begin + size, RANGE_BYTES):
+                end = min(at + RANGE_BYTES, begin + size)
+                file.write(self.read_range(name, at, end, deadline_s=until - time.monotonic()))
 
     def version(self, name: str, *, deadline_s: float) -> str | None:
         """Return a text that changes whenever the file is written (from the remote's ETag or time); None if the remote
@@ -369,7 +385,7 @@ class RemoteFolder:
 
     def _fetch(self, name: str, file: io.FileIO | io.BytesIO, expected: int | None, deadline_s: float) -> None:
         until = time.monotonic() + deadline_s
-        progress = DownloadProgress(expected)
+        progress = DownloadProgress(expected, parallel=PARALLEL if self._asynchronous else 1)
         source = self.url_of(name)
         failures = 0
         while True:
@@ -415,11 +431,20 @@ class RemoteFolder:
 
     def _try(self, name: str, target: DownloadTarget, progress: DownloadProgress, until: float, source: str) -> None:
         path = self._path_of(name, until)
-        if not self._is_http:
-            by_pieces(lambda *args, **kwargs: self._call(until, *args, **kwargs), path, target, progress, source)
+        if not self._asynchronous:
+            by_pieces(partial(self._begin, until), path, target, progress, source)
             return
         loop, fs, _ = self._opened(until)
-        self._run(loop, over_http(fs, path, target, progress, source), until, target)
+        if self._is_http:
+            self._run(loop, over_http(fs, path, target, progress, source), until, target)
+        elif hasattr(fs, "_call_s3") and progress.expected is not None and not progress.is_small:
+
+            def begin(start: int, end: int) -> _Request:
+                return _Request(self, self._started(loop, s3_piece(fs, path, start, end)), until, self._stall_s)
+
+            by_s3_pieces(begin, target, progress, source)
+        else:
+            by_pieces(partial(self._begin, until), path, target, progress, source)
 
     def _path_of(self, name: str, until: float) -> str:
         if self._asynchronous:
@@ -428,30 +453,32 @@ class RemoteFolder:
             self._root = self._wait(self._plain.begin(lambda fs, root: root), until, math.inf, None)
         return joined(self._root, name)
 
-    def _call(self, until: float, method: str, *args: Any, stall_s: float | None = None, **kwargs: Any) -> Any:
-        """Call a method of the filesystem. For a filesystem with an event loop this is the coroutine whose name begins
-        with "_". `stall_s`: seconds without progress that end the call; None: `stall_s` of the remote."""
+    def _call(self, until: float, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the filesystem, see `_begin`."""
+        return self._begin(until, method, *args, **kwargs).result()
+
+    def _begin(self, until: float, method: str, *args: Any, stall_s: float | None = None, **kwargs: Any) -> _Request:
+        """Begin a call of a method of the filesystem. For a filesystem with an event loop this is the coroutine whose
+        name begins with "_". `stall_s`: seconds without progress that end the call; None: `stall_s` of the remote."""
         if not self._asynchronous:
             # One call may transfer a whole file or archive, so only the deadline ends it.
             future = self._plain.begin(lambda fs, root: getattr(fs, method)(*args, **kwargs))
-            return self._wait(future, until, math.inf, None)
+            return _Request(self, future, until, math.inf)
         loop, fs, _ = self._opened(until)
-        return self._run(loop, getattr(fs, f"_{method}")(*args, **kwargs), until, None, stall_s)
+        future = self._started(loop, getattr(fs, f"_{method}")(*args, **kwargs))
+        return _Request(self, future, until, stall_s or self._stall_s)
 
     def _run(
-        self,
-        loop: _Loop,
-        work: Coroutine[Any, Any, Any],
-        until: float,
-        target: DownloadTarget | None,
-        stall_s: float | None = None,
+        self, loop: RemoteLoop, work: Coroutine[Any, Any, Any], until: float, target: DownloadTarget | None
     ) -> Any:
+        return self._wait(self._started(loop, work), until, self._stall_s, target)
+
+    def _started(self, loop: RemoteLoop, work: Coroutine[Any, Any, Any]) -> concurrent.futures.Future[Any]:
         with self._lock:
             if self._closed.is_set():
                 work.close()
                 raise TransferBroken("was closed")
-            future = loop.call(work)
-        return self._wait(future, until, stall_s or self._stall_s, target)
+            return loop.call(work)
 
     def _wait(
         self, future: concurrent.futures.Future[Any], until: float, stall_s: float, target: DownloadTarget | None
@@ -480,14 +507,14 @@ class RemoteFolder:
             with self._lock:
                 self._moving.discard(future)
 
-    def _opened(self, until: float) -> tuple[_Loop, Any, str]:
+    def _opened(self, until: float) -> tuple[RemoteLoop, Any, str]:
         """Return the event loop of this process, its filesystem, and the folder's path there."""
         with self._lock:
             if self._closed.is_set():
                 raise TransferBroken("was closed")
             if self._loop is None:
-                self._loop = _Loop(self._url, self._options)
-                weakref.finalize(self, _Loop.close, self._loop)  # also at the interpreter's exit
+                self._loop = RemoteLoop(self._url, self._options)
+                weakref.finalize(self, RemoteLoop.close, self._loop)  # also at the interpreter's exit
             loop = self._loop
             if loop.ended:
                 raise ShardUnavailableError(

@@ -2,8 +2,9 @@
 
 HTTP is read as one stream, and each response is checked before its body. A broken stream is continued at the first
 missing byte if the server's validator (ETag or Last-Modified) shows that the file is unchanged. Any other storage that
-fsspec reaches (object stores, memory, SFTP) is read in pieces by `cat_file`, and the file's `info` is compared before
-and after: a file that changed meanwhile is read again from its beginning.
+fsspec reaches (object stores, memory, SFTP) is read in pieces, several at a time where the filesystem has an event
+loop. S3 says with each piece which version of the file it is from. Elsewhere the file's `info` is compared before and
+after. A file that changed meanwhile is read again from its beginning.
 """
 
 from __future__ import annotations
@@ -18,30 +19,40 @@ import tarfile
 import threading
 import time
 import zipfile
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from penstock.proto.errors import PenstockError, ShardCorruptError, ShardUnavailableError
 
 __all__ = [
+    "LARGE_PIECE",
+    "PARALLEL",
     "PIECE",
     "DownloadProgress",
     "DownloadTarget",
     "FailureKind",
     "FileChanged",
+    "Request",
     "TransferBroken",
     "age_of",
     "by_pieces",
+    "by_s3_pieces",
     "http_headers",
     "judge",
     "over_http",
+    "s3_piece",
     "scrubbed",
 ]
 
 PIECE = 4 << 20
 """Number of bytes requested from an object store at a time. It is large compared with a request's latency, and small
 compared with what a slow connection transfers before it counts as stalled."""
+PARALLEL, LARGE_PIECE = 4, 8 << 20
+"""Number and size in bytes of pieces of a file that are requested at the same time, as long as nothing fails. A request
+to an object store has a latency of tens of milliseconds and a limited rate; these bring 32 MiB in little more than the
+time of one. boto3's pieces have the same size."""
 _PASSING = frozenset((408, 425, 429))
 """HTTP statuses below 500 that count as temporary errors."""
 _PERMANENT = (
@@ -144,9 +155,16 @@ class DownloadProgress:
     """Number of bytes written so far."""
     validator: str = ""
     """Validator of a file read over HTTP: the strong ETag, or Last-Modified if there is no ETag; "" if there is
-    neither."""
+    neither. Of a file on S3: its ETag."""
     info: Any = None
     """Result of fsspec's `info` for a file that is not read over HTTP."""
+    parallel: int = 1
+    """Number of pieces requested at the same time, for a file that is not read over HTTP."""
+
+    @property
+    def is_small(self) -> bool:
+        """True if one request brings the whole file."""
+        return self.expected is not None and self.expected <= PIECE and not self.at
 
     def begin_again(self) -> None:
         self.at, self.validator, self.info = 0, "", None
@@ -215,13 +233,82 @@ def _validator(headers: Any) -> str:
     return str(headers.get("Last-Modified", ""))
 
 
-def by_pieces(
-    call: Callable[..., Any], path: str, target: DownloadTarget, progress: DownloadProgress, source: str
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Bytes of a file on S3."""
+
+    data: bytes
+    size: int
+    """Size of the whole file in bytes."""
+    etag: str
+    """ETag of the file that the bytes are from. It changes with the file's content."""
+
+
+async def s3_piece(fs: Any, path: str, start: int, end: int) -> _Piece:
+    """Read the bytes of a file on S3 from `start` to `end`; fewer at the file's end."""
+    bucket, key, version = fs.split_path(path)
+    options = {"VersionId": version} if version else {}
+    try:
+        response = await fs._call_s3("get_object", Bucket=bucket, Key=key, Range=f"bytes={start}-{end - 1}", **options)
+    except OSError as error:
+        if _status(error.__cause__) != 416:
+            raise
+        info = await fs._info(path, refresh=True)  # there is no byte at `start`: the file is shorter
+        return _Piece(b"", info["size"], info.get("ETag", ""))
+    body = response["Body"]
+    try:
+        data = await body.read()
+    finally:
+        body.close()
+    size = response.get("ContentRange", "").rpartition("/")[2]
+    return _Piece(data, int(size) if size.isdecimal() else len(data), response.get("ETag", ""))
+
+
+def _status(error: Any) -> int:
+    """Return the HTTP status of an error of botocore; 0 if it has none."""
+    return int(getattr(error, "response", {}).get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+
+def by_s3_pieces(
+    begin: Callable[[int, int], Request], target: DownloadTarget, progress: DownloadProgress, source: str
 ) -> None:
-    """Read a file in pieces into `target`. `call(method, ...)` calls a method of the filesystem, with a deadline for
-    each call."""
+    """Read a file of a known size from S3 into `target`, `progress.parallel` pieces at a time. `begin(start, end)`
+    begins a call of `s3_piece`."""
+    assert progress.expected is not None
+
+    def checked(piece: _Piece) -> bytes:
+        if progress.validator and piece.etag != progress.validator:
+            raise FileChanged("was changed while it was read")
+        progress.check_size(piece.size, source)
+        progress.validator = piece.etag
+        return piece.data
+
+    if not progress.validator:
+        target.rewind()
+    _copy_pieces(begin, checked, progress.expected, target, progress)
+
+
+class Request(Protocol):
+    """Call of a filesystem's method that has begun."""
+
+    def result(self) -> Any:
+        """Wait for the call's result, until its deadline. Raises the error of the call, or TransferBroken."""
+
+    def cancel(self) -> object:
+        """End the call, whose result is not needed."""
+
+
+def by_pieces(
+    begin: Callable[..., Request], path: str, target: DownloadTarget, progress: DownloadProgress, source: str
+) -> None:
+    """Read a file in pieces into `target`, `progress.parallel` at a time. `begin(method, ...)` begins a call of a
+    method of the filesystem."""
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        return begin(*arguments, **options).result()
+
     size = progress.expected
-    if size is not None and size <= PIECE and not target.at:
+    if size is not None and progress.is_small:
         # One request for one byte more than expected, to detect a longer file.
         data = call("cat_file", path, start=0, end=size + 1)
         progress.check_size(len(data) if len(data) <= size else call("info", path)["size"], source)
@@ -235,14 +322,42 @@ def by_pieces(
         target.write(call("cat_file", path))
         return
     progress.check_size(size, source)
-    while target.at < size:
-        end = min(size, target.at + PIECE)
-        data = call("cat_file", path, start=target.at, end=end)
-        if len(data) != end - target.at:
-            raise TransferBroken(f"{end - target.at} bytes were requested, but {len(data)} arrived")
-        target.write(data)
+    _copy_pieces(lambda start, end: begin("cat_file", path, start=start, end=end), bytes, size, target, progress)
     if call("info", path) != progress.info:
         raise FileChanged("was changed while it was read")
+
+
+def _copy_pieces(
+    begin: Callable[[int, int], Request],
+    bytes_of: Callable[[Any], bytes],
+    size: int,
+    target: DownloadTarget,
+    progress: DownloadProgress,
+) -> None:
+    """Copy the bytes of a file from `target.at` to `size`. `bytes_of`: function from a request's result to its bytes.
+
+    After an error, further attempts request one smaller piece at a time: on a slow connection several pieces share its
+    rate, so that each would count as stalled; or the server has refused some.
+    """
+    requests: deque[tuple[int, Request]] = deque()
+    requested = target.at
+    try:
+        while target.at < size:
+            while requested < size and len(requests) < progress.parallel:
+                end = min(size, requested + (LARGE_PIECE if progress.parallel > 1 else PIECE))
+                requests.append((end, begin(requested, end)))
+                requested = end
+            end, request = requests.popleft()
+            data = bytes_of(request.result())
+            if len(data) != end - target.at:
+                raise TransferBroken(f"{end - target.at} bytes were requested, but {len(data)} arrived")
+            target.write(data)
+    except Exception:
+        progress.parallel = 1
+        raise
+    finally:
+        for _, request in requests:
+            request.cancel()
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,8 @@ from penstock.data.arguments import at_least_one, byte_count
 from penstock.data.cache.file_hashes import digest_of
 from penstock.data.formats.compressed_files import extension_of, pack
 from penstock.data.formats.encodings import encoding_of
-from penstock.data.formats.index import FORMATS, INDEX, MAX_BYTES, write_index
+from penstock.data.formats.format_table import FORMATS, MAX_BYTES
+from penstock.data.formats.index import INDEX, write_index
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.data.remote.folders import RemoteFolder
 from penstock.data.writing.uploads import Uploads, local_folder, writable_remote
@@ -239,7 +240,7 @@ class Writer(ABC):
     def _flush(self) -> None:
         offsets = np.cumsum([0, *map(len, self._samples)], dtype=np.uint64).astype(np.uint32)
         files = []
-        for part, data in zip(FORMATS[self.format], self._files(offsets, b"".join(self._samples)), strict=True):
+        for part, data in zip(FORMATS[self.format].parts, self._files(offsets, b"".join(self._samples)), strict=True):
             name = f"shard.{len(self._shards):05}.{self.format}" + (".meta" if part == "meta" else "")
             raw, packed, content = self._stored(name, data), None, data
             if self.compression:

@@ -24,6 +24,7 @@ from penstock.proto.errors import LaneLostError, PenstockError, ProtocolError, U
 from penstock.proto.tracebacks import format_remote
 from penstock.proto.v1 import records_pb2
 from penstock.runtime.process.forks import silence
+from penstock.runtime.process.titles import title_process
 
 __all__ = [
     "DESCRIPTORS_CLOSED",
@@ -32,6 +33,7 @@ __all__ = [
     "DescriptorsClosedError",
     "MessageInbox",
     "assignment_of",
+    "begin_slot",
     "counts",
     "describe",
     "payload_of",
@@ -201,7 +203,7 @@ class ControlChannel:
             return True
 
     def close(self) -> None:
-        """Close the socket, and received descriptors that belong to no message taken so far."""
+        """Close the socket, and the file descriptors that arrived with messages that `receive` has not returned."""
         self.sock.close()
         self._inbox.close()
 
@@ -245,6 +247,14 @@ def assignment_of(message: ControlMessage) -> records_pb2.WorkerAssignment:
     assignment = records_pb2.WorkerAssignment.FromString(message.payload)
     if message.fds:
         assignment.loader.arguments = payload_of(message)
+    return assignment
+
+
+def begin_slot(message: ControlMessage, role: str) -> records_pb2.WorkerAssignment:
+    """Return the assignment in the first message to a forked child, and title the child by it. `role`: its role, such
+    as "runner"."""
+    assignment = assignment_of(message)
+    title_process(f"penstock {role} {assignment.run} box {assignment.box} slot {assignment.slot}")
     return assignment
 
 

@@ -37,6 +37,7 @@ from penstock.proto.errors import LaneLostError
 from penstock.runtime.process import sandbox
 from penstock.runtime.process.end import has_ended, kill_child, reap
 from penstock.runtime.process.spawn import fork
+from penstock.runtime.process.titles import name_process
 from penstock.runtime.process.watch import Process, become_subreaper, die_with_parent
 from penstock.worker.processes import control_groups
 from penstock.worker.processes.control_channel import (
@@ -63,6 +64,7 @@ def main() -> None:
     channel = ControlChannel(socket.socket(fileno=int(sys.argv[1])))
     die_with_parent(int(sys.argv[2]), signal.SIGCONT)
     become_subreaper()
+    name_process("penstock forks")
     with _collected_once():
         import numpy.random  # noqa: F401  # which numpy itself puts off: 5 ms in each child, for they seed it
         import torch
@@ -203,6 +205,7 @@ def _child(parent: int, message: ControlMessage, parents_channel: ControlChannel
     from penstock.worker.runner import helper_process, replayer, runner
 
     channel, role = ControlChannel(socket.socket(fileno=control)), message.fields["role"]
+    name_process("penstock replay" if role == "task" else f"penstock {role}")
     try:
         if role == "runner":
             runner.run_slot(channel, ProgressPage(progress_page))

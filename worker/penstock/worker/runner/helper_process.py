@@ -27,6 +27,7 @@ from penstock.proto.v1 import records_pb2
 from penstock.runtime.process import forks
 from penstock.runtime.process.end import reap
 from penstock.runtime.process.spawn import fork
+from penstock.runtime.process.titles import title_process
 from penstock.runtime.process.watch import readable
 from penstock.worker.processes.control_channel import ControlChannel, ControlMessage
 from penstock.worker.processes.orphans import forget_shared_memory, own_children
@@ -42,6 +43,7 @@ def run_helper(channel: ControlChannel) -> None:
     with contextlib.suppress(LaneLostError):
         message = cast(ControlMessage, channel.receive())
         spec = records_pb2.LoaderSpec.FromString(message.payload)
+        title_process(f"penstock helper {spec.input_fn}")
         with forks.hosting(channel):
             unfit = _warm_up(spec, message.fields["modules"])
         gc.freeze()  # a collection would write to shared pages, which are then copied for each task

@@ -30,7 +30,7 @@ from penstock.worker.loader.restart_plan import Target, route
 from penstock.worker.loader.restart_points import END, UNFIT, RestartPoint, StreamPosition
 from penstock.worker.loader.restorable_loader import RestorableLoader
 from penstock.worker.loader.travel import leave
-from penstock.worker.processes.control_channel import ControlChannel, ControlMessage, assignment_of, plain_detail
+from penstock.worker.processes.control_channel import ControlChannel, ControlMessage, begin_slot, plain_detail
 from penstock.worker.processes.progress_page import ENTRIES
 from penstock.worker.processes.user_code import MAIN, load_class
 
@@ -64,7 +64,7 @@ def run_task(channel: ControlChannel) -> None:
     forks.keep(channel)
     known = set(sys.modules)
     with contextlib.suppress(LaneLostError):
-        assignment = assignment_of(cast(ControlMessage, channel.receive()))
+        assignment = begin_slot(cast(ControlMessage, channel.receive()), "replayer")
         values: list[bytes] = []
         began = time.process_time()
         try:

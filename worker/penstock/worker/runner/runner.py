@@ -49,7 +49,7 @@ from penstock.worker.processes.control_channel import (
     ControlChannel,
     ControlMessage,
     DescriptorsClosedError,
-    assignment_of,
+    begin_slot,
     payload_of,
     plain_detail,
 )
@@ -75,7 +75,7 @@ class _StopError(Exception):
 def run_slot(channel: ControlChannel, progress_page: ProgressPage) -> None:
     """Run a slot in this process, from its assignment to its end."""
     message = cast(ControlMessage, channel.receive())
-    assignment = assignment_of(message)
+    assignment = begin_slot(message, "runner")
     runner = _Runner(assignment, channel, progress_page)
     forks.host_user_code()
     for own in (channel, progress_page, runner.producer):

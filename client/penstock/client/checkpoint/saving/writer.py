@@ -78,6 +78,7 @@ from penstock.runtime.files.held_folders import HeldFolder
 from penstock.runtime.files.inner_paths import refuse_strange_links
 from penstock.runtime.files.part_checksums import PartHasher
 from penstock.runtime.files.plain_files import open_plain, read_plain
+from penstock.runtime.process.titles import name_process
 from penstock.runtime.process.watch import wait_for_parent_end
 
 PROGRESS_S = 0.2
@@ -569,6 +570,7 @@ def main() -> None:
     parser.add_argument("--socket-fd", type=int, required=True)
     parser.add_argument("--parent-pid", type=int, required=True, help="end when this process has ended")
     given = parser.parse_args()
+    name_process("penstock writer")
     gc.disable()  # the writer makes no reference cycles, and a collection would stop all threads
     with suppress(OSError):
         os.nice(NICENESS)

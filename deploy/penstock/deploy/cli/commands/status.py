@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import typer
+
 from penstock.deploy.console.coordinator_options import Peer
 from penstock.deploy.console.options import AsJson, Debug
 
 __all__ = ["status"]
 
 
-def status(peer: Peer, as_json: AsJson = False, debug: Debug = False) -> None:
+def status(
+    peer: Peer,
+    show_all: Annotated[bool, typer.Option("--all", help="Also show each run that has ended.")] = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
     """Show runs, boxes, slots and workers: rates, and which box waits for which worker.
+
+    Runs with a live training job come first. Runs that have ended are counted in one line.
 
     \b
     Examples:
@@ -19,4 +30,4 @@ def status(peer: Peer, as_json: AsJson = False, debug: Debug = False) -> None:
     """
     from penstock.deploy.operations.show_status import show_status
 
-    show_status(peer, as_json)
+    show_status(peer, show_all=show_all, as_json=as_json)

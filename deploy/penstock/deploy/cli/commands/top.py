@@ -1,4 +1,4 @@
-"""Command `penstock top`."""
+"""Commands `penstock top` and `penstock dashboard`: the same view of a coordinator, in a terminal and in a browser."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 from penstock.deploy.console.coordinator_options import Peer
 from penstock.deploy.console.options import AsJson, Debug
 
-__all__ = ["top"]
+__all__ = ["dashboard", "top"]
 
 
 def top(
@@ -40,3 +40,25 @@ def top(
     from penstock.deploy.operations.show_top import run_top
 
     run_top(peer, interval_s=interval, count=1 if once else count, as_json=as_json)
+
+
+def dashboard(
+    peer: Peer,
+    browser: Annotated[bool, typer.Option("--open", help="Open it in a browser, too.")] = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Print the URL of the dashboard: runs, their rates and waits, and the workers that hold them up, in a browser.
+
+    An embedded run (`Appliance()` without an address) starts its dashboard now, on this machine only. Every user of
+    this machine can then read it, until the run ends.
+
+    \b
+    Examples:
+      penstock dashboard                  of the run or the fleet that runs here
+      penstock dashboard --job lm --open
+      penstock dashboard --coordinator head:7070
+    """
+    from penstock.deploy.operations.show_dashboard import show_dashboard
+
+    show_dashboard(peer, browser=browser, as_json=as_json)

@@ -2,8 +2,8 @@
 
 A token is valid for a role. A training job's token does not allow registering a worker, which would receive other
 jobs' loaders; a worker's token does not allow opening a run, which would run code on other workers; an operator's token
-allows reading, and draining workers. Roles do not separate tenants: a caller that may open runs may open, read and
-supersede all of them.
+allows reading, draining workers, and ending runs. Roles do not separate tenants: a caller that may open runs may open,
+read and supersede all of them.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ METHODS: dict[str, frozenset[Role]] = {
     "GetBlob": frozenset(("client", "worker", "admin")),
     "Status": frozenset(("admin",)),
     "FetchHistory": frozenset(("admin",)),
+    "EndRun": frozenset(("admin",)),
+    "OpenDashboard": frozenset(("admin",)),
 }
 """Method of coordinator.proto -> roles that may call it. A method that is not listed cannot be called."""
 

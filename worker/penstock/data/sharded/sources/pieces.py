@@ -19,6 +19,8 @@ import numpy as np
 import torch.utils.data
 
 from penstock.data.arguments import whole
+from penstock.data.formats.lance.lance_rows import LanceRows
+from penstock.data.formats.megatron.token_documents import MegatronDocuments
 from penstock.data.ordering.permutation import Ints
 from penstock.data.sharded.sources.opaque import close_quietly
 from penstock.data.sharded.sources.randomness import OwnGenerators
@@ -33,9 +35,12 @@ __all__ = ["OpenPieces", "Pieces"]
 
 _NOT_PIECES = (str, bytes, Mapping, Set, torch.utils.data.Dataset, torch.Tensor, np.ndarray)
 """Types that are not accepted as the list of pieces, because each of their records would become a piece."""
-_PLAIN = (list, tuple, range, np.ndarray, np.memmap, torch.Tensor)
-"""Types whose records are read without calling user code, so no random numbers are drawn. StreamingDataset and
-pyarrow's tables are treated in the same way."""
+_PLAIN = (list, tuple, range, np.ndarray, np.memmap, torch.Tensor, StreamingDataset, MegatronDocuments, LanceRows)
+"""Types whose records are read without calling user code, so no random numbers are drawn. Their subclasses are user
+code. pyarrow's tables are treated in the same way."""
+
+_WITH_FINGERPRINT = (StreamingDataset, MegatronDocuments, LanceRows)
+"""Types whose fingerprints are part of a state."""
 
 
 class OpenPieces:
@@ -115,8 +120,8 @@ class Pieces:
         return f"piece {number}" + (f" ({self.names[number]})" if self.names is not None else "")
 
     def sizes(self, number: int) -> Ints:
-        """Return the number of records in each part of a piece. A StreamingDataset has one part for each of its shards;
-        any other piece is one part."""
+        """Return the number of records in each part of piece `number`. A piece that is a StreamingDataset has its
+        shards as parts. Any other piece (a list, a table, a file) is a single part."""
         piece = self._pieces[number]
         if isinstance(piece, StreamingDataset):
             return np.concatenate(piece.sizes)
@@ -129,7 +134,7 @@ class Pieces:
         return piece if isinstance(piece, StreamingDataset) else None
 
     def fingerprints(self) -> list[str]:
-        return [piece.fingerprint for piece in self._pieces if isinstance(piece, StreamingDataset)]
+        return [piece.fingerprint for piece in self._pieces if isinstance(piece, _WITH_FINGERPRINT)]
 
     def read_by(self, cursor: int) -> None:
         """Register a cursor that begins to read pieces."""
@@ -162,7 +167,7 @@ class Pieces:
     def may_draw(self, number: int) -> bool:
         """Return True if the records of a piece are read by user code, which may draw random numbers."""
         piece = self._tables.get(number) if number in self._functions else self._pieces[number]
-        plain = type(piece) in _PLAIN or type(piece) is StreamingDataset or hasattr(piece, "to_pylist")
+        plain = type(piece) in _PLAIN or hasattr(piece, "to_pylist")
         return not plain
 
     def _known(self, number: int) -> str:

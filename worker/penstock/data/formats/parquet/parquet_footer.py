@@ -18,21 +18,24 @@ from typing import Any
 
 from penstock.data.formats.descriptors import Descriptor
 
-__all__ = ["RowGroup", "footer_bytes", "row_groups"]
+__all__ = ["TAIL_BYTES", "RowGroup", "footer_length", "row_groups", "tail_of"]
+
+TAIL_BYTES = 64 << 10
+"""Bytes at the end of a remote file that are fetched first: the whole footer of most files."""
 
 _BYTES = (1, 4, 8, 12, 4, 8, 4, 1)
 """Bytes that a value takes in memory, by the number of its physical type: BOOLEAN, INT32, INT64, INT96, FLOAT, DOUBLE,
 BYTE_ARRAY, FIXED_LEN_BYTE_ARRAY. A text counts as its offset, or as its number in a dictionary."""
-_MAGIC = b"PAR1"
+_MAGIC, _ENCRYPTED = b"PAR1", b"PARE"
 _DEEPEST = 32
 """Largest nesting of structs and lists in a footer; the format needs 8."""
 
 Wanted = dict[int, Any]
 """Fields of a struct to read, by field number. The value is None for a number, a mapping for a struct, and a list with
 one mapping for a list of structs."""
-_COLUMN: Wanted = {3: {1: None, 5: None, 6: None}}
+_COLUMN: Wanted = {3: {1: None, 5: None, 6: None, 7: None, 9: None, 11: None}}
 """Fields that are read of a column of a row group, from ColumnChunk.meta_data: type, num_values,
-total_uncompressed_size."""
+total_uncompressed_size, total_compressed_size, data_page_offset, dictionary_page_offset."""
 _FILE: Wanted = {4: [{1: [_COLUMN], 3: None}]}
 """Fields that are read of a footer, from FileMetaData.row_groups: columns, num_rows."""
 
@@ -45,16 +48,31 @@ class RowGroup:
     nbytes: int
     """Smallest number of bytes that the row group takes in memory. A row group may be far larger in memory than in the
     file, where a billion equal numbers take some hundred bytes."""
+    column_bytes: tuple[int, ...] = ()
+    """The same of each column, in the order of the file's schema: a leaf of a nested column counts as a column."""
+    begin: int = 0
+    """Offset in the file of the row group's first byte."""
+    end: int = 0
+    """Offset in the file after the row group's last byte."""
 
 
-def footer_bytes(file: Descriptor) -> bytes:
-    """Return the footer of a Parquet file. Raises ValueError if it has none."""
+def tail_of(file: Descriptor) -> bytes:
+    """Return the bytes of a Parquet file from its footer's beginning to the file's end. Raises ValueError if it has no
+    footer."""
     size = os.fstat(file.fileno()).st_size
-    end = file.read(8, max(0, size - 8))
+    length = footer_length(file.read(8, max(0, size - 8)), size)
+    return file.read(length, size - length)
+
+
+def footer_length(end: bytes, size: int) -> int:
+    """Return the number of bytes from the footer's beginning to the file's end. `end`: the last 8 bytes of the file;
+    `size`: its size. Raises ValueError if it does not end with a footer."""
     length = int.from_bytes(end[:4], "little")
+    if end[4:] == _ENCRYPTED:
+        raise ValueError("its footer is encrypted, which Penstock cannot read: write it without encryption")
     if end[4:] != _MAGIC or length > size - 12:
         raise ValueError("it does not end with a footer")
-    return file.read(length, size - 8 - length)
+    return length + 8
 
 
 def row_groups(footer: bytes) -> list[RowGroup]:
@@ -67,15 +85,20 @@ def row_groups(footer: bytes) -> list[RowGroup]:
 
 
 def _row_group(group: dict[int, Any]) -> RowGroup:
-    nbytes = 0
+    sizes, begins, ends = [], [], []
     for column in group[1]:
         values = column[3]
         if min(values[5], values[6]) < 0 or not 0 <= values[1] < len(_BYTES):
             raise ValueError("its footer is damaged: a column has a size below 0, or no type")
-        nbytes += max(values[6], values[5] * _BYTES[values[1]])
+        sizes.append(max(values[6], values[5] * _BYTES[values[1]]))
+        begin = values.get(9, 0)
+        if 0 < values.get(11, 0) < begin:  # pyarrow reads a column from its dictionary on, if that comes first
+            begin = values[11]
+        begins.append(begin)
+        ends.append(begin + values.get(7, 0))
     if group[3] < 0:
         raise ValueError("its footer is damaged: a row group has fewer than 0 rows")
-    return RowGroup(group[3], nbytes)
+    return RowGroup(group[3], sum(sizes), tuple(sizes), min(begins, default=0), max(ends, default=0))
 
 
 def _struct(data: bytes, at: int, wanted: Wanted, depth: int) -> tuple[dict[int, Any], int]:

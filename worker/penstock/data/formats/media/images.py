@@ -14,11 +14,19 @@ from functools import cache
 from io import BytesIO
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from penstock.proto.errors import DatasetError
 
 __all__ = [
+    "Decode",
+    "Encode",
+    "array_decoder",
+    "decode_file_arrays",
     "decode_files",
     "decode_jpeg",
+    "decode_jpeg_array",
     "decode_png",
     "decode_raw",
     "encode_files",
@@ -77,19 +85,36 @@ def encode_raw(value: Any) -> bytes:
 
 
 def decode_jpeg(sample: bytes, begin: int, end: int) -> Any:
-    """Return the image of a whole JPEG file. Only its head is read here; PIL decodes the pixels on first use."""
-    return _opened("JPEG", sample[begin:end])
+    """Return the image of a whole JPEG file. Only its head is read here; the pixels are decoded on first use."""
+    _pil()  # raises an error that names the package
+    return _jpegs().open_jpeg(sample[begin:end])
+
+
+@cache
+def _jpegs() -> Any:
+    """Return the module jpeg_images, which imports PIL."""
+    return importlib.import_module("penstock.data.formats.media.jpeg_images")
+
+
+def decode_jpeg_array(sample: bytes, begin: int, end: int) -> npt.NDArray[np.uint8]:
+    """Return the pixels of a whole JPEG file, as `numpy.asarray` of its image gives them, in a writable array."""
+    _pil()  # raises an error that names the package
+    return _jpegs().decode_array(sample[begin:end])  # type: ignore[no-any-return]
+
+
+def array_decoder(decode: Decode) -> Decode:
+    """Return a decoder of images to writable arrays. `decode`: decoder to images of Pillow."""
+
+    def decoder(sample: bytes, begin: int, end: int) -> npt.NDArray[Any]:
+        return np.array(decode(sample, begin, end))
+
+    return decoder
 
 
 def decode_png(sample: bytes, begin: int, end: int) -> Any:
     """Return the image of a whole PNG file, decoded like a JPEG's."""
-    return _opened("PNG", sample[begin:end])
-
-
-def _opened(form: str, file: bytes) -> Any:
-    """Open an image file of the format `form`, and of no other. PIL would otherwise try dozens of formats, and start a
-    program for one of them."""
-    return _pil().open(BytesIO(file), formats=(form,))
+    # PIL would otherwise try dozens of formats, and start a program for one of them.
+    return _pil().open(BytesIO(sample[begin:end]), formats=("PNG",))
 
 
 def encode_jpeg(value: Any) -> bytes:
@@ -125,7 +150,15 @@ def encode_png(value: Any) -> bytes:
 
 def decode_files(sample: bytes, begin: int, end: int) -> list[Any]:
     """Decode a value of the encoding "jpeg_array": [count: 4] [length: 4] * count [file] * count."""
-    images = _decode_list(decode_jpeg, sample, begin, end)
+    return _not_empty(_decode_list(decode_jpeg, sample, begin, end))
+
+
+def decode_file_arrays(sample: bytes, begin: int, end: int) -> list[Any]:
+    """Decode a value of the encoding "jpeg_array" to arrays."""
+    return _not_empty(_decode_list(decode_jpeg_array, sample, begin, end))
+
+
+def _not_empty(images: list[Any]) -> list[Any]:
     if not images:
         raise ValueError("an array of images must not be empty")
     return images

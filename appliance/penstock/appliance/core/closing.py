@@ -1,0 +1,56 @@
+"""Ends of runs: a training job closes its boxes one by one, and an operator ends a whole run (`penstock run close`).
+
+An operator ends a run whose training job is gone, or hangs, before its lease or its grace period is over. The
+coordinator cannot know which of the two it is, so a live training job is not spared: its next call gets
+SupersededError with the reason. The run itself remains, and the next launch opens it again.
+"""
+
+from __future__ import annotations
+
+from penstock.appliance.core.cluster_state import ClusterState
+from penstock.appliance.model.entities import Attempt, AttemptState, Box, BoxPresence, Run
+from penstock.appliance.model.request_checks import check_name
+from penstock.proto.errors import UnknownRunError
+from penstock.proto.v1 import coordinator_pb2 as pb
+
+
+def close_box(cluster: ClusterState, attempt: Attempt, box: Box, now: float, *, forget: bool) -> None:
+    """Close a box for its client. The last box ends the attempt. `forget`: then remove the run, too."""
+    attempt.set_presence(box, BoxPresence.CLOSED)
+    attempt.set_ended(box, True)
+    if attempt.any_live():
+        box.lingers_until = now + cluster.limits.linger_s
+        for slot in box.slots:
+            cluster.waiting.pop(slot.key, None)
+        cluster.save_box(attempt, box)
+        cluster.save_track(attempt, box)
+        cluster.touch(attempt, box)
+    else:
+        cluster.end(attempt, AttemptState.ENDED, f"attempt {attempt.number} of run {attempt.run} was closed")
+        if forget:
+            cluster.forget(cluster.runs[attempt.run])
+
+
+def end_runs(cluster: ClusterState, name: str) -> pb.EndRunReply:
+    """End the open attempt of a run (JOB/ORDINAL), or those of all runs of a job (JOB). Runs that are closed already
+    stay as they are. Raises UnknownRunError, InvalidArgumentError."""
+    check_name("run", name)
+    reply = pb.EndRunReply()
+    for run in _named(cluster, name):
+        attempt = run.current
+        reply.runs.add(run=run.name, attempt=run.attempt, was_open=attempt is not None)
+        if attempt is not None:
+            why = f"attempt {attempt.number} of run {run.name} was ended by an operator (`penstock run close`)"
+            cluster.end(attempt, AttemptState.ENDED, f"{why}: start the job again to go on from its last checkpoint")
+    return reply
+
+
+def _named(cluster: ClusterState, name: str) -> list[Run]:
+    if name in cluster.runs:
+        return [cluster.runs[name]]
+    found = [run for run in cluster.runs.values() if run.name.rpartition("/")[0] == name]
+    if not found:
+        raise UnknownRunError(
+            f"the coordinator has no run or job {name!r}: give JOB/ORDINAL or JOB, as `penstock status --all` shows it"
+        )
+    return found

@@ -1,0 +1,37 @@
+"""Implementation of `penstock dashboard`: prints the URL of a coordinator's dashboard, and opens it in a browser."""
+
+from __future__ import annotations
+
+import json
+import sys
+from urllib.parse import urlsplit
+
+from penstock.deploy.console.coordinator_options import Peer
+from penstock.proto.errors import PenstockError
+from penstock.proto.rpc.addresses import is_local
+from penstock.runtime.telemetry.logs import printable
+
+__all__ = ["show_dashboard"]
+
+
+def show_dashboard(peer: Peer, *, browser: bool, as_json: bool) -> None:
+    """Print the URL. `browser`: also open it. Raises PenstockError if the coordinator serves no dashboard, or if there
+    is no browser."""
+    with peer.client() as client:
+        url = client.open_dashboard()
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https"):  # of a hostile coordinator, and a browser would follow it
+        raise PenstockError(f"the coordinator's dashboard must have an http or https URL, got {printable(url)}")
+    print(json.dumps({"url": url, "coordinator": peer.address}) if as_json else printable(url), flush=True)
+    if is_local(parts.netloc) and not is_local(peer.address):
+        port = parts.port
+        print(
+            f"penstock: only its own machine can open it; from here: ssh -L {port}:127.0.0.1:{port} "
+            f"{printable(peer.address.rpartition(':')[0])}",
+            file=sys.stderr,
+        )
+    if browser:
+        import webbrowser
+
+        if not webbrowser.open(url):
+            raise PenstockError(f"no browser can be opened here: open {printable(url)} yourself")

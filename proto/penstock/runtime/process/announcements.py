@@ -1,0 +1,170 @@
+"""Announcements: small files by which commands find the coordinators that this user runs on this machine.
+
+An embedded appliance and a fleet of `penstock up` announce their coordinator's address here, so that `penstock status`
+needs no setting. An announcement has the path of a file with a token, never the token itself.
+
+The files are in $XDG_RUNTIME_DIR/penstock, else in /tmp/penstock-run-UID. Other users can write to /tmp and could put a
+folder or a link there first. So the folder is opened without following a link, must belong to this user, and must be
+closed to others; else it is not used, and nothing is found. A job may have been started without the variable, so both
+folders are read.
+
+The end of the process that announced is noticed by its identity (its id, start time and boot). What it left is then
+ignored and removed. A fleet on other machines has no process here: its address must accept connections, and
+`penstock down` removes the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import socket
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from penstock.runtime.files.atomic_files import write_whole
+from penstock.runtime.files.held_folders import HeldFolder
+from penstock.runtime.files.plain_files import read_plain
+from penstock.runtime.process.identity import Identity
+
+__all__ = ["Announcement", "accepts", "announce", "announced", "withdraw"]
+
+MAX_FILE = 64 << 10
+"""Largest size of an announcement in bytes."""
+CONNECT_S = 0.5
+"""Longest wait for the connection to a coordinator on another machine, in seconds."""
+SUFFIX = ".json"
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """Coordinator that this user runs, or whose fleet this user started here."""
+
+    what: str
+    """Kind of what runs: "embedded", or "fleet"."""
+    name: str
+    """Name of the embedded appliance's job, or of the fleet."""
+    address: str
+    token_file: str
+    """Path of a file with a token of the role admin."""
+    folder: str
+    """Folder of the announcing process, by which it is known."""
+    tls: Mapping[str, str] = field(default_factory=dict)
+    """Settings that a caller needs for TLS: tls_ca, tls_name."""
+    owner: Identity | None = None
+    """Process whose end is the coordinator's; None if it is on another machine."""
+
+    @property
+    def is_live(self) -> bool:
+        """True if the coordinator's process runs, or if its address accepts connections."""
+        if self.owner is None:
+            return accepts(self.address)
+        process = self.owner.open()
+        if process is None:
+            return False
+        process.close()
+        return True
+
+    def __str__(self) -> str:
+        process = f", process {self.owner.pid}" if self.owner is not None else ""
+        return f"{self.what} {self.name}{process}: {self.address}"
+
+
+def announce(one: Announcement) -> None:
+    """Write the announcement, in place of an earlier one with the same folder. Raises OSError if it cannot be
+    written."""
+    problem: OSError | None = None
+    for path in _folders():
+        try:
+            with contextlib.suppress(FileExistsError):
+                path.mkdir(mode=0o700)
+            with _held(path) as folder:
+                # not synced: after a crash of the machine nothing of it runs
+                write_whole(folder.path / _name(one.folder), json.dumps(asdict(one)).encode(), mode=0o600, sync=False)
+            return
+        except OSError as error:
+            problem = problem or error
+    if problem is not None:
+        raise problem
+
+
+def withdraw(folder: str) -> None:
+    """Remove the announcement with this folder, if there is one."""
+    for held in _existing():
+        _remove(held, _name(folder))
+
+
+def announced() -> list[Announcement]:
+    """Return the announcements of live coordinators, sorted by name. Those of processes that have ended are removed."""
+    found: dict[str, Announcement] = {}
+    for folder in _existing():
+        for name in sorted(os.listdir(folder.path)):
+            if name.startswith(".") or not name.endswith(SUFFIX):
+                continue
+            try:
+                one = _parsed(read_plain(folder.path / name, MAX_FILE))
+            except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                continue  # just removed, or written by another release
+            if one.is_live:
+                found[one.folder] = one
+            elif one.owner is not None:
+                _remove(folder, name)
+    return sorted(found.values(), key=lambda one: (one.name, one.address))
+
+
+def _parsed(data: bytes) -> Announcement:
+    """Return the announcement in a file. Raises ValueError, TypeError, KeyError, AttributeError."""
+    read = json.loads(data)
+    owner = read["owner"]
+    texts = {name: read[name] for name in ("what", "name", "address", "token_file", "folder")}
+    tls = dict(read["tls"])
+    if not all(isinstance(text, str) for text in (*texts.values(), *tls, *tls.values())):
+        raise TypeError("an announcement's values must be texts")
+    if owner is not None and not (type(owner["pid"]) is type(owner["started"]) is int and owner["pid"] > 0):
+        raise TypeError("an announcement's process must be numbers")
+    return Announcement(**texts, tls=tls, owner=None if owner is None else Identity(**owner))
+
+
+def _folders() -> list[Path]:
+    """Return the folders in which announcements may be, the preferred one first."""
+    base = os.environ.get("XDG_RUNTIME_DIR", "")
+    own = [Path(base) / "penstock"] if os.path.isabs(base) else []
+    return [*own, Path("/tmp") / f"penstock-run-{os.geteuid()}"]
+
+
+@contextlib.contextmanager
+def _held(path: Path) -> Iterator[HeldFolder]:
+    """Hold a folder of announcements open. Raises OSError if it is missing, or if others could have written to it."""
+    with HeldFolder(path) as folder:
+        found = os.stat(folder.path)
+        if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+            raise PermissionError(f"{path} must belong to this user alone (mode 0700)")
+        yield folder
+
+
+def _existing() -> Iterator[HeldFolder]:
+    for path in _folders():
+        with contextlib.suppress(OSError), _held(path) as folder:
+            yield folder
+
+
+def _remove(folder: HeldFolder, name: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(folder.path / name)
+
+
+def _name(folder: str) -> str:
+    return hashlib.sha256(folder.encode(errors="surrogateescape")).hexdigest()[:16] + SUFFIX
+
+
+def accepts(address: str) -> bool:
+    """Return whether something accepts connections at HOST:PORT, within CONNECT_S seconds."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+    except (OSError, ValueError, UnicodeError):
+        return False
+    return True

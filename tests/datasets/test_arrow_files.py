@@ -1,0 +1,274 @@
+"""Arrow IPC files and folders of Hugging Face datasets: values as stored, rows read by themselves, damage named."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import random
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.ipc
+import pyarrow.parquet
+import pytest
+from format_folders import plainly, saved_rows
+
+from penstock.data import StreamingDataset, index_folder
+from penstock.data.formats.arrow import arrow_file
+from penstock.data.formats.arrow.arrow_file import ArrowReader, arrow_shards
+from penstock.data.formats.parquet.parquet_values import value_of
+from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError
+
+SAVED = Path(__file__).parents[1] / "data" / "saved_datasets"
+
+COLUMNS: list[tuple[str, Any, Any]] = [
+    ("bool", pyarrow.bool_(), lambda i: bool(i % 2)),
+    ("int8", pyarrow.int8(), lambda i: i - 50),
+    ("uint64", pyarrow.uint64(), lambda i: 2**64 - 1 - i),
+    ("half", pyarrow.float16(), lambda i: np.float16(i)),
+    ("double", pyarrow.float64(), lambda i: i / 3),
+    ("text", pyarrow.large_string(), lambda i: "ü" * (i % 4)),
+    ("raw", pyarrow.binary(), lambda i: bytes([i]) * (i % 3)),
+    ("fixed", pyarrow.binary(3), lambda i: bytes([i] * 3)),
+    ("decimal", pyarrow.decimal128(10, 2), lambda i: Decimal(i) / 4),
+    ("date", pyarrow.date32(), lambda i: datetime.date(2026, 1, 1) + datetime.timedelta(i)),
+    ("fine", pyarrow.timestamp("ns"), lambda i: np.datetime64("2026-01-01T00:00:00.000000001", "ns") + i),
+    ("null", pyarrow.null(), lambda i: None),
+    ("texts", pyarrow.list_(pyarrow.string()), lambda i: ["a", None, str(i)][: i % 4]),
+    ("grid", pyarrow.list_(pyarrow.list_(pyarrow.float32())), lambda i: [[i, 0.5], []]),
+    (
+        "struct",
+        pyarrow.struct([("a", pyarrow.list_(pyarrow.int8())), ("b", pyarrow.bool_())]),
+        lambda i: {"a": [i], "b": None},
+    ),
+    ("map", pyarrow.map_(pyarrow.string(), pyarrow.int64()), lambda i: [("k", i)] * (i % 2)),
+]
+LISTS: list[tuple[str, Any]] = [
+    ("tokens", pyarrow.list_(pyarrow.uint16())),
+    ("large", pyarrow.large_list(pyarrow.int64())),
+    ("pair", pyarrow.list_(pyarrow.float32(), 2)),
+    ("flags", pyarrow.list_(pyarrow.bool_())),
+]
+
+
+def write(path: Path, table: pyarrow.Table, *, stream: bool = False, rows: int = 9, **options: Any) -> Path:
+    make = pyarrow.ipc.new_stream if stream else pyarrow.ipc.new_file
+    with make(str(path), table.schema, options=pyarrow.ipc.IpcWriteOptions(**options)) as writer:
+        writer.write_table(table.slice(0, 31), max_chunksize=rows)  # record batches of several sizes
+        writer.write_table(table.slice(31), max_chunksize=2 * rows)
+    return path
+
+
+def opened(path: Path) -> ArrowReader:
+    return ArrowReader(arrow_shards([(path.name, path)])[0], path)
+
+
+def numbers(count: int) -> pyarrow.Table:
+    return pyarrow.table({"number": list(range(count)), "text": [f"row {i}" for i in range(count)]})
+
+
+@pytest.mark.parametrize("nulls", [False, True])
+@pytest.mark.parametrize(("stream", "options"), [(False, {}), (True, {}), (True, {"compression": "lz4"})], ids=str)
+def test_every_type_is_as_pyarrow_has_it(nulls: bool, stream: bool, options: dict[str, Any], tmp_path: Path) -> None:
+    columns = {}
+    for name, kind, value in COLUMNS:
+        columns[name] = pyarrow.array([None if nulls and i % 7 == 2 else value(i) for i in range(100)], kind)
+    table = pyarrow.table(columns)
+    reader = opened(write(tmp_path / "a.arrow", table, stream=stream, **options))
+    order = random.Random(1).sample(range(100), 100)
+    for index in order:
+        expected = {name: value_of(table.schema.field(name).type)(table[name][index]) for name in table.column_names}
+        assert plainly(reader[index]) == plainly(expected)
+    reader.close()
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_lists_of_numbers_are_arrays(compression: str | None, tmp_path: Path) -> None:
+    """Also where other rows are null, or have nulls; these are lists, as Python has them."""
+    rows = [None, [1, 2], [3, None], [5, 6]] * 25
+    table = pyarrow.table(
+        {
+            name: pyarrow.array(
+                [row and [each and each % 2 == 0 for each in row] if name == "flags" else row for row in rows], kind
+            )
+            for name, kind in LISTS
+        }
+    )
+    reader = opened(write(tmp_path / "a.arrow", table, compression=compression))
+    for index in range(100):
+        for name, kind in LISTS:
+            value = reader[index][name]
+            if index % 4 in (1, 3):
+                assert value.dtype == kind.value_type.to_pandas_dtype()
+                assert value.flags.writeable
+                value = value.tolist()
+            assert value == table[name][index].as_py()
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_columns_can_be_selected(compression: str | None, tmp_path: Path) -> None:
+    reader = opened(write(tmp_path / "a.arrow", numbers(50), compression=compression))
+    reader.select(["text"])
+    assert reader.get_many([3, 40]) == [{"text": "row 3"}, {"text": "row 40"}]
+    with pytest.raises(DatasetError, match="columns must be some of number, text, got other"):
+        reader.select(["other"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_dictionaries_are_read(stream: bool, tmp_path: Path) -> None:
+    """In streams they may change from one record batch to the next."""
+    table = pyarrow.table({"word": pyarrow.array([f"w{i % 5}" for i in range(60)]).dictionary_encode()})
+    if stream:
+        other = pyarrow.table({"word": pyarrow.array([f"x{i % 3}" for i in range(60)]).dictionary_encode()})
+        table = pyarrow.concat_tables([table, other])
+    reader = opened(write(tmp_path / "a.arrow", table, stream=stream))
+    assert [reader[index]["word"] for index in range(len(table))] == table["word"].to_pylist()
+
+
+def test_files_of_old_writers_are_read(tmp_path: Path) -> None:
+    """Before Arrow 0.15 messages had no mark before their size."""
+    reader = opened(write(tmp_path / "a.arrow", numbers(50), stream=True, use_legacy_format=True))
+    assert [reader[index]["number"] for index in range(50)] == list(range(50))
+
+
+def test_a_stream_without_its_end_is_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.arrow", numbers(50), stream=True)
+    path.write_bytes(path.read_bytes()[:-8])
+    assert len(opened(path)) == 50
+
+
+def test_whole_record_batches_are_kept_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a.arrow", numbers(50), compression="zstd", rows=10)
+    read: list[int] = []
+    whole = arrow_file._ArrowFile.whole
+
+    def counted(self: Any, number: int) -> Any:
+        read.append(number)
+        return whole(self, number)
+
+    monkeypatch.setattr(arrow_file._ArrowFile, "whole", counted)
+    reader = opened(path)
+    for index in (0, 45, 1, 46):
+        assert reader[index]["number"] == index
+    assert read == [0, 4]
+    monkeypatch.setattr(arrow_file, "KEPT_BYTES", 1)
+    reader = opened(path)
+    for index in (0, 1, 45, 2):
+        assert reader[index]["number"] == index
+    assert read == [0, 4, 0, 4, 0]
+
+
+def test_threads_read_one_file(tmp_path: Path) -> None:
+    given: dict[str, dict[str, Any]] = {"a.arrow": {}, "b.arrow": {"compression": "zstd"}}
+    for name, options in given.items():
+        reader = opened(write(tmp_path / name, numbers(200), **options))
+        with ThreadPoolExecutor(8) as pool:
+            assert [row["number"] for row in pool.map(reader.__getitem__, range(200))] == list(range(200))
+
+
+def test_a_record_batch_must_fit_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = opened(write(tmp_path / "a.arrow", numbers(50), compression="zstd"))
+    monkeypatch.setattr(arrow_file, "free_memory", lambda: 10)
+    with pytest.raises(DatasetError, match=r"record batch 0 must fit into memory: it takes .* but 10 are free"):
+        reader[0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_truncated_files_are_named(stream: bool, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.arrow", numbers(50), stream=stream)
+    data = path.read_bytes()
+    for size in (0, 1, 7, 8, 100, len(data) // 2, len(data) - (20 if stream else 1)):
+        path.write_bytes(data[:size])
+        with pytest.raises(ShardCorruptError, match=r"a.arrow: it is not an Arrow file: .*\. Write it again"):
+            opened(path)
+    with pytest.raises(ShardCorruptError, match=r"nothing.arrow: .* cannot be read"):
+        opened(tmp_path / "nothing.arrow")
+
+
+def test_a_damaged_name_of_a_column_is_found(tmp_path: Path) -> None:
+    table = pyarrow.table({"number": [1], "struct": [{"within": 1}]})
+    for name, damaged in ((b"number", b"n\xffmber"), (b"within", b"w\xffthin")):
+        path = write(tmp_path / "a.arrow", table, stream=True)
+        path.write_bytes(path.read_bytes().replace(name, damaged))
+        with pytest.raises(ShardCorruptError, match=r"a.arrow: it is not an Arrow file: .*invalid start byte"):
+            opened(path)
+
+
+def test_saved_splits_are_read(tmp_path: Path) -> None:
+    shutil.copytree(SAVED / "splits", tmp_path / "data")
+    shards = index_folder(tmp_path / "data")
+    assert [shard.name for shard in shards] == ["train/data-00000-of-00001.arrow", "test/data-00000-of-00001.arrow"]
+    for split in ("train", "test"):
+        dataset = StreamingDataset(tmp_path / "data", tmp_path / "cache", split=split)
+        rows = [plainly(dataset[index]) for index in range(len(dataset))]
+        assert rows == [plainly(row) for row in saved_rows(f"splits/{split}")]
+
+
+def change(**values: Any) -> Any:
+    def changed(folder: Path) -> None:
+        path = folder / "state.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (change(_indices_data_files=[{"filename": "i.arrow"}]), r"state.json: .* call flatten_indices\(\)"),
+        (change(_data_files=[]), r"state.json: _data_files must be a list with a filename"),
+        (change(_data_files=[{"filename": "../a.arrow"}]), r"state.json: _data_files must be a list"),
+        (change(_data_files=[{"filename": "b.arrow"}]), r"b.arrow must exist, as state.json lists it"),
+        (lambda folder: (folder / "state.json").write_text("{"), r"state.json cannot be read"),
+        (lambda folder: (folder / "state.json").write_text("[]"), r"state.json must be a JSON object, got list"),
+        (lambda folder: (folder / "dataset_dict.json").write_text('{"splits": ["x"]}'), r"x/state.json must exist"),
+        (lambda folder: (folder / "dataset_dict.json").write_text('{"splits": [".."]}'), r"list of folder names"),
+    ],
+)
+def test_damaged_saved_datasets_are_named(damage: Any, message: str, tmp_path: Path) -> None:
+    shutil.copytree(SAVED / "chosen", tmp_path / "data")
+    damage(tmp_path / "data")
+    with pytest.raises(DatasetError, match=message):
+        index_folder(tmp_path / "data")
+
+
+def test_caches_are_no_part_of_a_saved_dataset(tmp_path: Path) -> None:
+    shutil.copytree(SAVED / "chosen", tmp_path / "data")
+    write(tmp_path / "data" / "cache-0123.arrow", numbers(9))
+    assert sum(shard.samples for shard in index_folder(tmp_path / "data")) == 30
+
+
+def test_a_cache_of_several_splits_is_refused(tmp_path: Path) -> None:
+    for name in ("x-train.arrow", "x-test.arrow"):
+        write(tmp_path / name, numbers(40))
+    info = tmp_path / "dataset_info.json"
+    info.write_text('{"splits": {"train": {}, "test": {}}}')
+    with pytest.raises(DatasetError, match=r"one split, but dataset_info.json lists train, test: .* save_to_disk"):
+        index_folder(tmp_path)
+    info.write_text('{"splits": {"train": {}}}')
+    assert len(index_folder(tmp_path)) == 2
+
+
+def test_folders_are_indexed_by_their_files(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match=r"files of one format \(parquet, arrow, .*\), got none"):
+        index_folder(tmp_path)
+    for name in ("b/a.arrow", "a.arrow", ".hidden/a.arrow", "_tmp/a.arrow", "_temporary.arrow"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write(tmp_path / name, numbers(40))
+    assert [shard.name for shard in index_folder(tmp_path)] == ["a.arrow", "b/a.arrow"]
+    pyarrow.parquet.write_table(numbers(3), tmp_path / "a.parquet")
+    with pytest.raises(DatasetError, match="got 1 of parquet and 2 of arrow: give format"):
+        index_folder(tmp_path)
+    assert len(index_folder(tmp_path, "parquet")) == 1
+    write(tmp_path / "c.arrow", numbers(3).rename_columns(["number", "other"]))
+    with pytest.raises(DatasetError, match=r"same columns: a.arrow has number, text, but c.arrow has number, other"):
+        index_folder(tmp_path, "arrow")
+    with pytest.raises(InvalidArgumentError, match=r"format must be one of parquet, arrow, .*, got 'tar'"):
+        index_folder(tmp_path, "tar")
+    with pytest.raises(DatasetError, match="must be a local folder"):
+        index_folder(tmp_path / "nothing")

@@ -1,0 +1,216 @@
+"""Contract of every format of files that StreamingDataset reads, on small files of the format's own library.
+
+A line in FOLDERS (tests/support/format_folders.py), and a format is checked.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from all_workers import AllWorkers, saved
+from format_folders import FOLDERS, Made, plainly
+
+from penstock.data import StreamingDataset, StreamingLoader
+from penstock.data.formats.index import INDEX, read_index
+from penstock.data.formats.readers import open_shard
+from penstock.data.formats.shards import Shard, ShardReader
+from penstock.proto.errors import DatasetError, ShardCorruptError, ShardUnavailableError
+
+SEED, BATCH = 5, 4
+
+
+@pytest.fixture(scope="module", params=FOLDERS)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    folder = tmp_path_factory.mktemp(request.param)
+    return Made(folder, FOLDERS[request.param](folder))
+
+
+@pytest.fixture
+def own(made: Made, tmp_path: Path) -> Made:
+    """A copy that the test may damage."""
+    folder = tmp_path / "own"
+    folder.mkdir()
+    for path in made.folder.rglob("*"):
+        if path.is_file():
+            target = folder / path.relative_to(made.folder)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(path.read_bytes())
+    return Made(folder, made.samples)
+
+
+@pytest.fixture
+def dataset(made: Made) -> Iterator[StreamingDataset]:
+    found = StreamingDataset(local=made.folder)
+    yield found
+    found.close()
+
+
+def shards_of(made: Made) -> list[tuple[Shard, list[Path]]]:
+    shards = read_index((made.folder / INDEX).read_bytes(), "it")
+    return [(shard, [made.folder / file.raw.name for file in shard.files]) for shard in shards]
+
+
+def samples_of(reader: ShardReader) -> list[Any]:
+    return [plainly(reader[index]) for index in range(len(reader))]
+
+
+def test_samples_are_the_librarys(made: Made, dataset: StreamingDataset) -> None:
+    order = list(range(len(made.samples)))
+    assert len(dataset) == len(order)
+    assert [plainly(dataset[at]) for at in order] == [plainly(sample) for sample in made.samples]
+    random.Random(1).shuffle(order)
+    assert [plainly(dataset[at]) for at in order] == [plainly(made.samples[at]) for at in order]
+
+
+def test_numbers_out_of_range_are_refused(made: Made) -> None:
+    for shard, paths in shards_of(made):
+        reader = open_shard(shard, paths)
+        assert len(reader) == shard.samples
+        for index in (-1, shard.samples, 10**20):
+            with pytest.raises(IndexError, match=f"below {shard.samples}, got {index}"):
+                reader[index]
+        reader.close()
+
+
+def test_values_outlive_reader_and_files(own: Made) -> None:
+    shard, paths = shards_of(own)[0]
+    reader = open_shard(shard, paths)
+    for path in paths:
+        path.unlink()
+    first, second = reader[0], reader[1]
+    reader.close()
+    reader.close()
+    assert [plainly(first), plainly(second)] == [plainly(sample) for sample in own.samples[:2]]
+    with pytest.raises(ValueError, match="closed"):
+        reader[0]
+
+
+def test_forked_and_pickled_readers_agree(made: Made, dataset: StreamingDataset) -> None:
+    expected = [plainly(sample) for sample in made.samples]
+    assert [plainly(dataset[at]) for at in range(3)] == expected[:3]
+    pid = os.fork()
+    if not pid:
+        os._exit(0 if [plainly(dataset[at]) for at in range(len(dataset))] == expected else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    for other in (pickle.loads(pickle.dumps(dataset)), copy.copy(dataset)):
+        assert other.fingerprint == dataset.fingerprint
+        assert [plainly(other[at]) for at in range(len(other))] == expected
+        other.close()
+
+
+def loaders_of(made: Made, **options: Any) -> Callable[[], StreamingLoader]:
+    def make() -> StreamingLoader:
+        settings = {"global_batch_size": BATCH, "shuffle": True, "shuffle_block": 16, "seed": SEED, **options}
+        return StreamingLoader(StreamingDataset(local=made.folder), collate_fn=list, **settings)
+
+    return make
+
+
+def test_order_holds_on_any_topology(made: Made) -> None:
+    """Chains of topologies, each going on from the state of the one before, in which workers die."""
+    make = loaders_of(made, tail="drop")
+    whole = [plainly(batch) for batch in AllWorkers(make, (1, 1)).take(2 * (len(made.samples) // BATCH))]
+    seen = [sample for batch in whole[: len(whole) // 2] for sample in batch]
+    assert len(seen) == len(made.samples) // BATCH * BATCH
+    left = [plainly(sample) for sample in made.samples]
+    for sample in seen:
+        left.remove(sample)  # each comes once
+    draw = random.Random(3)
+    got: list[Any] = []
+    fleet: AllWorkers | None = None
+    while len(got) < len(whole):
+        shape = draw.choice([(1, 1), (1, 3), (2, 2), (3, 1), (4, 2)])
+        fleet = AllWorkers(make, shape, fleet)
+        for _ in range(min(draw.choice([0, 1, 2, 5]), len(whole) - len(got))):
+            fleet.lose(draw.randrange(shape[0] * shape[1]))
+            got += [plainly(batch) for batch in fleet.take(1)]
+    assert got == whole
+
+
+def test_a_resume_is_a_look_up(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = loaders_of(made)
+    batches = [plainly(batch) for batch in make()]
+    loader = make()
+    before = iter(loader)
+    for _ in range(len(batches) - 2):
+        next(before)
+    state = saved(loader.state_dict())
+    read: list[int] = []
+    plain = StreamingDataset.get_many
+
+    def counted(self: StreamingDataset, samples: Any) -> Any:
+        read.extend(samples.tolist())
+        return plain(self, samples)
+
+    monkeypatch.setattr(StreamingDataset, "get_many", counted)
+    other = make()
+    other.load_state_dict(state)
+    rest = [plainly(batch) for batch in other]
+    assert rest == batches[-2:]
+    assert len(read) == sum(map(len, rest)), "more was read than what is left"
+
+
+def test_other_sizes_are_found_on_opening(own: Made) -> None:
+    for shard, paths in shards_of(own):
+        for path in paths:
+            data = path.read_bytes()
+            for other in (data[:-1], data + b"x", b""):
+                path.write_bytes(other)
+                with pytest.raises(ShardCorruptError, match=path.name):
+                    open_shard(shard, paths)
+            path.write_bytes(data)
+
+
+def test_missing_files_are_named(own: Made) -> None:
+    for path in shards_of(own)[0][1]:
+        data = path.read_bytes()
+        path.unlink()
+        with pytest.raises(ShardUnavailableError, match=path.name):
+            StreamingDataset(local=own.folder)[0]
+        path.write_bytes(data)
+
+
+def test_files_cut_while_open_are_named(own: Made) -> None:
+    """A mapped file would kill the process here."""
+    for shard, paths in shards_of(own):
+        reader = open_shard(shard, paths)
+        os.truncate(paths[0], 1)
+        with pytest.raises(ShardCorruptError, match=paths[0].name):
+            samples_of(reader)
+        reader.close()
+
+
+def error_of(shard: Shard, paths: list[Path]) -> str:
+    """Read all of a shard; return the text of the error that this raises, if it does."""
+    try:
+        reader = open_shard(shard, paths)
+        samples_of(reader)
+        reader.close()
+    except DatasetError as error:  # ShardCorruptError is one
+        return str(error)
+    return ""
+
+
+def test_damage_is_an_error_or_other_values(own: Made) -> None:
+    """Damage never crashes or hangs the process, and never raises an error without a name."""
+    draw = random.Random(4)
+    for shard, paths in shards_of(own):
+        for path in paths:
+            data = path.read_bytes()
+            for _ in range(60):
+                damaged = bytearray(data)
+                for _ in range(draw.choice([1, 1, 4])):
+                    damaged[draw.choice([draw.randrange(len(data)), draw.randrange(min(64, len(data)))])] = draw.choice(
+                        [0, 1, 127, 128, 255]
+                    )
+                path.write_bytes(damaged)
+                said = error_of(shard, paths)
+                assert not said or any(one.name in said for one in paths), said
+            path.write_bytes(data)

@@ -1,0 +1,204 @@
+"""Commands without an address find what this user runs here: embedded appliances and fleets of `penstock up`."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import streams
+
+from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.deploy.console.coordinator_options import Peer
+from penstock.deploy.engines.engine import Fleet
+from penstock.deploy.engines.fleet_folder import FleetFolder
+from penstock.proto.errors import InvalidArgumentError, NotPermittedError, SupersededError
+from penstock.proto.rpc.calls import CoordinatorClient
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.runtime.process.announcements import Announcement, announce, announced, withdraw
+from penstock.runtime.process.identity import Identity
+
+OTHER = 12_345
+
+
+@pytest.fixture(autouse=True)
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Folder of announcements of this test alone."""
+    folder = tmp_path / "runtime"
+    folder.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    monkeypatch.setattr("penstock.runtime.process.announcements._folders", lambda: [folder / "penstock"])
+    return folder / "penstock"
+
+
+def one(name: str = "lm", owner: Identity | None = None, **more: Any) -> Announcement:
+    owner = owner or Identity.of(os.getpid())
+    return Announcement("embedded", name, f"unix:/x/{name}", f"/x/{name}/token", f"/x/{name}", owner=owner, **more)
+
+
+# ------------------------------------------------------------------------------------------------------- announcements
+
+
+def test_announcement_is_read_back_and_withdrawn(runtime: Path) -> None:
+    announce(one("b"))
+    announce(one("a", tls={"tls_ca": "/ca"}))
+    assert announced() == [one("a", tls={"tls_ca": "/ca"}), one("b")]
+    assert stat.S_IMODE(runtime.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(file.stat().st_mode) for file in runtime.iterdir()} == {0o600}
+    withdraw("/x/a")
+    withdraw("/x/a")
+    assert announced() == [one("b")]
+
+
+def test_dead_process_is_ignored_and_removed(runtime: Path) -> None:
+    me = Identity.of(os.getpid())
+    announce(one("reused", owner=replace(me, started=me.started - 1)))
+    announce(one("rebooted", owner=replace(me, boot="another")))
+    announce(one("alive"))
+    assert [found.name for found in announced()] == ["alive"]
+    assert len(list(runtime.iterdir())) == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"{}", b'{"owner": {"pid": "1"}}', b"9" * 10_000])
+def test_invalid_file_is_skipped(runtime: Path, content: bytes) -> None:
+    announce(one())
+    (runtime / "newer.json").write_bytes(content)
+    os.mkfifo(runtime / "fifo.json")
+    (runtime / "link.json").symlink_to("/dev/zero")
+    assert announced() == [one()]
+
+
+@pytest.mark.parametrize("how", ["open to others", "a link", "another user's"])
+def test_folder_of_others_is_not_trusted(runtime: Path, tmp_path: Path, how: str) -> None:
+    announce(one())
+    if how == "open to others":
+        runtime.chmod(0o755)
+    elif how == "a link":
+        runtime.rename(tmp_path / "moved")
+        runtime.symlink_to(tmp_path / "moved")
+    elif os.geteuid() == 0:
+        os.chown(runtime, OTHER, OTHER)
+    else:
+        pytest.skip("only root can make another user's folder")
+    assert announced() == []
+    with pytest.raises(OSError, match=r"alone|folder"):
+        announce(one())
+
+
+def test_remote_fleet_must_accept_connections() -> None:
+    fleet = Announcement("fleet", "f", "127.0.0.1:9", "/token", "/f")
+    announce(fleet)
+    assert announced() == []
+    withdraw("/f")
+
+
+# --------------------------------------------------------------------------------------------------------- the options
+
+
+@pytest.fixture
+def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PENSTOCK_COORDINATOR", "PENSTOCK_TOKEN", "PENSTOCK_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("_no_settings")
+def test_named_coordinator_takes_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Peer().address == "127.0.0.1:7070"
+    announce(one())
+    assert Peer().address == "unix:/x/lm"
+    assert Peer(coordinator="head:1").address == "head:1"
+    monkeypatch.setenv("PENSTOCK_COORDINATOR", "head:2")
+    assert Peer().address == "head:2"
+    assert Peer(job="lm").address == "unix:/x/lm"
+
+
+@pytest.mark.usefixtures("_no_settings")
+def test_several_coordinators_are_listed() -> None:
+    announce(one("a"))
+    announce(one("b"))
+    with pytest.raises(InvalidArgumentError) as caught:
+        _ = Peer().address
+    assert caught.value.message == (
+        f"2 coordinators run here: embedded a, process {os.getpid()}: unix:/x/a; embedded b, process "
+        f"{os.getpid()}: unix:/x/b. Choose one by --job NAME or --coordinator ADDRESS"
+    )
+    assert Peer(job="b").address == "unix:/x/b"
+    with pytest.raises(InvalidArgumentError, match="got 'c'; running: embedded a"):
+        _ = Peer(job="c").address
+    with pytest.raises(InvalidArgumentError, match="give either --coordinator or --job"):
+        _ = Peer(job="a", coordinator="head:1").token()
+
+
+@pytest.mark.usefixtures("_no_settings")
+def test_token_is_that_of_the_coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "token").touch(0o600)
+    (tmp_path / "token").write_text("announced")
+    announce(replace(one(), token_file=str(tmp_path / "token")))
+    monkeypatch.setenv("PENSTOCK_TOKEN", "mine")
+    monkeypatch.setattr("penstock.deploy.console.coordinator_options.accepts", lambda address: False)
+    assert Peer().token() == "announced"
+    assert Peer(coordinator="unix:/x/lm").token() == "announced"
+    assert Peer(coordinator="head:1").token() == "mine"
+
+
+@pytest.mark.usefixtures("_no_settings")
+def test_daemon_at_default_address_is_listed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.deploy.console.coordinator_options.accepts", lambda address: True)
+    announce(one())
+    assert Peer().address == "unix:/x/lm"  # without a token a command could not call the other one
+    monkeypatch.setenv("PENSTOCK_TOKEN", "of-the-daemon")
+    with pytest.raises(InvalidArgumentError, match=r"2 coordinators run here: .*; the default address: 127.0.0.1:7070"):
+        _ = Peer().address
+    assert Peer(job="lm").address == "unix:/x/lm"
+    assert Peer(coordinator="127.0.0.1:7070").token() == "of-the-daemon"
+    withdraw("/x/lm")
+    assert Peer().address == "127.0.0.1:7070"
+
+
+@pytest.mark.usefixtures("_no_settings")
+def test_fleet_of_up_is_found(tmp_path: Path) -> None:
+    folder = FleetFolder(tmp_path / "fleet")
+    folder.make()
+    me = {"pid": os.getpid(), **{k: v for k, v in vars(Identity.of(os.getpid())).items() if k != "pid"}}
+    about = {"supervisor": me, "ready": True, "adjusted": 0, "daemons": []}
+    tls = {"tls_ca": "/ca", "tls_key": "/key"}
+    folder.save(Fleet("local", "eval", str(folder.path), "127.0.0.1:1", "/x/token", tls, about))
+    (found,) = announced()
+    assert (found.what, found.name, found.address, found.tls) == ("fleet", "eval", "127.0.0.1:1", {"tls_ca": "/ca"})
+    assert Peer(job="eval").address == "127.0.0.1:1"
+    folder.forget()
+    assert announced() == []
+
+
+# ------------------------------------------------------------------------------------------------------- the real thing
+
+
+@pytest.fixture
+def training(runtime: Path) -> Iterator[Any]:
+    with Appliance(job="lm", num_workers_per_box=1, seed=1, timeout_s=60) as appliance:
+        steps = iter(DataExecutor(DataLoader(streams.counter, 1000), num_steps=1000, appliance=appliance))
+        next(steps)
+        yield steps
+    assert list(runtime.iterdir()) == []
+
+
+def test_embedded_run_is_found_without_settings(training: Any, shell: Any, runtime: Path) -> None:
+    own = {"XDG_RUNTIME_DIR": str(runtime.parent), "PENSTOCK_TOKEN": None}
+    found = json.loads(shell.call("status", "--json", **own).stdout)
+    assert [run["run"] for run in found["runs"]] == ["lm/0"]
+    assert shell.call("state", "lm", **own).returncode == 0
+    (announcement,) = announced()
+    text = next(runtime.iterdir()).read_text()
+    secret = Path(announcement.token_file).read_text().strip().removeprefix("admin:")
+    assert secret not in text
+    with CoordinatorClient(announcement.address, secret) as client, pytest.raises(NotPermittedError):
+        client.open_run(pb.OpenRunRequest())  # the token is an operator's, and runs no code
+    assert shell.call("run", "close", "lm", **own).stdout == "run lm/0 is closed: attempt 1 was ended\n"
+    with pytest.raises(SupersededError, match="was ended by an operator"):
+        for _ in training:
+            pass

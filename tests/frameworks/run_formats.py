@@ -1,0 +1,206 @@
+"""Contract of the formats whose libraries are not installed for `make test`, and what is special to each."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pytest
+from all_workers import AllWorkers
+from format_folders import FOLDERS_BESIDE, Made
+from tests.datasets.test_format_contract import (  # noqa: F401
+    dataset,
+    own,
+    test_a_resume_is_a_look_up,
+    test_damage_is_an_error_or_other_values,
+    test_files_cut_while_open_are_named,
+    test_forked_and_pickled_readers_agree,
+    test_missing_files_are_named,
+    test_numbers_out_of_range_are_refused,
+    test_order_holds_on_any_topology,
+    test_other_sizes_are_found_on_opening,
+    test_samples_are_the_librarys,
+    test_values_outlive_reader_and_files,
+)
+
+from penstock.data import LanceRows, LogicalShards, MapLoader, StreamingDataset, index_folder
+from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError, StateMismatchError
+
+EXAMPLES = Path(__file__).parents[1] / "data" / "tfrecord"
+
+
+@pytest.fixture(scope="module", params=FOLDERS_BESIDE)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    folder = tmp_path_factory.mktemp(request.param)
+    return Made(folder, FOLDERS_BESIDE[request.param](folder))
+
+
+def written(path: Path, records: list[bytes]) -> Path:
+    writer = importlib.import_module("array_record.python.array_record_module").ArrayRecordWriter(
+        str(path), "group_size:1"
+    )
+    for record in records:
+        writer.write(record)
+    writer.close()
+    return path
+
+
+def test_array_records_of_examples_are_decoded(tmp_path: Path) -> None:
+    tfrecords = (EXAMPLES / "a.tfrecord").read_bytes()
+    size = int.from_bytes(tfrecords[:8], "little")
+    written(tmp_path / "a.array_record", [tfrecords[12 : 12 + size]] * 2)
+    index_folder(tmp_path)
+    assert StreamingDataset(local=tmp_path)[1]["label"].tolist() == [0]
+    index_folder(tmp_path, "array_record-bytes")
+    assert StreamingDataset(local=tmp_path)[1] == {"record": tfrecords[12 : 12 + size]}
+
+
+def test_other_files_are_no_array_records(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.array_record", [b"x"])
+    for data in (b"", b"x", bytes(1 << 17), path.read_bytes()[:-1]):
+        path.write_bytes(data)
+        with pytest.raises(
+            ShardCorruptError, match=r"a.array_record: it is not an ArrayRecord file: .* close its writer"
+        ):
+            index_folder(tmp_path)
+
+
+ROWS = [
+    {"number": i, "tokens": list(range(i % 20)) if i % 7 else None, "text": f"row {i}", "nested": {"a": [i]}}
+    for i in range(500)
+]
+
+
+@pytest.fixture(scope="module")
+def lance_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four files, then a version with ten more rows."""
+    lance = importlib.import_module("lance")
+    folder = tmp_path_factory.mktemp("lance") / "rows.lance"
+    table = pyarrow.Table.from_pylist(ROWS)
+    lance.write_dataset(table, str(folder), max_rows_per_file=130)
+    lance.write_dataset(table.slice(0, 10), str(folder), mode="append")
+    return folder
+
+
+def test_lance_rows_are_read_by_number(lance_folder: Path) -> None:
+    rows = LanceRows(lance_folder, version=1)
+    order = random.Random(1).sample(range(500), 500)
+    for at in range(0, 500, 50):
+        for number, row in zip(order[at : at + 50], rows.__getitems__(order[at : at + 50]), strict=True):
+            tokens = row.pop("tokens")
+            assert tokens is None or tokens.dtype == np.int64
+            assert {**row, "tokens": None if tokens is None else tokens.tolist()} == ROWS[number]
+    assert rows[-1]["number"] == 499
+    for wrong in (500, -501):
+        with pytest.raises(IndexError, match=f"below 500, got {wrong}"):
+            rows[wrong]
+    assert LanceRows(lance_folder, columns=["text"])[509] == {"text": "row 9"}
+    assert pickle.loads(pickle.dumps(rows))[7]["number"] == 7
+
+
+def test_lance_order_holds_on_any_topology(lance_folder: Path) -> None:
+    def make() -> MapLoader:
+        rows = LanceRows(lance_folder, version=1, columns=["number"])
+        return MapLoader(rows, global_batch_size=7, shuffle=True, seed=2, reseed=False, tail="drop", collate_fn=list)
+
+    whole = AllWorkers(make, (1, 1)).take(142)
+    assert len({row["number"] for batch in whole[:71] for row in batch}) == 71 * 7
+    got: list[Any] = []
+    fleet, draw = None, random.Random(3)
+    while len(got) < len(whole):
+        shape = draw.choice([(1, 1), (1, 3), (2, 2), (3, 1)])
+        fleet = AllWorkers(make, shape, fleet)
+        for _ in range(min(draw.choice([1, 10, 30]), len(whole) - len(got))):
+            fleet.lose(draw.randrange(shape[0] * shape[1]))
+            got += fleet.take(1)
+    assert got == whole
+
+
+def test_a_lance_resume_is_a_look_up(lance_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def loader(version: int) -> MapLoader:
+        return MapLoader(LanceRows(lance_folder, version=version), batch_size=10, reseed=False, collate_fn=list)
+
+    first = loader(1)
+    batches = iter(first)
+    for _ in range(48):
+        next(batches)
+    state = first.state_dict()
+    read: list[int] = []
+    plain = LanceRows.__getitems__
+
+    def counted(self: LanceRows, numbers: list[int]) -> list[dict[str, Any]]:
+        read.extend(numbers)
+        return plain(self, numbers)
+
+    monkeypatch.setattr(LanceRows, "__getitems__", counted)
+    other = loader(1)
+    other.load_state_dict(state)
+    assert [row["number"] for batch in other for row in batch] == list(range(480, 500)) == read
+    with pytest.raises(StateMismatchError, match="data was"):
+        loader(2).load_state_dict(state)
+
+
+def test_lance_rows_are_pieces(lance_folder: Path) -> None:
+    source = LogicalShards([LanceRows(lance_folder, version=1, columns=["number"])], shards=4)
+    assert source.lengths(0) == [125] * 4
+    cursor = source.open(1, 0, 0)
+    assert next(cursor) == {"number": 125}
+    cursor.close()
+
+
+def test_bad_lance_datasets_are_named(lance_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match=r"nothing.lance cannot be opened: .*Give the folder that Lance wrote"):
+        LanceRows(tmp_path / "nothing.lance")
+    with pytest.raises(DatasetError, match=r"version 99 of .*rows.lance cannot be opened"):
+        LanceRows(lance_folder, version=99)
+    with pytest.raises(InvalidArgumentError, match=r"columns must be some of number, tokens, .*, got absent"):
+        LanceRows(lance_folder, columns=["absent"])
+    folder = tmp_path / "damaged.lance"
+    shutil.copytree(lance_folder, folder)
+    rows, draw = LanceRows(folder, version=1), random.Random(4)
+    expected = [rows[at]["number"] for at in (0, 200, 499)]
+    for path in sorted((folder / "data").iterdir()):
+        data = path.read_bytes()
+        for _ in range(20):
+            damaged = bytearray(data)
+            for _ in range(4):
+                damaged[draw.randrange(len(data))] = draw.randrange(256)
+            path.write_bytes(damaged[: draw.choice([len(data), len(data), len(data) // 2])])
+            assert "damaged.lance" in _error_of(folder)
+        path.unlink()
+        with pytest.raises(ShardCorruptError, match=r"damaged.lance: rows"):
+            LanceRows(folder).__getitems__(range(510))
+        path.write_bytes(data)
+    assert [LanceRows(folder, version=1)[at]["number"] for at in (0, 200, 499)] == expected
+
+
+def test_panics_of_lance_are_named(lance_folder: Path) -> None:
+    """They are no Exceptions, and come of some damages only."""
+
+    class PanicException(BaseException):
+        pass
+
+    class Dataset:
+        def take(self, *_: Any, **__: Any) -> Any:
+            raise PanicException("range start must not be greater than end")
+
+    rows = LanceRows(lance_folder)
+    rows._opened = os.getpid(), Dataset()
+    with pytest.raises(ShardCorruptError, match=r"rows.lance: rows \[3\]: its files are damaged: range start"):
+        rows[3]
+
+
+def _error_of(folder: Path) -> str:
+    """Read all rows; return the text of the error that this raises, or the folder if it raises none."""
+    try:
+        LanceRows(folder).__getitems__(range(510))
+    except DatasetError as error:
+        return str(error)
+    return str(folder)

@@ -1,0 +1,55 @@
+"""Footers of the files whose blocks are fetched one by one. A footer is fetched and parsed once for all blocks that are
+read at about the same time."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+
+from penstock.data.cache.shard_cache import ShardCache
+from penstock.data.formats.parquet.parquet_ranges import FileRange, Footer, footer_shard
+from penstock.data.formats.parquet.parquet_shards import ranges_of
+from penstock.data.formats.shards import Shard
+from penstock.proto.errors import DatasetError, ShardCorruptError
+
+__all__ = ["BlockFooters"]
+
+MOST = 64
+"""Number of footers that stay in memory."""
+
+
+class BlockFooters:
+    """Parsed footers of a dataset's files, by file. Safe for threads; empty in a copy."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: OrderedDict[tuple[int, str], Footer] = OrderedDict()
+
+    def __reduce__(self) -> tuple[Callable[[], BlockFooters], tuple[()]]:
+        return BlockFooters, ()
+
+    def place(self, stream: int, cache: ShardCache, file: Shard, block: int, source: str) -> FileRange:
+        """Return where a block lies in its file. `stream`: number of the stream; `source`: address of the file, for
+        errors. Raises what `ShardCache.hold` raises, and ShardCorruptError if the footer is not that of the index."""
+        key = stream, file.name
+        with self._lock:
+            footer = self._known.get(key)
+        if footer is None:
+            with cache.hold(footer_shard(file)) as held:
+                path = held.paths[0]
+                tail = path.read_bytes()
+            try:
+                footer = Footer.parse(tail)
+                found = ranges_of(footer.groups, file.ranges[-1])
+                if found != file.ranges or file.blocks != tuple(group.rows for group in footer.groups):
+                    raise ValueError("its row groups are not those of its index: make the index again")
+            except DatasetError:
+                raise
+            except Exception as error:
+                raise ShardCorruptError(f"{source}: its footer ({path}) cannot be read: {error}") from error
+            with self._lock:
+                self._known[key] = footer
+                while len(self._known) > MOST:
+                    self._known.popitem(last=False)
+        return FileRange(footer, block, file.ranges[2 * block], file.size)

@@ -1,0 +1,88 @@
+"""Decoding of blocks (row groups) in a thread, before a reader needs them.
+
+Decoding releases the GIL, so it runs beside the code that makes samples. There is one thread for a dataset. It ends
+when it had nothing to do for a while, and starts again; a forked child starts one of its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+
+__all__ = ["DecodeAhead"]
+
+IDLE_S = 2.0
+"""Seconds without work after which the thread ends."""
+EXIT_WAIT_S = 10.0
+"""Seconds to wait, when the interpreter exits, for the block that is being decoded."""
+
+
+class DecodeAhead:
+    """Thread that decodes blocks in a given order. Safe for threads."""
+
+    def __init__(self, decode: Callable[[int], None]) -> None:
+        """`decode`: bound method that decodes a block by number, which does not keep its object alive. Its errors are
+        left out: the reader that needs the block raises them."""
+        self._decode = weakref.WeakMethod(decode)
+        self._reset()
+        _all.add(self)
+
+    def _reset(self) -> None:
+        # Reentrant: garbage collection of a dataset, which closes this, may run in the thread that holds the lock.
+        self._work = threading.Condition(threading.RLock())
+        self._wanted: list[int] = []
+        """Blocks to decode, the next one last."""
+        self._thread: threading.Thread | None = None
+
+    def want(self, blocks: Sequence[int]) -> None:
+        """Decode these blocks, in this order. The list replaces the one of the call before."""
+        with self._work:
+            self._wanted = list(reversed(blocks))
+            if not blocks:
+                return
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="penstock-decode", daemon=True)
+                self._thread.start()
+            self._work.notify()
+
+    def close(self, wait_s: float = 0.0) -> None:
+        """Decode no more blocks. `wait_s`: seconds to wait for the block that is being decoded."""
+        self.want([])
+        thread = self._thread
+        if thread is not None and wait_s and thread is not threading.current_thread():
+            thread.join(wait_s)
+
+    def _run(self) -> None:
+        while True:
+            with self._work:
+                if not self._wanted and not self._work.wait(IDLE_S):
+                    self._thread = None
+                    return
+                block = self._wanted.pop() if self._wanted else None
+            decode = self._decode()
+            if decode is not None and block is not None:
+                with contextlib.suppress(Exception):
+                    decode(block)
+            del decode  # do not keep the dataset alive while waiting
+
+
+_all: weakref.WeakSet[DecodeAhead] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for each in list(_all):
+        each._reset()
+
+
+def _exiting() -> None:
+    """Wait for the threads: one that returns from a library of C++ into an interpreter that has ended is killed."""
+    for each in list(_all):
+        each.close(EXIT_WAIT_S)
+
+
+os.register_at_fork(after_in_child=_forked)
+atexit.register(_exiting)

@@ -1,0 +1,1 @@
+"""ArrayRecord files, read by the package array_record."""

@@ -1,0 +1,140 @@
+"""Samples of ArrayRecord files: a record is a sample, a file is a shard. The package array_record reads them.
+
+The format has an index and checksums of its own. Files written with group_size:1, as grain wants them, are read record
+by record; of others the library unpacks a group for each record.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.data.formats.descriptors import Descriptor
+from penstock.data.formats.shards import ReadOptions, Shard, ShardFile, StoredFile
+from penstock.data.formats.tfrecord.example_messages import example_of, is_example
+from penstock.proto.errors import DatasetError, ShardCorruptError
+
+__all__ = ["ArrayRecordReader", "array_record_shards", "open_array_record"]
+
+OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
+"""Options of the library's reader: no reading ahead, and no threads, which a forked child would lack."""
+BUFFER = 32 << 10
+"""Number of bytes that the library reads at a time."""
+
+
+def _library() -> Any:
+    try:
+        return importlib.import_module("array_record.python.array_record_module")
+    except ImportError as error:
+        raise DatasetError(
+            "ArrayRecord files need the package array_record: pip install 'penstock[array-record]'"
+        ) from error
+
+
+class _Records:
+    """Open file. Safe for threads and for forked children."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        library = _library()
+        self.name = name
+        try:
+            self._file = Descriptor(path)
+            self.size = os.fstat(self._file.fileno()).st_size
+            self._reader: Any = library.ArrayRecordReader(
+                f"/proc/self/fd/{self._file.fileno()}", options=OPTIONS, file_reader_buffer_size=BUFFER
+            )
+            if not self._reader.ok():
+                self._reader.read([0])  # raises an error that says why
+                raise ValueError("its index cannot be read")
+            self.count = int(self._reader.num_records())
+        except Exception as error:  # errors of the library, and of the system
+            raise ShardCorruptError(
+                f"{name}: it is not an ArrayRecord file: {error}. Write it again, and close its writer"
+            ) from error
+
+    def read(self, rows: Sequence[int]) -> list[bytes]:
+        """Return the records with these numbers, which must exist. Raises ShardCorruptError."""
+        reader = self._reader
+        if reader is None:
+            raise ValueError(f"{self.name} is closed")
+        # The library keeps parts of the file in memory, and would not notice everywhere that it has become shorter.
+        size = os.fstat(self._file.fileno()).st_size
+        if size != self.size:
+            raise ShardCorruptError(
+                f"{self.name}: it must keep the {self.size} bytes that it had when it was opened, got {size}: do not "
+                "change it while it is read"
+            )
+        try:
+            records: list[bytes] = reader.read(rows)
+        except RuntimeError as error:
+            if self._reader is None:
+                raise ValueError(f"{self.name} is closed") from error
+            raise ShardCorruptError(f"{self.name}: samples {list(rows[:5])}: {error}. Write it again") from error
+        return records
+
+    def close(self) -> None:
+        self._reader = None  # closed when the last read has ended
+
+
+class ArrayRecordReader:
+    """Reader of an ArrayRecord file, see formats.shards.ShardReader. A sample has the features of an Example by name,
+    see `example_of`, or is {"record": bytes}."""
+
+    def __init__(self, shard: Shard, path: Path) -> None:
+        stored = shard.files[0].raw
+        self.name = stored.name
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            raise ShardCorruptError(f"{self.name}: {path} cannot be read: {error}") from error
+        if size != stored.size:
+            raise ShardCorruptError(f"{self.name}: {path} has {size} bytes, but its index says {stored.size}")
+        self._decode = shard.settings["records"] == "example"
+        self._records = _Records(path, stored.name)
+        if len(self) != shard.samples:
+            raise ShardCorruptError(f"{self.name}: it has {len(self)} records, but its index says {shard.samples}")
+
+    def __len__(self) -> int:
+        return self._records.count
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"{self.name}: a sample's number must be at least 0 and below {len(self)}, got {index}")
+        return self._sample(index, self._records.read([index])[0])
+
+    def get_many(self, rows: Sequence[int]) -> list[dict[str, Any]]:
+        """Return the samples with these numbers."""
+        return [self._sample(row, data) for row, data in zip(rows, self._records.read(list(rows)), strict=True)]
+
+    def close(self) -> None:
+        """Close the file. Samples that were read stay valid."""
+        self._records.close()
+
+    def _sample(self, index: int, record: bytes) -> dict[str, Any]:
+        if not self._decode:
+            return {"record": record}
+        try:
+            return example_of(record)
+        except ValueError as error:
+            raise ShardCorruptError(f"{self.name}: sample {index} is not a tf.train.Example: {error}") from error
+
+
+def open_array_record(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> ArrayRecordReader:
+    """Return the reader of a shard, see format_table.Format.open."""
+    del options  # there are no pickles, and images are as stored
+    return ArrayRecordReader(shard, paths[0])
+
+
+def array_record_shards(files: Sequence[tuple[str, Path]], *, records: str | None = None) -> list[Shard]:
+    """Return a shard for each ArrayRecord file. `files`: (path relative to the dataset's folder, path) for each.
+    `records`: "example" or "bytes"; None: "example" if each file's first record is one. Raises ShardCorruptError."""
+    found = [(name, _Records(path, name)) for name, path in files]
+    firsts = [opened.read([0])[0] for _, opened in found if opened.count] if records is None else []
+    kind = records or ("example" if firsts and all(map(is_example, firsts)) else "bytes")
+    return [
+        Shard("array_record", opened.count, (ShardFile(StoredFile(name, opened.size)),), settings={"records": kind})
+        for name, opened in found
+    ]

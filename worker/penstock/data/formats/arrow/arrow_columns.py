@@ -1,0 +1,369 @@
+"""Rows of a column of an Arrow record batch, each read by itself.
+
+A row of a list of numbers takes two reads: its two offsets, and its numbers, which go straight into a numpy array. So a
+row costs the same in any order, nothing is kept in memory, and no record batch is read as a whole. Columns of numbers,
+texts and bytes are read in the same way; all others (times, structs, nested lists) by making a pyarrow array of the
+wanted row alone. Columns that cannot be read so (dictionaries, unions, views) have no plan, and neither has a file with
+one of them: its record batches are read as a whole.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from penstock.data.formats.arrow.ipc_messages import BatchLayout
+from penstock.data.formats.parquet.parquet_values import value_of
+
+__all__ = ["Batch", "Column", "column_plans", "numbers_of", "values_of"]
+
+
+_CODES = {
+    f"{kind}{size}": code
+    for kind, codes in (("i", "bhiq"), ("u", "BHIQ"))
+    for size, code in zip((1, 2, 4, 8), codes, strict=True)
+}
+_CODES |= {"f2": "e", "f4": "f", "f8": "d"}
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A record batch whose rows are read."""
+
+    layout: BatchLayout
+    body: int
+    body_size: int
+    read: Callable[[int, int], bytes]
+    """Function (begin, size) that returns exactly these bytes of the file."""
+    fill: Callable[[np.ndarray[Any, Any], int], None]
+    """Function (array, begin) that fills an array from the file."""
+
+    def part(self, buffer: int, begin: int, size: int) -> bytes:
+        """Return bytes of a buffer. Raises ValueError if it does not have them."""
+        return self.read(self.place(buffer, begin, size), size)
+
+    def place(self, buffer: int, begin: int, size: int) -> int:
+        """Return the place in the file of bytes of a buffer. Raises ValueError if the buffer does not have them."""
+        first, length = self.layout.buffers[2 * buffer : 2 * buffer + 2]
+        if min(begin, size, first) < 0 or begin + size > length or first + length > self.body_size:
+            raise ValueError(f"bytes {begin} to {begin + size} are not in buffer {buffer} of its record batch")
+        return self.body + first + begin
+
+    def nulls(self, node: int) -> int:
+        """Return the number of nulls of a column."""
+        return int(self.layout.nodes[2 * node + 1])
+
+
+class Column(ABC):
+    """Plan by which rows of a column are read. `node` and `buffer` are the numbers of its first ones in a layout."""
+
+    def __init__(self, kind: Any, node: int, buffer: int) -> None:
+        self.kind, self.node, self.buffer = kind, node, buffer
+        self.children: list[Column] = []
+        self._value = value_of(kind)
+
+    def row(self, batch: Batch, row: int) -> Any:
+        """Return the value of a row. Raises ValueError, IndexError, or an error of pyarrow if the bytes are damaged."""
+        array = self.array(batch, row, row + 1)
+        array.validate(full=True)
+        return self._value(array[0])
+
+    def array(self, batch: Batch, begin: int, end: int) -> Any:
+        """Return the rows from `begin` to `end` as a pyarrow array."""
+        arrow = importlib.import_module("pyarrow")
+        # The bits of validity are read by whole bytes, so the rows begin at a whole byte, too.
+        first = begin - begin % 8 if batch.nulls(self.node) else begin
+        valid = None
+        if batch.nulls(self.node):
+            valid = arrow.py_buffer(batch.part(self.buffer, first // 8, (end + 7) // 8 - first // 8))
+        buffers, children = self.buffers(batch, first, end)
+        return arrow.Array.from_buffers(
+            self.kind,
+            end - begin,
+            [valid, *(arrow.py_buffer(data) for data in buffers)],
+            -1 if valid is not None else 0,
+            begin - first,
+            children or None,
+        )
+
+    @abstractmethod
+    def buffers(self, batch: Batch, begin: int, end: int) -> tuple[list[bytes], list[Any]]:
+        """Return the (buffers after that of validity, arrays of the columns within) of rows."""
+
+    def valid(self, batch: Batch, row: int) -> bool:
+        """Return True if a row is not null."""
+        if not batch.nulls(self.node):
+            return True
+        return bool(batch.part(self.buffer, row // 8, 1)[0] >> row % 8 & 1)
+
+    def all_valid(self, batch: Batch, begin: int, end: int) -> bool:
+        """Return True if none of the rows from `begin` to `end` is null."""
+        if not batch.nulls(self.node) or begin >= end:
+            return True
+        first = begin // 8
+        bits = int.from_bytes(batch.part(self.buffer, first, (end + 7) // 8 - first), "little")
+        wanted = (1 << end - begin) - 1
+        return bits >> begin % 8 & wanted == wanted
+
+
+class _Fixed(Column):
+    """Values of a fixed number of bits."""
+
+    def __init__(self, kind: Any, node: int, buffer: int) -> None:
+        super().__init__(kind, node, buffer)
+        self.bits: int = kind.bit_width
+        self.dtype = _dtype(kind)
+        self._unpack = struct.Struct(f"<{_code(self.dtype)}").unpack if self.dtype is not None else None
+
+    def row(self, batch: Batch, row: int) -> Any:
+        if self._unpack is None and self.bits > 1:
+            return super().row(batch, row)
+        if not self.valid(batch, row):
+            return None
+        if self._unpack is None:
+            return bool(batch.part(self.buffer + 1, row // 8, 1)[0] >> row % 8 & 1)
+        return self._unpack(batch.part(self.buffer + 1, row * self.bits // 8, self.bits // 8))[0]
+
+    def buffers(self, batch: Batch, begin: int, end: int) -> tuple[list[bytes], list[Any]]:
+        if self.bits % 8:
+            # Bits of booleans: moved so that the first row begins at a whole byte.
+            bits = np.frombuffer(batch.part(self.buffer + 1, begin // 8, (end + 7) // 8 - begin // 8), np.uint8)
+            unpacked = np.unpackbits(bits, bitorder="little")[begin % 8 : begin % 8 + end - begin]
+            return [np.packbits(unpacked, bitorder="little").tobytes()], []
+        size = self.bits // 8
+        return [batch.part(self.buffer + 1, begin * size, (end - begin) * size)], []
+
+
+class _Varying(Column):
+    """Texts, bytes and lists: values between two offsets."""
+
+    def __init__(self, kind: Any, node: int, buffer: int, *, large: bool) -> None:
+        super().__init__(kind, node, buffer)
+        self._size = 8 if large else 4
+        self._pair = struct.Struct("<2q" if large else "<2i")
+
+    def bounds(self, batch: Batch, row: int) -> tuple[int, int]:
+        """Return the two offsets of a row."""
+        begin, end = self._pair.unpack(batch.part(self.buffer + 1, row * self._size, 2 * self._size))
+        if not 0 <= begin <= end:
+            raise ValueError(f"row {row} of its record batch ends before it begins")
+        return begin, end
+
+    def offsets(self, batch: Batch, begin: int, end: int) -> tuple[bytes, int, int]:
+        """Return (offsets of rows, which begin at 0; first offset; last offset)."""
+        data = batch.part(self.buffer + 1, begin * self._size, (end - begin + 1) * self._size)
+        offsets = np.frombuffer(data, f"<i{self._size}")
+        first, last = int(offsets[0]), int(offsets[-1])
+        if first < 0 or (offsets[1:] < offsets[:-1]).any():
+            raise ValueError(f"rows {begin} to {end} of its record batch end before they begin")
+        return (offsets - offsets[0]).tobytes(), first, last
+
+
+class _Text(_Varying):
+    def __init__(self, kind: Any, node: int, buffer: int, *, large: bool, text: bool) -> None:
+        super().__init__(kind, node, buffer, large=large)
+        self._text = text
+
+    def row(self, batch: Batch, row: int) -> Any:
+        if not self.valid(batch, row):
+            return None
+        begin, end = self.bounds(batch, row)
+        data = batch.part(self.buffer + 2, begin, end - begin) if end > begin else b""
+        return data.decode() if self._text else data
+
+    def buffers(self, batch: Batch, begin: int, end: int) -> tuple[list[bytes], list[Any]]:
+        offsets, first, last = self.offsets(batch, begin, end)
+        return [offsets, batch.part(self.buffer + 2, first, last - first) if last > first else b""], []
+
+
+class _List(_Varying):
+    def row(self, batch: Batch, row: int) -> Any:
+        if not self.valid(batch, row):
+            return None
+        begin, end = self.bounds(batch, row)
+        return _numbers(self.children[0], batch, begin, end, lambda: super(_List, self).row(batch, row))
+
+    def buffers(self, batch: Batch, begin: int, end: int) -> tuple[list[bytes], list[Any]]:
+        offsets, first, last = self.offsets(batch, begin, end)
+        return [offsets], [self.children[0].array(batch, first, last)]
+
+
+class _FixedList(Column):
+    def row(self, batch: Batch, row: int) -> Any:
+        if not self.valid(batch, row):
+            return None
+        size = self.kind.list_size
+        return _numbers(
+            self.children[0], batch, row * size, row * size + size, lambda: super(_FixedList, self).row(batch, row)
+        )
+
+    def buffers(self, batch: Batch, begin: int, end: int) -> tuple[list[bytes], list[Any]]:
+        size = self.kind.list_size
+        return [], [self.children[0].array(batch, begin * size, end * size)]
+
+
+class _Struct(Column):
+    def buffers(self, batch: Batch, begin: int, end: int) -> tuple[list[bytes], list[Any]]:
+        return [], [child.array(batch, begin, end) for child in self.children]
+
+
+class _Null(Column):
+    def row(self, batch: Batch, row: int) -> Any:
+        return None
+
+    def array(self, batch: Batch, begin: int, end: int) -> Any:
+        return importlib.import_module("pyarrow").nulls(end - begin)
+
+    def buffers(self, batch: Batch, begin: int, end: int) -> tuple[list[bytes], list[Any]]:
+        return [], []
+
+
+def _numbers(child: Column, batch: Batch, begin: int, end: int, otherwise: Callable[[], Any]) -> Any:
+    """Return a list's numbers as an array. Lists of other values, or with nulls, are what `otherwise` returns."""
+    if not isinstance(child, _Fixed) or not child.all_valid(batch, begin, end):
+        return otherwise()
+    if child.bits == 1:
+        first = begin // 8
+        bits = np.frombuffer(batch.part(child.buffer + 1, first, (end + 7) // 8 - first), np.uint8)
+        return np.unpackbits(bits, bitorder="little")[begin % 8 : begin % 8 + end - begin].astype(np.bool_)
+    if child.dtype is None:
+        return otherwise()
+    array = np.empty(end - begin, child.dtype)
+    if end > begin:
+        batch.fill(array, batch.place(child.buffer + 1, begin * array.itemsize, array.nbytes))
+    return array
+
+
+def numbers_of(kind: Any) -> Callable[[Any], Any]:
+    """Return the function from a pyarrow scalar of a column to a sample's value, for record batches that are read as a
+    whole. The values are the same as those of `Column.row`."""
+    plain = value_of(kind)
+    if not _is_list_of_numbers(kind):
+        return plain
+
+    def value(scalar: Any) -> Any:
+        if not scalar.is_valid:
+            return None
+        values = scalar.values
+        return plain(scalar) if values.null_count else values.to_numpy(zero_copy_only=False).copy()
+
+    return value
+
+
+def values_of(column: Any) -> list[Any]:
+    """Return all values of a pyarrow ChunkedArray, the same as those of `numbers_of`, in less time."""
+    kind = column.type
+    if not _is_list_of_numbers(kind):
+        is_plain = value_of(kind) is value_of(importlib.import_module("pyarrow").null())
+        return list(column.to_pylist()) if is_plain else [value_of(kind)(each) for each in column]
+    value, found = numbers_of(kind), []
+    for chunk in column.chunks:
+        if chunk.null_count or chunk.values.null_count or not hasattr(chunk, "offsets"):
+            found += [value(each) for each in chunk]
+            continue
+        numbers, bounds = chunk.values.to_numpy(zero_copy_only=False), chunk.offsets.to_pylist()
+        found += [numbers[begin:end].copy() for begin, end in itertools.pairwise(bounds)]
+    return found
+
+
+def _is_list_of_numbers(kind: Any) -> bool:
+    types = importlib.import_module("pyarrow.types")
+    if not (types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)):
+        return False
+    return _dtype(kind.value_type) is not None or types.is_boolean(kind.value_type)
+
+
+def column_plans(schema: Any) -> list[tuple[str, Column]] | None:
+    """Return (name, plan) for each column of a pyarrow schema; None if a column cannot be read row by row."""
+    node, buffer = 0, 0
+
+    def plan(kind: Any) -> Column | None:
+        nonlocal node, buffer
+        made = _plan(kind, node, buffer)
+        if made is None:
+            return None
+        node += 1
+        buffer += _buffers(made)
+        for within in _within(made.kind):
+            child = plan(within)
+            if child is None:
+                return None
+            made.children.append(child)
+        return made
+
+    plans = []
+    for field in schema:
+        column = plan(field.type)
+        if column is None:
+            return None
+        plans.append((field.name, column))
+    return plans
+
+
+def _plan(kind: Any, node: int, buffer: int) -> Column | None:
+    types = importlib.import_module("pyarrow.types")
+    while hasattr(kind, "storage_type"):  # an extension, such as an array of datasets
+        kind = kind.storage_type
+    if types.is_null(kind):
+        return _Null(kind, node, buffer)
+    if types.is_string(kind) or types.is_binary(kind) or types.is_large_string(kind) or types.is_large_binary(kind):
+        large, text = types.is_large_string(kind) or types.is_large_binary(kind), types.is_string(kind)
+        return _Text(kind, node, buffer, large=large, text=text or types.is_large_string(kind))
+    if types.is_list(kind) or types.is_large_list(kind):
+        return _List(kind, node, buffer, large=types.is_large_list(kind))
+    if types.is_map(kind):
+        return _Map(kind, node, buffer, large=False)
+    if types.is_fixed_size_list(kind):
+        return _FixedList(kind, node, buffer)
+    if types.is_struct(kind):
+        return _Struct(kind, node, buffer)
+    if types.is_dictionary(kind) or types.is_nested(kind):
+        return None
+    return _Fixed(kind, node, buffer) if _has_bits(kind) else None
+
+
+class _Map(_List):
+    def row(self, batch: Batch, row: int) -> Any:
+        return Column.row(self, batch, row)
+
+
+def _within(kind: Any) -> Iterator[Any]:
+    types = importlib.import_module("pyarrow.types")
+    if types.is_struct(kind):
+        yield from (kind.field(number).type for number in range(kind.num_fields))
+    elif types.is_map(kind):
+        arrow = importlib.import_module("pyarrow")
+        yield arrow.struct([kind.key_field, kind.item_field])
+    elif types.is_nested(kind):
+        yield kind.value_type
+
+
+def _buffers(column: Column) -> int:
+    """Return the number of buffers of a column, without those of the columns within."""
+    return {_Null: 0, _Fixed: 2, _Text: 3, _List: 2, _Map: 2, _FixedList: 1, _Struct: 1}[type(column)]
+
+
+def _has_bits(kind: Any) -> bool:
+    try:
+        return int(kind.bit_width) > 0
+    except ValueError:  # texts of other layouts (views)
+        return False
+
+
+def _dtype(kind: Any) -> np.dtype[Any] | None:
+    """Return the dtype of integers and floats; None of other types."""
+    types = importlib.import_module("pyarrow.types")
+    plain = types.is_integer(kind) or types.is_floating(kind)
+    return np.dtype(kind.to_pandas_dtype()) if plain else None
+
+
+def _code(dtype: np.dtype[Any]) -> str:
+    """Return the letter of `struct` for a dtype."""
+    return _CODES[dtype.kind + str(dtype.itemsize)]

@@ -1,0 +1,290 @@
+"""Samples of Arrow IPC files, in the file format and in the stream format: a row is a sample, a file is a shard.
+
+A row is read by itself (arrow_columns.py), so rows in any order cost the same. Files with compressed record batches, or
+with columns that are not stored row by row (dictionaries), are read by whole record batches; those read last are kept,
+up to KEPT_BYTES in each reader.
+
+Nothing is mapped, as datasets does it: a mapped file that is truncated kills its reader (SIGBUS).
+"""
+
+from __future__ import annotations
+
+import bisect
+import importlib
+import itertools
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from penstock.data.formats.arrow.arrow_columns import Batch, Column, column_plans, numbers_of
+from penstock.data.formats.arrow.ipc_messages import (
+    BATCH,
+    DICTIONARY,
+    SCHEMA,
+    BatchLayout,
+    Message,
+    layout_of,
+    messages,
+)
+from penstock.data.formats.descriptors import Descriptor
+from penstock.data.formats.shards import ReadOptions, Shard, ShardFile, StoredFile
+from penstock.proto.errors import DatasetError, ShardCorruptError
+from penstock.runtime.process.free_memory import free_memory
+
+__all__ = ["KEPT_BYTES", "ArrowReader", "arrow_shards", "open_arrow"]
+
+KEPT_BYTES = 64 << 20
+"""Largest size in bytes of the record batches that a reader keeps, where they are read as a whole. One is kept even if
+it is larger."""
+KEPT_LAYOUTS = 256
+"""Number of record batches whose layouts are kept."""
+END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
+
+
+def _pyarrow() -> Any:
+    try:
+        return importlib.import_module("pyarrow")
+    except ImportError as error:
+        raise DatasetError("Arrow files need the package pyarrow: pip install 'penstock[parquet]'") from error
+
+
+class _ArrowFile:
+    """Open file, and the places of its record batches."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        arrow = _pyarrow()
+        self.name = name
+        try:
+            self.file: Descriptor | None = Descriptor(path)
+            self.size = os.fstat(self.file.fileno()).st_size
+        except OSError as error:
+            raise ShardCorruptError(f"{name}: {path} cannot be read: {error}") from error
+        self.dictionaries: list[Message] = []
+        self.batches: list[tuple[int, int, int, int]] = []
+        """(begin, body, size of the body, number of dictionaries before it) of each record batch."""
+        rows = [0]
+        self.compressed = False
+        try:
+            found = messages(self._read, self.size)
+            self.head = next(found)
+            if self.head.kind != SCHEMA:
+                raise ValueError("it must begin with a schema")
+            self.schema = arrow.ipc.read_schema(arrow.py_buffer(self._bytes(self.head)))
+            self.names: list[str] = list(self.schema.names)
+            """Names of the columns."""
+            self.plans = column_plans(self.schema)
+            """How each column is read row by row; None if a column cannot be read so."""
+            for message in found:
+                if message.kind == BATCH:
+                    layout = layout_of(message.metadata)
+                    rows.append(layout.rows)
+                    self.compressed |= layout.compressed
+                    self.batches.append((message.begin, message.body, message.body_size, len(self.dictionaries)))
+                elif message.kind == DICTIONARY:
+                    self.dictionaries.append(message)
+        except DatasetError:
+            raise
+        except Exception as error:  # errors of pyarrow, of the system, and of damaged metadata
+            raise ShardCorruptError(f"{name}: it is not an Arrow file: {error}. Write it again") from error
+        self.begins: list[int] = list(itertools.accumulate(rows))
+        """Number of the first row of each record batch, and of all rows."""
+
+    def layout(self, number: int) -> BatchLayout:
+        begin, body, _, _ = self.batches[number]
+        data = self.read(begin, body - begin)
+        return layout_of(data[8 if data[:4] == END[:4] else 4 :])
+
+    def whole(self, number: int) -> Any:
+        """Return a record batch as pyarrow reads it."""
+        arrow = _pyarrow()
+        begin, body, size, dictionaries = self.batches[number]
+        needed, free = size, free_memory()
+        if needed > free:
+            raise DatasetError(
+                f"{self.name}: record batch {number} must fit into memory: it takes {needed} bytes, but {free} are "
+                "free. Write the file in smaller record batches"
+            )
+        # A stream with this record batch alone, and what it needs.
+        parts = [self._bytes(message) for message in (self.head, *self.dictionaries[:dictionaries])]
+        stream = b"".join([*parts, self.read(begin, body + size - begin), END])
+        with arrow.ipc.open_stream(arrow.py_buffer(stream)) as reader:
+            batch = reader.read_next_batch()
+        batch.validate(full=True)
+        return batch
+
+    def read(self, begin: int, size: int) -> bytes:
+        """Return these bytes. Raises ShardCorruptError if the file does not have them any more."""
+        try:
+            data = self._read(begin, size)
+        except OSError as error:
+            raise ShardCorruptError(f"{self.name} cannot be read: {error}") from error
+        if len(data) != size:
+            self._truncated(begin, size, len(data))
+        return data
+
+    def fill(self, array: np.ndarray[Any, Any], begin: int) -> None:
+        """Fill an array from the file. Raises as `read` does."""
+        file = self.file
+        if file is None:
+            raise ValueError(f"{self.name} is closed")
+        try:
+            done = file.read_into(array, begin)
+        except OSError as error:
+            raise ShardCorruptError(f"{self.name} cannot be read: {error}") from error
+        if done != array.nbytes:
+            self._truncated(begin, array.nbytes, done)
+
+    def _truncated(self, begin: int, size: int, left: int) -> NoReturn:
+        raise ShardCorruptError(
+            f"{self.name}: it is truncated: {left} of the {size} bytes from byte {begin} are left. Write the file "
+            "again, and do not change it while it is read"
+        )
+
+    def _read(self, begin: int, size: int) -> bytes:
+        file = self.file
+        if file is None:
+            raise ValueError(f"{self.name} is closed")
+        return file.read(size, begin)
+
+    def _bytes(self, message: Message) -> bytes:
+        return self.read(message.begin, message.end - message.begin)
+
+
+Whole = list[tuple[str, Callable[[Any], Any], Any]]
+"""Columns of a record batch: (name, function from a pyarrow scalar to the sample's value, pyarrow array) for each."""
+
+
+class ArrowReader:
+    """Reader of an Arrow IPC file, see formats.shards.ShardReader. Lists of integers and floats are numpy arrays of the
+    stored dtype, other values are as from Parquet files (parquet_values.py)."""
+
+    def __init__(self, shard: Shard, path: Path) -> None:
+        stored = shard.files[0].raw
+        self.name = stored.name
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            raise ShardCorruptError(f"{self.name}: {path} cannot be read: {error}") from error
+        if size != stored.size:
+            raise ShardCorruptError(f"{self.name}: {path} has {size} bytes, but its index says {stored.size}")
+        self._file = _ArrowFile(path, self.name)
+        if len(self) != shard.samples:
+            raise ShardCorruptError(f"{self.name}: it has {len(self)} rows, but its index says {shard.samples}")
+        self._plans: list[tuple[str, Column]] | None = None if self._file.compressed else self._file.plans
+        """How each column is read row by row; None if record batches are read as a whole."""
+        self._columns: list[str] = self._file.names
+        """Names of the columns that samples have."""
+        self._layouts: dict[int, Batch] = {}
+        self._whole: OrderedDict[int, tuple[int, Whole]] = OrderedDict()
+        self._whole_bytes = 0
+        self._keeping = threading.Lock()
+
+    def __len__(self) -> int:
+        return self._file.begins[-1]
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"{self.name}: a sample's number must be at least 0 and below {len(self)}, got {index}")
+        if self._file.file is None:
+            raise ValueError(f"{self.name} is closed")
+        number = bisect.bisect_right(self._file.begins, index) - 1
+        row = index - self._file.begins[number]
+        column = ""
+        try:
+            sample: dict[str, Any] = {}
+            if self._plans is None:
+                for column, value, array in self._batch(number):
+                    sample[column] = value(array[row])
+                return sample
+            batch = self._layouts.get(number) or self._laid_out(number)
+            for column, plan in self._plans:
+                sample[column] = plan.row(batch, row)
+            return sample
+        except DatasetError:
+            raise
+        except MemoryError as error:
+            raise DatasetError(f"{self.name}: sample {index} must fit into memory: {error}") from error
+        except Exception as error:  # errors of pyarrow, and of damaged bytes
+            if self._file.file is None:
+                raise ValueError(f"{self.name} is closed") from error
+            raise ShardCorruptError(f"{self.name}: sample {index}, column {column!r}: {error}") from error
+
+    def get_many(self, rows: Sequence[int]) -> list[dict[str, Any]]:
+        """Return the samples with these numbers."""
+        return [self[row] for row in rows]
+
+    def select(self, columns: Sequence[str]) -> None:
+        """Read only these columns from now on. Raises DatasetError for a column that the file has not."""
+        names = self._file.names
+        missing = [name for name in columns if name not in names]
+        if missing:
+            raise DatasetError(f"{self.name}: columns must be some of {', '.join(names)}, got {', '.join(missing)}")
+        self._columns = list(columns)
+        if self._plans is not None:
+            plans = dict(self._plans)
+            self._plans = [(name, plans[name]) for name in columns]
+
+    def close(self) -> None:
+        """Close the file. Values that were read stay valid."""
+        self._file.file = None
+        with self._keeping:
+            self._whole, self._whole_bytes = OrderedDict(), 0
+
+    def _laid_out(self, number: int) -> Batch:
+        _, body, size, _ = self._file.batches[number]
+        layout = self._file.layout(number)
+        if layout.rows != self._file.begins[number + 1] - self._file.begins[number]:
+            raise ValueError(f"record batch {number} has changed")
+        batch = Batch(layout, body, size, self._file.read, self._file.fill)
+        if len(self._layouts) >= KEPT_LAYOUTS:
+            self._layouts = {}
+        self._layouts[number] = batch
+        return batch
+
+    def _batch(self, number: int) -> Whole:
+        with self._keeping:
+            kept = self._whole.get(number)
+            if kept is not None:
+                self._whole.move_to_end(number)
+                return kept[1]
+        batch = self._file.whole(number)
+        columns = [(name, numbers_of(batch[name].type), batch[name]) for name in self._columns]
+        with self._keeping:
+            if number not in self._whole:
+                self._whole[number] = batch.nbytes, columns
+                self._whole_bytes += batch.nbytes
+            while self._whole_bytes > KEPT_BYTES and len(self._whole) > 1:
+                self._whole_bytes -= self._whole.popitem(last=False)[1][0]
+        return columns
+
+
+def open_arrow(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> ArrowReader:
+    """Return the reader of a shard, see format_table.Format.open."""
+    del options  # there are no pickles, and images are as stored
+    return ArrowReader(shard, paths[0])
+
+
+def arrow_shards(files: Iterable[tuple[str, Path]]) -> list[Shard]:
+    """Return a shard for each Arrow IPC file. `files`: (path relative to the dataset's folder, path) for each. The
+    columns of all files must have the same names. Raises DatasetError."""
+    shards: list[Shard] = []
+    first: tuple[str, list[str]] | None = None
+    for name, path in files:
+        file = _ArrowFile(path, name)
+        names = file.names
+        if len(set(names)) != len(names):
+            raise DatasetError(f"{name}: the names of columns must be unique, got {', '.join(names)}")
+        if first is None:
+            first = name, names
+        elif set(first[1]) != set(names):
+            raise DatasetError(
+                f"all Arrow files of a dataset must have the same columns: {first[0]} has {', '.join(first[1])}, but "
+                f"{name} has {', '.join(names)}. Move files of other data into another folder"
+            )
+        shards.append(Shard("arrow", file.begins[-1], (ShardFile(StoredFile(name, file.size)),)))
+    return shards

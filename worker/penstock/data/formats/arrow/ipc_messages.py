@@ -1,0 +1,181 @@
+"""Messages of an Arrow IPC file, found without reading what they carry.
+
+    stream: message * n [end]                    file: b"ARROW1\\0\\0" stream [footer] [size of the footer: 4] b"ARROW1"
+    message: [0xFFFFFFFF: 4] [size of the metadata: 4] [metadata] [body]    (before Arrow 0.15 without 0xFFFFFFFF)
+
+The metadata of a record batch say how many rows it has, and where in the body each buffer of each column lies. With
+them a row is read by itself (arrow_columns.py). pyarrow does not tell these places, so this module reads the metadata,
+which are a flatbuffer: tables whose fields are found by a table of offsets. Each offset is checked, because the bytes
+may be damaged. The fields' numbers are those of Arrow's format/Message.fbs and File.fbs.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+__all__ = ["BATCH", "DICTIONARY", "MAGIC", "SCHEMA", "BatchLayout", "Message", "layout_of", "messages"]
+
+Read = Callable[[int, int], bytes]
+"""Function (begin, size) that returns bytes of the file, fewer at its end."""
+
+MAGIC = b"ARROW1"
+SCHEMA, DICTIONARY, BATCH = 1, 2, 3
+"""Kinds of messages."""
+FIRST_READ = 4096
+"""Number of bytes that are read at a message's begin; the metadata of most fit in."""
+MAX_METADATA = 256 << 20
+"""Largest size in bytes of a message's metadata."""
+
+_U16, _U32, _I32, _I64 = (struct.Struct(f"<{code}") for code in "HIiq")
+_BLOCK = struct.Struct("<qi4xq")
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A message in a file."""
+
+    kind: int
+    begin: int
+    """First byte of the message."""
+    metadata: bytes
+    body: int
+    """First byte of its body."""
+    body_size: int
+    """Size of the body in bytes."""
+
+    @property
+    def end(self) -> int:
+        """Byte after the message."""
+        return self.body + self.body_size
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLayout:
+    """Rows and buffers of a record batch."""
+
+    rows: int
+    nodes: memoryview
+    """(length, number of nulls) of each column and of each column within, as numbers of 64 bits."""
+    buffers: memoryview
+    """(begin in the body, size in bytes) of each buffer, as numbers of 64 bits."""
+    compressed: bool
+
+
+class _Table:
+    """A table of a flatbuffer. Methods raise ValueError or struct.error for offsets that lead out of the buffer."""
+
+    __slots__ = ("_data", "_fields", "_fields_size", "_position")
+
+    def __init__(self, data: bytes, position: int) -> None:
+        self._data, self._position = data, position
+        self._fields = position - _I32.unpack_from(data, position)[0]
+        if not 0 <= self._fields <= len(data) - 4:
+            raise ValueError("a table of its metadata lies outside of them")
+        self._fields_size: int = _U16.unpack_from(data, self._fields)[0]
+
+    @classmethod
+    def root(cls, data: bytes) -> _Table:
+        return cls(data, _U32.unpack_from(data, 0)[0])
+
+    def at(self, number: int) -> int:
+        """Return the position of a field; 0 if the field has its default value."""
+        place = 4 + 2 * number
+        if place + 2 > self._fields_size:
+            return 0
+        offset: int = _U16.unpack_from(self._data, self._fields + place)[0]
+        return self._position + offset if offset else 0
+
+    def byte(self, number: int) -> int:
+        at = self.at(number)
+        return self._data[at] if 0 < at < len(self._data) else 0
+
+    def number(self, number: int) -> int:
+        at = self.at(number)
+        return int(_I64.unpack_from(self._data, at)[0]) if at else 0
+
+    def table(self, number: int) -> _Table:
+        at = self.at(number)
+        if not at:
+            raise ValueError(f"field {number} of its metadata is missing")
+        return _Table(self._data, at + _U32.unpack_from(self._data, at)[0])
+
+    def vector(self, number: int, size: int) -> memoryview:
+        """Return the bytes of a vector whose elements have `size` bytes."""
+        at = self.at(number)
+        if not at:
+            return memoryview(b"")
+        at += _U32.unpack_from(self._data, at)[0]
+        end = at + 4 + size * _U32.unpack_from(self._data, at)[0]
+        if end > len(self._data):
+            raise ValueError(f"field {number} of its metadata is longer than the metadata")
+        return memoryview(self._data)[at + 4 : end]
+
+
+def messages(read: Read, size: int) -> Iterator[Message]:
+    """Return the messages of a file of `size` bytes, in its order. Raises ValueError, struct.error."""
+    if read(0, len(MAGIC)) == MAGIC:
+        yield from _file_messages(read, size)
+        return
+    at = 0
+    while (message := _message(read, at, size)) is not None:
+        yield message
+        at = message.end
+    if not at:
+        raise ValueError("it is empty")
+
+
+def layout_of(metadata: bytes) -> BatchLayout:
+    """Return the layout of a record batch from its message's metadata. Raises ValueError, struct.error."""
+    batch = _Table.root(metadata).table(2)
+    rows = batch.number(0)
+    if rows < 0:
+        raise ValueError(f"a record batch must have at least 0 rows, got {rows}")
+    nodes, buffers = (bytes(batch.vector(number, 16)) for number in (1, 2))
+    return BatchLayout(rows, memoryview(nodes).cast("q"), memoryview(buffers).cast("q"), bool(batch.at(3)))
+
+
+def _file_messages(read: Read, size: int) -> Iterator[Message]:
+    tail = read(size - 10, 10) if size >= 18 else b""
+    if tail[4:] != MAGIC:
+        raise ValueError("it must end with ARROW1: it is truncated, or was not written to its end")
+    length = _I32.unpack_from(tail)[0]
+    if not 0 < length <= size - 18:
+        raise ValueError(f"its footer must be smaller than the file, got {length} bytes")
+    footer = _Table.root(read(size - 10 - length, length))
+    schema = _message(read, 8, size)
+    if schema is None:
+        raise ValueError("its schema is missing")
+    yield schema
+    for kind, number in ((DICTIONARY, 2), (BATCH, 3)):
+        for begin, _, _ in _BLOCK.iter_unpack(footer.vector(number, _BLOCK.size)):
+            message = _message(read, begin, size) if begin > 0 else None
+            if message is None or message.kind != kind:
+                raise ValueError(f"its footer names a message at byte {begin} that is not there")
+            yield message
+
+
+def _message(read: Read, begin: int, size: int) -> Message | None:
+    """Return the message that begins at a byte of the file; None at the stream's end."""
+    if begin == size:
+        return None  # the end may be left out
+    head = read(begin, FIRST_READ)
+    mark = 4 if head[:4] == b"\xff\xff\xff\xff" else 0
+    length = _I32.unpack_from(head, mark)[0]
+    if not length:
+        return None
+    at = begin + mark + 4
+    if not 0 < length <= min(size - at, MAX_METADATA):
+        raise ValueError(f"it is truncated or damaged: the message at byte {begin} has {length} bytes of metadata")
+    metadata = head[mark + 4 : mark + 4 + length]
+    if len(metadata) < length:
+        metadata = read(at, length)
+    message = _Table.root(metadata)
+    body = message.number(3)
+    if not 0 <= body <= size - at - length:
+        raise ValueError(
+            f"it is truncated or damaged: the message at byte {begin} has a body of {body} bytes, but "
+            f"{size - at - length} are left"
+        )
+    return Message(message.byte(1), begin, metadata, at + length, body)

@@ -1,0 +1,136 @@
+"""Memory of this process for decoded blocks of files (row groups of Parquet): one limit for all readers together.
+
+Readers keep their blocks themselves, and this module only counts them and tells a reader which block to drop. So a
+reader's blocks are freed with the reader. The least recently used block of all readers is dropped first.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from typing import Protocol
+
+__all__ = ["DECODED_BYTES", "MEMORY", "BlockMemory", "BlockOwner"]
+
+DECODED_BYTES = 256 << 20
+"""Default of the largest number of bytes of decoded blocks that a process keeps in memory."""
+
+
+class BlockOwner(Protocol):
+    """Reader that keeps decoded blocks."""
+
+    def drop(self, block: int) -> None:
+        """Drop a block, if it is still there. Any thread may call this, so it must not wait for a lock."""
+
+
+class BlockMemory:
+    """Account of decoded blocks. Safe for threads; empty in a forked child."""
+
+    def __init__(self, limit: int = DECODED_BYTES) -> None:
+        self.limit = limit
+        """Largest number of bytes of all blocks together. One block is kept even if it is larger."""
+        self._tokens = itertools.count()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all blocks."""
+        # Reentrant: garbage collection of a reader may run in the thread that holds this lock.
+        self._lock = threading.RLock()
+        self._blocks: OrderedDict[tuple[int, int], int] = OrderedDict()
+        """Bytes of each block, by (owner, block), the least recently used one first."""
+        self._released: OrderedDict[tuple[int, int], None] = OrderedDict()
+        """Blocks that are not needed soon, which are dropped before all others."""
+        self._owners: dict[int, weakref.ref[BlockOwner]] = {}
+        self._ended: deque[int] = deque()
+        """Owners that were garbage-collected. Their blocks are forgotten at the next call: a finalizer may run at any
+        point, so it only appends here."""
+        self.nbytes = 0
+        """Bytes of all blocks."""
+
+    def raise_limit(self, limit: int | None) -> None:
+        """Raise the limit to `limit` bytes, if it is lower now; None: do nothing."""
+        if limit is not None:
+            self.limit = max(self.limit, limit)
+
+    def add_owner(self, owner: BlockOwner) -> int:
+        """Return a token for a reader, for the other calls."""
+        token, ended = next(self._tokens), self._ended
+        with self._lock:
+            self._owners[token] = weakref.ref(owner, lambda _: ended.append(token))
+        return token
+
+    def used(self, token: int, blocks: Iterable[int]) -> None:
+        """Make these blocks the last ones to be dropped."""
+        with self._lock:
+            for block in blocks:
+                if (token, block) in self._blocks:
+                    self._blocks.move_to_end((token, block))
+                    self._released.pop((token, block), None)
+
+    def make_room(self, nbytes: int) -> None:
+        """Drop blocks until `nbytes` more fit, before a block of this size is decoded; and of the blocks that were
+        released, as many as take `nbytes`."""
+        with self._lock:
+            self._forget_ended()
+            freed = 0
+            while self._released and freed < nbytes:
+                key, _ = self._released.popitem(last=False)
+                freed += self._blocks.get(key, 0)
+                if key in self._blocks:
+                    self._blocks.move_to_end(key, last=False)
+            limit = min(self.limit - nbytes, self.nbytes - freed)
+        self._drop(limit, keep=0)
+
+    def add(self, token: int, block: int, nbytes: int) -> None:
+        """Count a block, and drop others if the limit is exceeded."""
+        with self._lock:
+            if token not in self._owners:  # made before a fork
+                return
+            self.nbytes += nbytes - self._blocks.pop((token, block), 0)
+            self._blocks[token, block] = nbytes
+        self._drop(self.limit, keep=1)
+
+    def release(self, token: int, block: int) -> None:
+        """Drop this block once another one is decoded: its samples are not needed soon. Memory that is freed just
+        before it is allocated again need not come from the kernel."""
+        with self._lock:
+            if (token, block) in self._blocks:
+                self._released[token, block] = None
+
+    def remove_owner(self, token: int) -> None:
+        """Forget all blocks of a reader, which dropped them."""
+        self._ended.append(token)
+
+    def _drop(self, limit: int, keep: int) -> None:
+        dropped = []
+        with self._lock:
+            self._forget_ended()
+            while self.nbytes > limit and len(self._blocks) > keep:
+                (token, block), nbytes = self._blocks.popitem(last=False)
+                self._released.pop((token, block), None)
+                self.nbytes -= nbytes
+                dropped.append((self._owners[token](), block))
+        for owner, block in dropped:
+            if owner is not None:
+                owner.drop(block)
+
+    def _forget_ended(self) -> None:
+        ended = set()
+        while self._ended:
+            ended.add(self._ended.popleft())
+        if not ended:
+            return
+        for key in [key for key in self._blocks if key[0] in ended]:
+            self.nbytes -= self._blocks.pop(key)
+        for token in ended:
+            self._owners.pop(token, None)
+
+
+MEMORY = BlockMemory()
+"""Account of this process."""
+
+os.register_at_fork(after_in_child=MEMORY.reset)

@@ -1,0 +1,45 @@
+"""Checks of the fields of a shard's entry in the index, shared by all formats."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["InvalidField", "column_encodings", "kind_of", "mark", "names"]
+
+
+class InvalidField(Exception):
+    """Error about one field of a shard's entry in the index. `read_index` adds the shard's name to the message."""
+
+    def __init__(self, field: str, why: str) -> None:
+        super().__init__(f"{field} {why}")
+
+
+def names(settings: dict[str, Any], field: str) -> list[str]:
+    """Return a field that must be a list of strings. Raises InvalidField."""
+    value = settings.get(field)
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise InvalidField(field, "must be a list of strings" if field in settings else "is missing")
+    return value
+
+
+def column_encodings(settings: dict[str, Any]) -> dict[str, str]:
+    """Return the encoding of each column, by the column's name. Raises InvalidField."""
+    columns, encodings = names(settings, "column_names"), names(settings, "column_encodings")
+    if len(set(columns)) != len(columns):
+        raise InvalidField("column_names", f"must be unique, got {', '.join(columns)}")
+    if len(columns) != len(encodings):
+        raise InvalidField(
+            "column_encodings", f"must have one entry for each of {len(columns)} columns, got {len(encodings)}"
+        )
+    return dict(zip(columns, encodings, strict=True))
+
+
+def mark(settings: dict[str, Any], field: str) -> None:
+    """Raise InvalidField unless a field is a string that is not empty."""
+    if not isinstance(settings.get(field), str) or not settings[field]:
+        raise InvalidField(field, "must be a string that is not empty")
+
+
+def kind_of(value: object) -> str:
+    """Return the name of a JSON value's type, for errors."""
+    return "null" if value is None else type(value).__name__

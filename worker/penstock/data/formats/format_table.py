@@ -1,0 +1,77 @@
+"""Formats of shards: what files each consists of, how its entry in the index is checked, and its reader.
+
+A new format is a module or package beside this one, and a row in FORMATS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from penstock.data.formats.array_record.array_record_file import open_array_record
+from penstock.data.formats.arrow.arrow_file import open_arrow
+from penstock.data.formats.mds import check_mds, open_mds
+from penstock.data.formats.megatron.token_documents import open_megatron
+from penstock.data.formats.parquet.parquet_reader import check_parquet, open_parquet
+from penstock.data.formats.shards import ReadOptions, Shard, ShardReader
+from penstock.data.formats.text_shards import check_json, check_separated, open_json, open_separated
+from penstock.data.formats.tfrecord.example_messages import check_records
+from penstock.data.formats.tfrecord.tfrecord_file import open_tfrecord
+
+__all__ = ["FORMATS", "MAX_BYTES", "Format"]
+
+MAX_BYTES = (1 << 32) - 1
+"""Largest size in bytes of a file with offsets, which have 32 bits."""
+UNLIMITED = 1 << 44
+"""Limit of the size in bytes of other files, see `index.MAX_NUMBER`."""
+
+_WITH_OFFSETS = ("data", "meta")
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """Format of shards."""
+
+    name: str
+    """Name in the index."""
+    parts: tuple[str, ...]
+    """Kinds of files that a shard consists of, in the order of `Shard.files`."""
+    check: Callable[[dict[str, Any]], None]
+    """Function that checks the settings of a shard's entry in the index. Raises InvalidField."""
+    open: Callable[[Shard, Sequence[Path], ReadOptions], ShardReader]
+    """Function from (shard, paths of its raw files, options) to its reader. Raises
+    ShardCorruptError, DatasetError."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Settings that only mosaicml-streaming's own reader needs. They are written with these values."""
+    max_bytes: int = UNLIMITED
+    """Largest size of a raw file, in bytes."""
+
+
+def _unchecked(settings: dict[str, Any]) -> None:
+    """Check nothing: a file of this format describes itself."""
+    del settings
+
+
+_of_mosaicml = partial(Format, defaults={"size_limit": None}, max_bytes=MAX_BYTES)
+
+FORMATS: Mapping[str, Format] = {
+    known.name: known
+    for known in (
+        _of_mosaicml("mds", ("data",), check_mds, open_mds),
+        _of_mosaicml("json", _WITH_OFFSETS, check_json, open_json),
+        _of_mosaicml("xsv", _WITH_OFFSETS, partial(check_separated, any_separator=True), open_separated),
+        _of_mosaicml("csv", _WITH_OFFSETS, check_separated, open_separated),
+        _of_mosaicml("tsv", _WITH_OFFSETS, check_separated, open_separated),
+        # Penstock's own: mosaicml-streaming has no index of plain Parquet files.
+        Format("parquet", ("data",), check_parquet, open_parquet),
+        # Files of other libraries, as they are.
+        Format("megatron", _WITH_OFFSETS, _unchecked, open_megatron),
+        Format("arrow", ("data",), _unchecked, open_arrow),
+        Format("array_record", ("data",), check_records, open_array_record),
+        Format("tfrecord", _WITH_OFFSETS, check_records, open_tfrecord),
+    )
+}
+"""Formats by name."""

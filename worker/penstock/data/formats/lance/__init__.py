@@ -1,0 +1,1 @@
+"""Lance datasets, read by the package pylance."""

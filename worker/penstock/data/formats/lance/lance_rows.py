@@ -1,0 +1,140 @@
+"""Rows of a Lance dataset, by number. The package pylance reads them.
+
+A Lance dataset is a folder whose files its library finds, fetches and caches, also from object stores. So it is a
+map-style dataset, and no shards of a StreamingDataset. One version of it is read: what is appended or deleted while a
+job runs, or before it resumes, changes no row's number.
+
+A call of the library takes some 0.2 ms, for one row or for many: read rows by batches (`__getitems__`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import operator
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, SupportsIndex
+
+import torch.utils.data
+import xxhash
+
+from penstock.data.formats.arrow.arrow_columns import values_of
+from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError
+
+__all__ = ["LanceRows"]
+
+
+class LanceRows(torch.utils.data.Dataset[dict[str, Any]]):
+    """Map-style dataset of the rows of one version of a Lance dataset. A sample is a dict from column name to value:
+    lists of numbers are numpy arrays, other values Python's, as from Arrow files.
+
+        loader = MapLoader(LanceRows("s3://bucket/train.lance", columns=["tokens"]), batch_size=64, shuffle=True,
+                           reseed=False)
+
+    With `reseed=False` a MapLoader reads a whole batch in one call. Safe for threads and for spawned processes; a
+    forked process opens the dataset again.
+    """
+
+    def __init__(
+        self,
+        uri: str | os.PathLike[str],
+        *,
+        version: int | None = None,
+        columns: Sequence[str] | None = None,
+        storage_options: Mapping[str, str] | None = None,
+    ) -> None:
+        """
+        Args:
+            uri: folder of the dataset, or its address in an object store.
+            version: version of the dataset to read; None: the newest one. A state of another version is refused.
+            columns: names of the columns to read; None: all.
+            storage_options: options for pylance's object store, such as keys.
+
+        Raises:
+            InvalidArgumentError: a column does not exist.
+            DatasetError: the dataset or the version cannot be opened, or pylance is not installed.
+        """
+        self.uri = os.fspath(uri)
+        self._options = None if storage_options is None else dict(storage_options)
+        self._opened: tuple[int, Any] | None = None
+        self._version = version
+        dataset = self._dataset()
+        self.version = self._version = int(dataset.version)
+        """Version of the dataset that is read."""
+        self._rows: int = dataset.count_rows()
+        schema = dataset.schema
+        self.columns = list(schema.names) if columns is None else list(columns)
+        """Names of the columns that are read."""
+        missing = [name for name in self.columns if name not in schema.names]
+        if missing or not self.columns:
+            raise InvalidArgumentError(
+                f"columns must be some of {', '.join(schema.names)}, got {', '.join(missing) or 'none'}"
+            )
+        self.fingerprint = self._digest(dataset)
+        """Digest of the version's files, which changes with the data."""
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __repr__(self) -> str:
+        return f"<LanceRows {self.uri}, version {self.version}: {self._rows} rows of {', '.join(self.columns)}>"
+
+    def __getitem__(self, index: SupportsIndex) -> dict[str, Any]:
+        """Return a row. Raises IndexError, ShardCorruptError."""
+        return self.__getitems__([operator.index(index)])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        """Return several rows, read in one call of the library. Raises IndexError, ShardCorruptError."""
+        numbers = [index + self._rows if index < 0 else index for index in indices]
+        for number, index in zip(numbers, indices, strict=True):
+            if not 0 <= number < self._rows:
+                raise IndexError(f"{self.uri}: a row's number must be at least 0 and below {self._rows}, got {index}")
+        if not numbers:
+            return []
+        dataset = self._dataset()
+        table = self._called(lambda: dataset.take(numbers, columns=self.columns), f"rows {numbers[:5]}")
+        if table.num_rows != len(numbers):
+            raise ShardCorruptError(f"{self.uri}: {len(numbers)} rows must be there, got {table.num_rows}")
+        values = [values_of(column) for column in table.columns]
+        return [dict(zip(table.column_names, row, strict=True)) for row in zip(*values, strict=True)]
+
+    def _dataset(self) -> Any:
+        """Return the open dataset of this process."""
+        if self._opened is not None and self._opened[0] == os.getpid():
+            return self._opened[1]
+        try:
+            lance = importlib.import_module("lance")
+        except ImportError as error:
+            raise DatasetError("Lance datasets need the package pylance: pip install 'penstock[lance]'") from error
+        try:
+            dataset = lance.dataset(self.uri, version=self._version, storage_options=self._options)
+        except (ValueError, OSError) as error:
+            where = self.uri if self._version is None else f"version {self._version} of {self.uri}"
+            raise DatasetError(
+                f"{where} cannot be opened: {error}. Give the folder that Lance wrote, and a version that was not "
+                "cleaned up"
+            ) from error
+        self._opened = os.getpid(), dataset
+        return dataset
+
+    def _called(self, call: Callable[[], Any], what: str) -> Any:
+        """Return the result of a call of the library, whose panics are no Exceptions."""
+        try:
+            return call()
+        except Exception as error:
+            raise ShardCorruptError(f"{self.uri}: {what}: {error}. Write the dataset again") from error
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":
+                raise
+            raise ShardCorruptError(f"{self.uri}: {what}: its files are damaged: {error}. Write it again") from error
+
+    def _digest(self, dataset: Any) -> str:
+        digest = xxhash.xxh3_128(f"{self._rows} {self.columns}".encode())
+        for fragment in dataset.get_fragments():
+            metadata = fragment.metadata
+            files = sorted(file.path for file in metadata.files)
+            digest.update(f"{metadata.id} {files} {metadata.num_deletions} {metadata.physical_rows}\n".encode())
+        return digest.hexdigest()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_opened": None}

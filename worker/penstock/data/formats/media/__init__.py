@@ -1,0 +1,1 @@
+"""Images in datasets: their encodings, and the libraries that decode them."""

@@ -1,0 +1,218 @@
+"""The .idx file of Megatron-core's token files (version 1 of "MMIDIDX").
+
+    [b"MMIDIDX" 0 0] [version: 8] [code of the dtype: 1] [sequences: 8] [documents + 1: 8]
+    [length in tokens: 4] * sequences [begin in bytes: 8] * sequences
+    [number of its first sequence: 8] * (documents + 1) [mode: 1] * sequences, only if the data are multimodal
+
+A document is one sequence or several (sentences, or texts and images in turn). The sequences lie in the .bin file one
+after the other, without gaps.
+
+Tables of up to KEPT_BYTES are read into memory and checked as a whole when the file is opened. Larger ones stay on the
+disk, and a document's entries are read and checked when it is needed: an index of 10^9 documents opens at once, and
+takes no memory in any of the processes of a host. Nothing is mapped, because a mapped file that is truncated kills its
+reader (SIGBUS).
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import xxhash
+
+from penstock.data.formats.descriptors import Descriptor
+from penstock.proto.errors import ShardCorruptError
+
+__all__ = ["DocumentEntry", "TokenIndex"]
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+ONE, TWO = struct.Struct("<q"), struct.Struct("<2q")
+HEAD = struct.Struct("<9sQBQQ")
+DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
+"""dtype of the tokens by its code in the file."""
+KEPT_BYTES = 64 << 20
+"""Largest size in bytes of an index whose tables are kept in memory."""
+HASHED_PART = 1 << 20
+"""Number of bytes in each part of an index that is hashed; of a large index, KEPT_BYTES / HASHED_PART parts are."""
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentEntry:
+    """Place of a document in the .bin file."""
+
+    begin: int
+    """First byte."""
+    lengths: np.ndarray[Any, np.dtype[np.int32]]
+    """Number of tokens in each of its sequences."""
+    modes: np.ndarray[Any, np.dtype[np.int8]] | None
+    """Mode of each sequence; None if the index has no modes."""
+
+
+class TokenIndex:
+    """Boundaries of the documents in a .bin file. Safe for threads and for forked children."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        """Open an .idx file and check it. `name`: its name, for errors. Raises ShardCorruptError."""
+        self.name = name
+        try:
+            self._file = Descriptor(path)
+            self.size = os.fstat(self._file.fileno()).st_size
+        except OSError as error:
+            raise ShardCorruptError(f"{name}: {path} cannot be read: {error}") from error
+        head = self._read(0, HEAD.size)
+        magic, version, code, sequences, bounds = HEAD.unpack(head)
+        self.sequences: int = sequences
+        if magic != MAGIC:
+            self._corrupt("it must begin with MMIDIDX. Give the .idx file that Megatron's preprocessing wrote")
+        if version != VERSION:
+            self._corrupt(f"its version must be {VERSION}, got {version}: write the data with a later Megatron-core")
+        if code not in DTYPES:
+            self._corrupt(f"the code of its dtype must be one of {', '.join(map(str, DTYPES))}, got {code}")
+        self.dtype = np.dtype(DTYPES[code]).newbyteorder("<")
+        """dtype of the tokens."""
+        self.documents: int = max(0, bounds - 1)
+        plain = HEAD.size + 12 * self.sequences + 8 * bounds
+        if bounds < 1 or self.size not in (plain, plain + self.sequences):
+            self._corrupt(
+                f"with {self.sequences} sequences and {self.documents} documents it must have {plain} bytes, or "
+                f"{plain + self.sequences} with modes, got {self.size}: it is truncated or damaged, write it again"
+            )
+        self.has_modes = self.sequences > 0 and self.size > plain
+        self._tables = (HEAD.size, HEAD.size + 4 * self.sequences, HEAD.size + 12 * self.sequences, plain)
+        """First bytes of the tables of lengths, begins, documents and modes."""
+        self._kept: memoryview | None = None
+        if self.size <= KEPT_BYTES:
+            self._kept = memoryview(self._read(0, self.size))
+        self._check()
+        self.data_bytes = self._last_end()
+        """Size in bytes that the .bin file must have."""
+        self.extents: memoryview[int] | None = self._kept_extents()
+        """First byte of each document, and the last one's end; None if the tables are not in memory."""
+
+    def __len__(self) -> int:
+        return self.documents
+
+    def extent(self, number: int) -> tuple[int, int]:
+        """Return (first byte, end) of a document, which must exist. Raises ShardCorruptError."""
+        if self.extents is not None:
+            return self.extents[number], self.extents[number + 1]
+        first, last = TWO.unpack(self._read(self._tables[2] + 8 * number, 16))
+        if not 0 <= first <= last <= self.sequences:
+            self._corrupt(f"document {number} must end at or after its beginning, got sequences {first} to {last}")
+        begin: int = ONE.unpack(self._read(self._tables[1] + 8 * first, 8))[0] if first < last else 0
+        end: int = (
+            self.data_bytes if last == self.sequences else ONE.unpack(self._read(self._tables[1] + 8 * last, 8))[0]
+        )
+        if first < last and not 0 <= begin <= end:
+            self._corrupt(f"document {number} must end at or after its beginning, got bytes {begin} to {end}")
+        return begin, end if first < last else begin
+
+    def document(self, number: int) -> DocumentEntry:
+        """Return the place of a document, which must exist. Raises ShardCorruptError."""
+        first, end = (int(bound) for bound in self._bounds(number, number + 2))
+        if not 0 <= first <= end <= self.sequences:
+            self._corrupt(f"document {number} must end at or after its beginning, got sequences {first} to {end}")
+        if first == end:
+            return DocumentEntry(0, np.zeros(0, np.int32), np.zeros(0, np.int8) if self.has_modes else None)
+        lengths, begin = self._lengths(first, end), int(self._begins(first, first + 1)[0])
+        if self._kept is None:
+            self._check_sequences(
+                f"document {number}", lengths, np.append(self._begins(first, end), self.extent(number)[1])
+            )
+        modes = None
+        if self.has_modes:
+            modes = self._table(3, np.dtype(np.int8), first, end)
+        return DocumentEntry(begin, lengths, modes)
+
+    def tokens(self, begin: int, end: int) -> int:
+        """Return the number of tokens in the documents from `begin` to `end`."""
+        return (self._bytes_before(end) - self._bytes_before(begin)) // self.dtype.itemsize if begin < end else 0
+
+    def _last_end(self) -> int:
+        if not self.sequences:
+            return 0
+        last = self.sequences - 1
+        return int(self._begins(last, last + 1)[0]) + int(self._lengths(last, last + 1)[0]) * self.dtype.itemsize
+
+    def _bytes_before(self, document: int) -> int:
+        first = int(self._bounds(document, document + 1)[0])
+        return int(self._begins(first, first + 1)[0]) if first < self.sequences else self.data_bytes
+
+    def _kept_extents(self) -> memoryview[int] | None:
+        if self._kept is None:
+            return None
+        begins = np.append(self._begins(0, self.sequences), self.data_bytes)
+        extents: memoryview[int] = begins[self._bounds(0, self.documents + 1)].data
+        return extents
+
+    def digest(self) -> str:
+        """Return a digest of the index: of all of it, or of parts of a large one."""
+        hashed = xxhash.xxh3_128(f"{self.size} {self.data_bytes}".encode())
+        if self._kept is not None:
+            hashed.update(self._kept)
+        else:
+            for begin in np.linspace(0, self.size - HASHED_PART, KEPT_BYTES // HASHED_PART).astype(np.int64).tolist():
+                hashed.update(self._read(begin, HASHED_PART))
+        return hashed.hexdigest()
+
+    def _lengths(self, begin: int, end: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+        return self._table(0, np.dtype("<i4"), begin, end)
+
+    def _begins(self, begin: int, end: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        return self._table(1, np.dtype("<i8"), begin, end)
+
+    def _bounds(self, begin: int, end: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        return self._table(2, np.dtype("<i8"), begin, end)
+
+    def _table(self, table: int, dtype: np.dtype[Any], begin: int, end: int) -> np.ndarray[Any, Any]:
+        """Return the entries from `begin` to `end` of a table."""
+        at = self._tables[table] + begin * dtype.itemsize
+        if self._kept is not None:
+            return np.frombuffer(self._kept, dtype, end - begin, at)
+        return np.frombuffer(self._read(at, (end - begin) * dtype.itemsize), dtype)
+
+    def _check(self) -> None:
+        first, last = int(self._bounds(0, 1)[0]), int(self._bounds(self.documents, self.documents + 1)[0])
+        if first != 0 or last != self.sequences:
+            self._corrupt(
+                f"its documents must consist of sequences 0 to {self.sequences}, got {first} to {last}: write it again"
+            )
+        if self._kept is None or not self.sequences:
+            return
+        bounds = self._bounds(0, self.documents + 1)
+        wrong = np.flatnonzero(bounds[1:] < bounds[:-1])
+        if wrong.size:
+            self._corrupt(f"document {wrong[0]} ends before it begins")
+        begins = self._begins(0, self.sequences)
+        if begins[0] != 0:
+            self._corrupt(f"its first sequence must begin at byte 0, got {begins[0]}")
+        self._check_sequences("it", self._lengths(0, self.sequences), np.append(begins, self._last_end()))
+
+    def _check_sequences(self, what: str, lengths: np.ndarray[Any, Any], begins: np.ndarray[Any, Any]) -> None:
+        """Check that sequences lie one after the other. `begins`: their first bytes, and the end of the last one."""
+        if (lengths < 0).any() or begins[0] < 0:
+            self._corrupt(f"{what} has a sequence with a negative length or begin: write it again")
+        ends = begins[:-1] + lengths.astype(np.int64) * self.dtype.itemsize
+        wrong = np.flatnonzero(begins[1:] != ends)
+        if wrong.size:
+            self._corrupt(
+                f"{what} has a sequence that must end at byte {begins[wrong[0] + 1]}, where the next one begins, got "
+                f"{ends[wrong[0]]}: write it again"
+            )
+
+    def _read(self, begin: int, size: int) -> bytes:
+        try:
+            data = self._file.read(size, begin)
+        except OSError as error:
+            raise ShardCorruptError(f"{self.name} cannot be read: {error}") from error
+        if len(data) != size:
+            self._corrupt(f"it is truncated: bytes {begin} to {begin + size} are needed, {len(data)} of them are left")
+        return data
+
+    def _corrupt(self, why: str) -> NoReturn:
+        raise ShardCorruptError(f"{self.name}: {why}")

@@ -1,0 +1,1 @@
+"""Parquet files: their footers, row groups and values."""

@@ -1,0 +1,166 @@
+"""Values of a column of a decoded row group, by row.
+
+pyarrow makes an object for each value that is looked up, which takes a microsecond for a number and a millisecond for a
+list of 2,000 numbers. So the frequent types are read from the arrays' buffers: numbers, texts, and lists of numbers. A
+list of numbers becomes a numpy array of the column's type, which is a copy: it is writable, and a sample that somebody
+keeps does not keep its row group in memory. All other types go through pyarrow's scalars, see parquet_values.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.data.formats.parquet.parquet_values import Value, value_of
+
+__all__ = ["Column", "column_of"]
+
+
+class Column(Protocol):
+    """Column of a row group."""
+
+    def at(self, row: int) -> Any:
+        """Return the value in a row."""
+
+    def many(self, rows: Sequence[int]) -> list[Any]:
+        """Return the values in these rows."""
+
+
+def column_of(chunks: Any) -> Column:
+    """Return the column of a pyarrow ChunkedArray. An array of text has at most 2 GiB, so there may be several."""
+    parts = [_column(chunk) for chunk in chunks.chunks]
+    return parts[0] if len(parts) == 1 else _Chunks(parts, [len(chunk) for chunk in chunks.chunks])
+
+
+def _column(array: Any) -> Column:
+    types = importlib.import_module("pyarrow.types")
+    kind = array.type
+    number = _number(types, kind)
+    if number is not None and kind.bit_width > 1:
+        return _Numbers(array, number)
+    if types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind) or types.is_large_binary(kind):
+        return _Texts(array, wide=types.is_large_string(kind) or types.is_large_binary(kind))
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        number = _number(types, kind.value_type)
+        if number is not None:
+            return _Lists(array, number)
+    return _Scalars(array, value_of(kind))
+
+
+def _number(types: Any, kind: Any) -> np.dtype[Any] | None:
+    """Return numpy's type for a pyarrow type of numbers; None for any other type."""
+    return (
+        np.dtype(kind.to_pandas_dtype())
+        if types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
+        else None
+    )
+
+
+def _valid(array: Any) -> npt.NDArray[np.bool_] | None:
+    """Return for each value whether it is not null; None if no value is null."""
+    return array.is_valid().to_numpy(zero_copy_only=False) if array.null_count else None
+
+
+def _values(array: Any, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Return the values of an array of numbers, without a copy except for bools. Nulls have any value."""
+    if dtype == np.bool_:
+        filled = array.fill_null(False) if array.null_count else array
+        found: npt.NDArray[Any] = filled.to_numpy(zero_copy_only=False)
+        return found
+    buffer = array.buffers()[1]
+    return np.frombuffer(buffer if buffer else b"", dtype, len(array) if buffer else 0, array.offset * dtype.itemsize)
+
+
+class _Scalars:
+    def __init__(self, array: Any, value: Value) -> None:
+        self._array, self._value = array, value
+
+    def at(self, row: int) -> Any:
+        return self._value(self._array[row])
+
+    def many(self, rows: Sequence[int]) -> list[Any]:
+        return [self._value(self._array[row]) for row in rows]
+
+
+class _Numbers:
+    def __init__(self, array: Any, dtype: np.dtype[Any]) -> None:
+        self._valid, self._all = _valid(array), _values(array, dtype)
+        self._item = self._all.item
+
+    def at(self, row: int) -> Any:
+        return self._item(row) if self._valid is None or self._valid[row] else None
+
+    def many(self, rows: Sequence[int]) -> list[Any]:
+        if self._valid is None:
+            found: list[Any] = self._all[rows].tolist()
+            return found
+        return [self.at(row) for row in rows]
+
+
+class _Texts:
+    def __init__(self, array: Any, *, wide: bool) -> None:
+        types = importlib.import_module("pyarrow.types")
+        self._valid = _valid(array)
+        _, offsets, data = array.buffers()
+        code: Literal["q", "i"] = "q" if wide else "i"
+        self._offsets = memoryview(offsets if offsets else bytes(8)).cast("B").cast(code)[array.offset :]
+        self._data = memoryview(data if data else b"").cast("B")
+        self._is_text = types.is_string(array.type) or types.is_large_string(array.type)
+
+    def at(self, row: int) -> Any:
+        if self._valid is not None and not self._valid[row]:
+            return None
+        raw = self._data[self._offsets[row] : self._offsets[row + 1]]
+        return str(raw, "utf-8") if self._is_text else bytes(raw)
+
+    def many(self, rows: Sequence[int]) -> list[Any]:
+        if self._valid is not None:
+            return [self.at(row) for row in rows]
+        data, offsets = self._data, self._offsets
+        if self._is_text:
+            return [str(data[offsets[row] : offsets[row + 1]], "utf-8") for row in rows]
+        return [bytes(data[offsets[row] : offsets[row + 1]]) for row in rows]
+
+
+class _Lists:
+    def __init__(self, array: Any, dtype: np.dtype[Any]) -> None:
+        types = importlib.import_module("pyarrow.types")
+        self._array, self._valid = array, _valid(array)
+        values = array.values
+        self._all, self._all_valid = _values(values, dtype), _valid(values)
+        if types.is_fixed_size_list(array.type):
+            size = array.type.list_size
+            self._offsets: npt.NDArray[Any] = (np.arange(len(array) + 1) + array.offset) * size
+        else:
+            self._offsets = array.offsets.to_numpy()
+        self._begins = self._offsets.data
+
+    def at(self, row: int) -> Any:
+        if self._valid is not None and not self._valid[row]:
+            return None
+        begin, end = self._begins[row], self._begins[row + 1]
+        if self._all_valid is not None and not self._all_valid[begin:end].all():
+            return self._array[row].as_py()  # numpy's numbers have no null
+        return self._all[begin:end].copy()
+
+    def many(self, rows: Sequence[int]) -> list[Any]:
+        return [self.at(row) for row in rows]
+
+
+class _Chunks:
+    def __init__(self, parts: list[Column], sizes: list[int]) -> None:
+        self._parts = parts
+        self._begins = [0, *accumulate(sizes)]
+
+    def at(self, row: int) -> Any:
+        part = bisect_right(self._begins, row) - 1
+        return self._parts[part].at(row - self._begins[part])
+
+    def many(self, rows: Sequence[int]) -> list[Any]:
+        return [self.at(row) for row in rows]

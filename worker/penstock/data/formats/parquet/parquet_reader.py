@@ -1,0 +1,362 @@
+"""Samples of Parquet files: a row is a sample, a file is a shard, a row group is a block of it.
+
+A row group is decoded as a whole, and stays in memory as long as the process's memory for decoded blocks lasts (see
+decoded_blocks.py). The order of samples keeps those of a few row groups together, so each is decoded about once.
+
+A column of a row group consists of as many arrays as pyarrow makes of it: an array of text has at most 2 GiB, and a row
+group may have more.
+"""
+
+from __future__ import annotations
+
+import bisect
+import importlib
+import itertools
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from penstock.data.formats.decoded_blocks import MEMORY
+from penstock.data.formats.descriptors import Descriptor
+from penstock.data.formats.fields import names
+from penstock.data.formats.parquet.parquet_columns import Column, column_of
+from penstock.data.formats.parquet.parquet_footer import tail_of
+from penstock.data.formats.parquet.parquet_ranges import FileRange, Footer, opened_range
+from penstock.data.formats.parquet.parquet_shards import pyarrow_parquet
+from penstock.data.formats.shards import ReadOptions, Shard
+from penstock.proto.errors import DatasetError, ShardCorruptError
+from penstock.runtime.process.free_memory import free_memory
+
+__all__ = ["ParquetReader", "check_parquet", "open_parquet"]
+
+EXPANDED_BYTES = 64 << 20
+"""Largest size in bytes of a text column in one row group that is expanded to one text per row."""
+
+FEW_ROWS = 6
+"""Number of rows of a row group from which on they are read column by column, which costs more to begin."""
+LOADING_WAIT_S = 5.0
+"""Seconds that a thread waits for another thread's row group before it looks again."""
+
+Columns = list[tuple[str, Column]]
+"""Columns of a row group: (name, values by row) for each."""
+
+
+def check_parquet(settings: dict[str, Any]) -> None:
+    """Check the settings of a shard's entry in the index, see `Format.check`. A file describes its columns itself, so
+    an index may lack their names."""
+    if "column_names" in settings:
+        names(settings, "column_names")
+
+
+def open_parquet(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> ParquetReader:
+    """Return a reader of a shard, see `Format.open`."""
+    del options  # Parquet has no pickles, and columns are chosen by `select`
+    return ParquetReader(shard, paths[0])
+
+
+def _text_columns(footer: Any) -> list[str]:
+    """Return the paths of all columns of text and bytes. They are read as pyarrow dictionaries where the file stores
+    dictionaries, so a text that a million rows share is in memory once."""
+    leaves = (footer.schema.column(number) for number in range(footer.num_columns))
+    return [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
+
+
+def _expand_texts(column: Any) -> Any:
+    """Convert a dictionary column to one text per row, which takes half the time to read. Returns the column unchanged
+    if the result would be larger than EXPANDED_BYTES."""
+    arrow = importlib.import_module("pyarrow")
+    if not arrow.types.is_dictionary(column.type) or column.type.value_type not in (arrow.string(), arrow.binary()):
+        return column
+    if column.null_count == 0 and all(_has_no_repeats(chunk) for chunk in column.chunks):
+        return arrow.chunked_array([chunk.dictionary for chunk in column.chunks], column.type.value_type)
+    compute = importlib.import_module("pyarrow.compute")
+    size = 0
+    for chunk in column.chunks:
+        size += compute.sum(compute.binary_length(chunk.dictionary).take(chunk.indices)).as_py() or 0
+    return column.cast(column.type.value_type) if size <= EXPANDED_BYTES else column
+
+
+def _has_no_repeats(chunk: Any) -> bool:
+    """Return True if the dictionary of an array is the array: each text occurs once, in the order of the rows."""
+    indices = chunk.indices.to_numpy()
+    return len(chunk.dictionary) == len(indices) and np.array_equal(indices, np.arange(len(indices)))
+
+
+class ParquetReader:
+    """Reader of a Parquet file, see ShardReader, ColumnReader and BlockReader in formats.shards. Values are Python's:
+    None, lists, dictionaries, datetimes. Lists of numbers are numpy arrays (see parquet_columns.py), and times with
+    nanoseconds are numpy's (see parquet_values.py)."""
+
+    def __init__(self, shard: Shard, path: Path, place: FileRange | None = None) -> None:
+        """
+        Args:
+            path: the file, or the file of one row group.
+            place: where the row group lies in its file; None: `path` is the whole file.
+
+        Raises ShardCorruptError if the file cannot be read, or is not what its index says.
+        """
+        stored = shard.files[0].raw
+        self.name = stored.name
+        self._lock = threading.Lock()
+        """Lock of the next two attributes. It is held for no longer than a look-up."""
+        self._loading: dict[int, threading.Event] = {}
+        """Row groups that a thread is decoding now, and the event that ends it: other threads wait for it."""
+        self._idle: list[Any] = []
+        """pyarrow's file objects that no thread uses: they are not thread-safe, so each thread that decodes has its
+        own."""
+        self._kept: dict[int, Columns] = {}
+        """Row groups in memory. Counted, and dropped, by MEMORY."""
+        self._wanted: list[str] | None = None
+        """Names of the columns to read; None: all."""
+        self._leaves: list[int] | None = None
+        """Numbers of the wanted columns' leaves in the file's schema; None: all."""
+        try:
+            self._opened: Descriptor | None = Descriptor(path)  # a plain file: pyarrow must not wait for a pipe
+            found = os.fstat(self._opened.fileno())
+            if found.st_size != stored.size:
+                raise ShardCorruptError(
+                    f"{self.name}: {path} has {found.st_size} bytes, but its index says {stored.size}"
+                )
+            self._version = found.st_mtime_ns
+            footer = Footer.parse(tail_of(self._opened)) if place is None else place.footer
+            self._place, self._first = place, 0 if place is None else place.group
+            self._groups = footer.groups if place is None else footer.groups[place.group : place.group + 1]
+            self._footer, self._schema = footer.metadata, footer.schema
+            self._texts = _text_columns(footer.metadata)
+            self._idle.append(self._new_file(self._opened))
+        except ShardCorruptError:
+            raise
+        except Exception as error:
+            raise ShardCorruptError(f"{self.name}: {path} cannot be read: {error}") from error
+        self._several = len(self._schema) > 1
+        """True if several columns are read, which pyarrow then decodes in threads of its own."""
+        self._token = MEMORY.add_owner(self)
+        self._begins: list[int] = [0, *itertools.accumulate(group.rows for group in self._groups)]
+        rows = self._footer.num_rows if place is None else self._begins[-1]
+        if not rows == self._begins[-1] == shard.samples:
+            self.close()
+            raise ShardCorruptError(f"{self.name}: it has {rows} rows, but its index says {shard.samples}")
+        if shard.blocks and shard.blocks != tuple(group.rows for group in self._groups):
+            self.close()
+            raise ShardCorruptError(
+                f"{self.name}: its row groups have other numbers of rows than its index says: make the index again, "
+                "with index_parquet"
+            )
+
+    def __len__(self) -> int:
+        return self._begins[-1]
+
+    def select(self, columns: Sequence[str]) -> None:
+        """Read only these columns from now on. Raises DatasetError for a column that the file has not."""
+        known = self._schema.names
+        missing = [name for name in columns if name not in known]
+        if missing:
+            raise DatasetError(
+                f"{self.name}: it must have the columns {', '.join(missing)}, which columns= names, got "
+                f"{', '.join(known)}"
+            )
+        paths = [self._footer.schema.column(leaf).path for leaf in range(len(self._footer.schema))]
+        self._leaves = [
+            leaf for leaf, path in enumerate(paths) if any(f"{path}.".startswith(f"{name}.") for name in columns)
+        ]
+        self._wanted, self._several = list(columns), len(columns) > 1
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        group = self._group_of(index)
+        sample = self._sample(group, index)
+        MEMORY.used(self._token, (group,))
+        return sample
+
+    def _sample(self, group: int, index: int) -> dict[str, Any]:
+        """Return a sample of this row group."""
+        columns = self._columns(group, index)
+        row = index - self._begins[group]
+        name = ""
+        try:
+            sample = {}
+            for name, column in columns:
+                sample[name] = column.at(row)
+            return sample
+        except (ValueError, OverflowError) as error:
+            self._refuse(index, name, error)
+
+    def get_many(self, rows: Sequence[int]) -> list[dict[str, Any]]:
+        """Return the samples at these indexes, in this order. Each row group is looked up once."""
+        if not rows:
+            return []
+        if min(rows) < 0 or max(rows) >= len(self):
+            self._group_of(min(rows)), self._group_of(max(rows))  # raises IndexError
+        begins = self._begins
+        first = bisect.bisect_right(begins, rows[0]) - 1
+        if begins[first] <= min(rows) and max(rows) < begins[first + 1]:
+            MEMORY.used(self._token, (first,))
+            return self._of_group(first, rows)
+        places: dict[int, list[int]] = {}
+        for place, index in enumerate(rows):
+            places.setdefault(bisect.bisect_right(begins, index) - 1, []).append(place)
+        found: list[dict[str, Any]] = [{}] * len(rows)
+        for group, own in places.items():
+            if len(own) < FEW_ROWS:
+                for place in own:
+                    found[place] = self._sample(group, rows[place])
+                continue
+            for place, sample in zip(own, self._of_group(group, [rows[place] for place in own]), strict=True):
+                found[place] = sample
+        MEMORY.used(self._token, places)
+        return found
+
+    def _of_group(self, group: int, rows: Sequence[int]) -> list[dict[str, Any]]:
+        """Return samples of one row group."""
+        begin = self._begins[group]
+        columns = self._columns(group, rows[0])
+        inside = [row - begin for row in rows]
+        try:
+            values = [column.many(inside) for _, column in columns]
+        except (ValueError, OverflowError):
+            return [self[row] for row in rows]  # names the sample
+        keys = [name for name, _ in columns]
+        if len(keys) == 1:
+            return [{keys[0]: value} for value in values[0]]
+        return [dict(zip(keys, sample, strict=True)) for sample in zip(*values, strict=True)]
+
+    def load(self, block: int) -> None:
+        """Decode a row group, if it is not in memory."""
+        self._columns(block, self._begins[block])
+
+    def drop(self, block: int) -> None:
+        """Drop a row group from memory."""
+        self._kept.pop(block, None)
+
+    def forget(self, block: int) -> None:
+        """Let a row group's memory be freed, because its samples are not needed soon."""
+        MEMORY.release(self._token, block)
+
+    def close(self) -> None:
+        """Close the file. Reads in progress end normally, and the file is closed after the last of them."""
+        with self._lock:
+            self._opened = None
+            self._idle, self._kept = [], {}
+        MEMORY.remove_owner(self._token)
+
+    def _new_file(self, opened: Descriptor) -> Any:
+        return pyarrow_parquet().ParquetFile(
+            f"/proc/self/fd/{opened.fileno()}" if self._place is None else opened_range(opened, self._place),
+            metadata=self._footer,
+            read_dictionary=self._texts,
+            page_checksum_verification=True,
+        )
+
+    def _group_of(self, index: int) -> int:
+        if not 0 <= index < len(self):
+            raise IndexError(f"{self.name}: a sample's number must be at least 0 and below {len(self)}, got {index}")
+        return bisect.bisect_right(self._begins, index) - 1
+
+    def _refuse(self, index: int, column: str, error: Exception) -> NoReturn:
+        if isinstance(error, UnicodeDecodeError):
+            raise ShardCorruptError(f"{self.name}: sample {index}, column {column!r}: {error}") from error
+        raise DatasetError(
+            f"{self.name}: sample {index}, column {column!r}: Python cannot hold its value ({error}). Write the column "
+            "in another type, such as int64"
+        ) from error
+
+    def _columns(self, group: int, index: int) -> Columns:
+        kept = self._kept.get(group)
+        if kept is not None:
+            return kept
+        while True:
+            with self._lock:
+                opened = self._opened
+                if opened is None:
+                    raise ValueError(f"{self.name} is closed")
+                kept = self._kept.get(group)
+                if kept is not None:
+                    return kept
+                loading = self._loading.get(group)
+                if loading is None:
+                    self._loading[group] = threading.Event()
+                    break
+            loading.wait(LOADING_WAIT_S)  # then look again: the other thread may have failed
+        try:
+            return self._decoded(opened, group, index)
+        finally:
+            with self._lock:
+                self._loading.pop(group).set()
+
+    def _decoded(self, opened: Descriptor, group: int, index: int) -> Columns:
+        """Decode a row group. `index`: sample that needs it, for errors."""
+        number = self._first + group
+        try:
+            with self._lock:
+                file = self._idle.pop() if self._idle else None
+            columns = self._read(opened, self._new_file(opened) if file is None else file, group)
+        except DatasetError:
+            raise
+        except MemoryError as error:
+            raise DatasetError(
+                f"{self.name}: row group {number} must fit in memory: {error}; write it in smaller row groups"
+            ) from error
+        except NotImplementedError as error:
+            raise DatasetError(
+                f"{self.name}: sample {index}, row group {number}: pyarrow cannot read it: {error}"
+            ) from error
+        except Exception as error:
+            raise ShardCorruptError(f"{self.name}: sample {index}, row group {number}: {error}") from error
+        return columns
+
+    def _read(self, opened: Descriptor, file: Any, group: int) -> Columns:
+        rows = self._begins[group + 1] - self._begins[group]
+        needed = self._needed(group)
+        MEMORY.make_room(needed)
+        free = free_memory()
+        if needed > free:
+            raise DatasetError(
+                f"{self.name}: row group {self._first + group} must fit into memory: it takes {needed} bytes, but "
+                f"{free} are free. Write the file in smaller row groups"
+            )
+        table = self._table(file, self._first + group, rows)
+        if table.num_rows != rows:
+            raise ValueError(f"it must have {rows} rows as in the file's footer, got {table.num_rows}")
+        self._check_unchanged(opened)
+        arrays = dict(zip(table.column_names, map(_expand_texts, table.columns), strict=True))
+        read = table.column_names if self._wanted is None else self._wanted
+        columns = [(name, column_of(arrays[name])) for name in read]
+        with self._lock:
+            if self._opened is None:
+                return columns
+            self._idle.append(file)
+            self._kept[group] = columns
+        MEMORY.add(self._token, group, sum(arrays[name].nbytes for name in read))
+        return columns
+
+    def _needed(self, group: int) -> int:
+        """Return the smallest number of bytes that the wanted columns of a row group take in memory."""
+        found = self._groups[group]
+        return found.nbytes if self._leaves is None else sum(found.column_bytes[leaf] for leaf in self._leaves)
+
+    def _check_unchanged(self, opened: Descriptor) -> None:
+        """Raise ShardCorruptError if the file was written to since it was opened: its row groups may be those of two
+        files."""
+        found = os.fstat(opened.fileno())
+        if found.st_mtime_ns != self._version:
+            raise ShardCorruptError(
+                f"{self.name}: it was written to since it was opened. Write new data to a new file, and index it"
+            )
+
+    def _table(self, file: Any, group: int, rows: int) -> Any:
+        """Return a row group with `rows` rows. pyarrow puts at most 2 GiB of text into one array of a list column, so a
+        larger row group is read in parts."""
+        try:
+            return file.read_row_group(group, columns=self._wanted, use_threads=self._several)
+        except NotImplementedError:
+            part = rows // 2
+            while part:
+                try:
+                    batches = list(file.iter_batches(part, row_groups=[group], columns=self._wanted))
+                    return importlib.import_module("pyarrow").Table.from_batches(batches)
+                except NotImplementedError:
+                    part //= 4
+            raise

@@ -1,0 +1,108 @@
+"""Shards of Parquet files, from the files' footers. A footer has the number of rows of each row group; nothing else of
+a file is read.
+
+mosaicml-streaming 0.13.0 has no Parquet shards, so an index that lists them is an extension of Penstock.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+from penstock.data.formats.descriptors import Descriptor
+from penstock.data.formats.parquet.parquet_footer import RowGroup, footer_length, row_groups, tail_of
+from penstock.data.formats.shards import Shard, ShardFile, StoredFile
+from penstock.proto.errors import DatasetError, PenstockError, ShardCorruptError
+
+__all__ = ["Tail", "parquet_shards", "pyarrow_parquet", "ranges_of", "shards_of_tails"]
+
+Tail = tuple[bytes, int]
+"""Bytes of a file from its footer's beginning to the file's end, and the size of the file."""
+
+
+def pyarrow_parquet() -> Any:
+    """Return the module pyarrow.parquet. Raises DatasetError if it is not installed."""
+    try:
+        return importlib.import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise DatasetError("Parquet files need the package pyarrow: pip install 'penstock[parquet]'") from error
+
+
+def parquet_shards(files: Iterable[tuple[str, Path | IO[bytes]]]) -> list[Shard]:
+    """Return a shard for each file. `files`: (path relative to the dataset's folder, source of the footer) for each.
+
+    All files must have columns of the same names, because a loader makes batches of rows from any of them. Raises
+    DatasetError.
+    """
+
+    return shards_of_tails(
+        (name, partial(_local_tail, source) if isinstance(source, Path) else partial(_opened_tail, source))
+        for name, source in files
+    )
+
+
+def shards_of_tails(files: Iterable[tuple[str, Callable[[], Tail]]]) -> list[Shard]:
+    """Return a shard for each file. `files`: (name, function that returns the file's tail) for each. Raises what
+    parquet_shards raises, and what the functions raise."""
+    library = pyarrow_parquet()
+    shards: list[Shard] = []
+    first: tuple[str, list[str]] | None = None
+    for name, tail_and_size in files:
+        try:
+            tail, size = tail_and_size()
+            groups = row_groups(tail[:-8])  # before pyarrow reads it, see parquet_footer.py
+            footer = library.read_metadata(io.BytesIO(tail))
+            columns = list(footer.schema.to_arrow_schema().names)
+            if sum(group.rows for group in groups) != footer.num_rows:
+                raise ValueError("its row groups have other numbers of rows together than the file")
+        except PenstockError:
+            raise
+        except Exception as error:  # errors of pyarrow, of the system, and of the file's source
+            raise ShardCorruptError(f"{name}: it is not a Parquet file: {error}") from error
+        if len(set(columns)) != len(columns):
+            raise DatasetError(f"{name}: the names of columns must be unique, got {', '.join(columns)}")
+        if first is None:
+            first = name, columns
+        elif set(first[1]) != set(columns):
+            raise DatasetError(
+                f"all Parquet files of a dataset must have the same columns: {first[0]} has {', '.join(first[1])}, but "
+                f"{name} has {', '.join(columns)}. Move files of other data into another folder"
+            )
+        shards.append(
+            Shard(
+                "parquet",
+                footer.num_rows,
+                (ShardFile(StoredFile(name, size)),),
+                settings={"column_names": first[1]},
+                blocks=tuple(group.rows for group in groups),
+                decoded_bytes=sum(group.nbytes for group in groups),
+                ranges=ranges_of(groups, size - len(tail)),
+            )
+        )
+    return shards
+
+
+def ranges_of(groups: Sequence[RowGroup], footer: int) -> tuple[int, ...]:
+    """Return `Shard.ranges`; empty unless all row groups lie before the footer, at offset `footer`."""
+    ranges = [(group.begin, group.end) if group.rows else (footer, footer) for group in groups]
+    if not all(0 < begin <= end <= footer for begin, end in ranges):
+        return ()
+    return (*(at for pair in ranges for at in pair), footer)
+
+
+def _local_tail(path: Path) -> Tail:
+    opened = Descriptor(path)  # a plain file, so that nothing waits for a pipe or a device
+    return tail_of(opened), os.fstat(opened.fileno()).st_size
+
+
+def _opened_tail(source: IO[bytes]) -> Tail:
+    size = source.seek(0, os.SEEK_END)
+    source.seek(max(0, size - 8))
+    length = footer_length(source.read(8), size)
+    source.seek(size - length)
+    return source.read(length), size

@@ -1,0 +1,58 @@
+"""File of the places of records in another file, whose format has no index of its own.
+
+    [b"PENSTOCK OFFSETS"] [size of the other file: 8] [records: 8] [xxh3 of the offsets: 8] [offset: 8] * (records + 1)
+
+It lies beside the other file and has its name with ENDING. Offset i is where record i begins, and the last one where
+the last record ends. It is read whole and checked when it is opened.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from penstock.data.formats.raw_files import read_checked
+from penstock.data.formats.shards import StoredFile
+from penstock.data.ordering.permutation import Ints
+from penstock.proto.errors import ShardCorruptError
+from penstock.runtime.files.atomic_files import write_whole
+
+__all__ = ["ENDING", "read_offsets", "write_offsets"]
+
+ENDING = ".penstock-index"
+MAGIC = b"PENSTOCK OFFSETS"
+HEAD = struct.Struct("<16sQQQ")
+
+
+def write_offsets(data: Path, size: int, offsets: Ints) -> int:
+    """Write the offsets of a file's records beside it, whole or not at all. `size`: size of the file in bytes. Returns
+    the size of what was written in bytes. Raises OSError."""
+    table = np.ascontiguousarray(offsets, "<i8").tobytes()
+    content = HEAD.pack(MAGIC, size, len(offsets) - 1, xxhash.xxh3_64_intdigest(table)) + table
+    write_whole(Path(os.fspath(data) + ENDING), content)
+    return len(content)
+
+
+def read_offsets(path: Path, stored: StoredFile, size: int, records: int) -> memoryview:
+    """Return the offsets of a file's records, as numbers of 64 bits. `size`: size of that file in bytes; `records`:
+    number of records that are expected. Raises ShardCorruptError."""
+    data = read_checked(path, stored)
+    remedy = "write the index again with index_folder"
+    if len(data) < HEAD.size or not data.startswith(MAGIC):
+        raise ShardCorruptError(f"{stored.name}: it must begin with {MAGIC.decode()}: {remedy}")
+    _, expected_size, count, digest = HEAD.unpack_from(data)
+    table = memoryview(data)[HEAD.size :]
+    if count != records or len(table) != 8 * (records + 1):
+        raise ShardCorruptError(f"{stored.name}: it must have {records} records, got {count}: {remedy}")
+    if xxhash.xxh3_64_intdigest(table) != digest:
+        raise ShardCorruptError(f"{stored.name}: its offsets are damaged: {remedy}")
+    offsets = np.frombuffer(table, "<i8")
+    if expected_size != size or offsets[-1] > size or offsets[0] < 0 or (offsets[1:] < offsets[:-1]).any():
+        raise ShardCorruptError(
+            f"{stored.name}: it is the index of a file of {expected_size} bytes, but the file has {size}: {remedy}"
+        )
+    return table.cast("q")

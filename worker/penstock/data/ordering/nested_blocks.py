@@ -1,0 +1,69 @@
+"""Shuffle of a few files that consist of blocks, such as row groups: blocks are permuted, and samples within some
+neighbouring blocks.
+
+    index -> group of permuted pieces -> permuted within the group -> piece -> index in the sequence
+
+A block is decoded as a whole, so a reader needs the blocks of one group in memory and no others: shuffled reading
+decodes each block once, as sequential reading does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from penstock.data.ordering.permutation import Ints, mix, permuted
+
+__all__ = ["NestedBlocks"]
+
+_PIECES, _SAMPLES = 1, 2
+"""Constants mixed into the key, so that pieces and samples are permuted differently."""
+
+
+class NestedBlocks:
+    """Order of the samples in a range of a sequence that consists of pieces: blocks of files, or what a partition's
+    border left of them."""
+
+    def __init__(self, begins: Ints, ends: Ints, *, key: int, block: int | None) -> None:
+        """
+        Args:
+            begins, ends: index in the sequence at which each piece begins and ends, ascending and without gaps; shape
+                (pieces,), at least one.
+            block: approximate number of samples that are permuted with each other; None: all of them.
+        """
+        count = len(begins)
+        self._low = int(begins[0])
+        pieces = permuted(np.arange(count), count, mix(key, _PIECES))
+        sizes = (ends - begins)[pieces]
+        self._begins: Ints = begins[pieces]
+        self._bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+        """Index, in the permuted order, at which each piece begins, and at the end the number of samples."""
+        mean = int(self._bounds[-1]) / count
+        together = count if block is None else max(1, min(count, round(block / mean)))
+        firsts = np.append(np.arange(0, count, together), count)
+        self._firsts: Ints = firsts
+        """First piece of each group of pieces that are permuted together, and the number of pieces."""
+        self._group_bounds: Ints = self._bounds[firsts]
+        self._key = int(mix(key, _SAMPLES))
+
+    def indexes(self, at: Ints) -> Ints:
+        """Return the index in the sequence of the samples at these indexes of the range, both counted from the
+        sequence's beginning."""
+        inside = at - self._low
+        group = self._group(inside)
+        low = self._group_bounds[group]
+        inside = low + permuted(inside - low, self._group_bounds[group + 1] - low, mix(self._key, group))
+        piece = np.searchsorted(self._bounds, inside, side="right") - 1
+        found: Ints = self._begins[piece] + inside - self._bounds[piece]
+        return found
+
+    def blocks(self, at: Ints) -> Iterator[tuple[int, Ints]]:
+        """Yield, for each group of pieces that these indexes need: the first of the indexes that needs it, as an index
+        into `at`, and the index in the sequence at which each of its pieces begins."""
+        groups, firsts = np.unique(self._group(at - self._low), return_index=True)
+        for group, first in zip(groups.tolist(), firsts.tolist(), strict=True):
+            yield first, self._begins[self._firsts[group] : self._firsts[group + 1]]
+
+    def _group(self, inside: Ints) -> Ints:
+        return np.searchsorted(self._group_bounds, inside, side="right") - 1

@@ -1,0 +1,79 @@
+"""Event loop of a remote folder, in a thread of its own: the filesystem, its connections, and calls of its methods."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import threading
+from collections.abc import Coroutine, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from penstock.data.remote.redirects import watch_redirects
+from penstock.data.remote.transfer import TransferBroken
+
+__all__ = ["RemoteLoop"]
+
+
+class RemoteLoop:
+    """Event loop in a thread of its own, with the filesystem that uses it."""
+
+    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
+        self.pid = os.getpid()
+        self.loop = asyncio.new_event_loop()
+        self._session: Any = None
+        self._lock = threading.RLock()  # reentrant, like the remote's lock
+        self._ending = False
+        self._thread = threading.Thread(target=self._run, name="penstock-remote", daemon=True)
+        self._thread.start()
+        self.opening = self.call(self._open(url, options))
+        """Future whose result is (filesystem, path of the folder in it)."""
+
+    def _run(self) -> None:
+        self.loop.run_forever()
+        self.loop.run_until_complete(self.loop.shutdown_default_executor())
+        self.loop.close()
+
+    async def _open(self, url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
+        import fsspec
+
+        fs, root = fsspec.core.url_to_fs(url, asynchronous=True, loop=self.loop, skip_instance_cache=True, **options)
+        if urlsplit(url).scheme in ("http", "https"):
+            watch_redirects(fs)
+        if hasattr(fs, "set_session"):
+            self._session = await fs.set_session()
+        return fs, root
+
+    @property
+    def ended(self) -> bool:
+        """True once no more calls can begin, for example while the interpreter exits."""
+        return self._ending
+
+    def call(self, work: Coroutine[Any, Any, Any]) -> concurrent.futures.Future[Any]:
+        with self._lock:
+            if self._ending:  # for example at the interpreter's exit, when a thread retries a call that `close` ended
+                work.close()
+                raise TransferBroken("was closed")
+            return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def close(self) -> None:
+        """End the loop's thread, and all transfers in it. Does nothing in a forked child."""
+        if self.pid != os.getpid():
+            return
+        with self._lock:
+            if not self._ending:
+                self.call(self._end())
+                self._ending = True
+        if threading.current_thread() is not self._thread:
+            self._thread.join(1.0)
+
+    async def _end(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+        await asyncio.sleep(0)  # lets the transports run their last callbacks
+        self.loop.stop()

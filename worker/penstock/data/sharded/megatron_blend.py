@@ -1,0 +1,135 @@
+"""Mixture of Megatron-core's token files, from the blend that a Megatron job is given.
+
+Megatron takes a blend as a list of prefixes, or of weights and prefixes in turn (--data-path), as a file with such a
+list (--data-args-path), or as a JSON file with a list for each part (--per-split-data-args-path). --split divides the
+documents of each file into parts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, get_args
+
+from penstock.data.arguments import one_of
+from penstock.data.formats.megatron.token_documents import MegatronDocuments
+from penstock.data.loading.streaming_loader import BLOCK
+from penstock.data.sharded.layers.mixture import By, Mixture, Stop
+from penstock.data.sharded.sources.logical_shards import LogicalShards
+from penstock.proto.errors import DatasetError, InvalidArgumentError
+from penstock.runtime.files.plain_files import read_plain
+
+__all__ = ["MegatronPart", "megatron_blend"]
+
+MegatronPart = Literal["train", "valid", "test"]
+PARTS: tuple[MegatronPart, ...] = get_args(MegatronPart)
+MAX_BYTES = 64 << 20
+"""Largest size in bytes of a file with a blend."""
+
+
+def megatron_blend(
+    blend: str | os.PathLike[str] | Sequence[str | float],
+    *,
+    shards: int,
+    split: str | None = None,
+    part: MegatronPart = "train",
+    shuffle: bool = True,
+    shuffle_block: int | None = BLOCK,
+    by: By = "tokens",
+    stop: Stop = "never",
+) -> Mixture:
+    """Return a Mixture of the documents of Megatron's token files, mixed by the blend's weights.
+
+        source = Packed(megatron_blend("blend.txt", shards=64, split="969,30,1"), length=4096)
+
+    Args:
+        blend: list of prefixes, or of weights and prefixes in turn, as Megatron's --data-path has them; or the path of
+            a file with such a list, or of a .json file with a list for each of "train", "valid" and "test". Without
+            weights, each file's weight is its number of tokens. Prefixes in a file are relative to the working
+            directory, as in Megatron.
+        shards: number of logical shards, see LogicalShards.
+        split: weights of the parts, such as "969,30,1": each part gets the same documents of each file as in Megatron.
+            None: a part has all documents.
+        part: part to read: "train", "valid" or "test".
+        shuffle, shuffle_block: see LogicalShards.
+        by, stop: see Mixture. Megatron's weights count tokens (samples of one length), as "tokens" does.
+
+    Raises:
+        InvalidArgumentError: an argument is invalid.
+        DatasetError, ShardCorruptError: a file is missing or damaged, or a part has no documents.
+    """
+    one_of("part", part, PARTS)
+    prefixes, weights = _listed(_given(blend, part))
+    bounds = (0.0, 1.0) if split is None else _bounds(split, part)
+    parts = [_part(MegatronDocuments(prefix), bounds, part) for prefix in prefixes]
+    sources = [
+        LogicalShards([documents], shards=shards, shuffle=shuffle, shuffle_block=shuffle_block, names=[prefix])
+        for prefix, documents in zip(prefixes, parts, strict=True)
+    ]
+    return Mixture(sources, weights or [documents.num_tokens for documents in parts], by=by, stop=stop)
+
+
+def _given(blend: str | os.PathLike[str] | Sequence[str | float], part: MegatronPart) -> list[str]:
+    """Return the list of prefixes, or of weights and prefixes."""
+    if not isinstance(blend, str | os.PathLike):
+        return [str(each).strip() for each in blend]
+    path = Path(blend)
+    try:
+        text = read_plain(path, MAX_BYTES).decode()
+    except (OSError, ValueError) as error:
+        raise DatasetError(f"the blend file {path} cannot be read: {error}. Give a list to name files here") from error
+    if path.suffix != ".json":
+        return text.split()
+    try:
+        lists = json.loads(text)
+        return [str(each).strip() for each in lists[part]]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DatasetError(
+            f"the blend file {path} must be a JSON object with a list for {part!r}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _listed(given: list[str]) -> tuple[list[str], list[float] | None]:
+    """Return (prefixes, weights or None). As in Megatron, a list of even length has weights if every other entry is a
+    number."""
+    if not given:
+        raise InvalidArgumentError("blend must have at least one prefix, got none")
+    if len(given) % 2:
+        return given, None
+    weights = []
+    for text in given[::2]:
+        try:
+            weights.append(float(text))
+        except ValueError:
+            continue
+    if weights and len(weights) < len(given) // 2:
+        raise InvalidArgumentError(
+            f"blend must have a weight before each prefix, or none at all, got {' '.join(given)[:300]!r}"
+        )
+    return (given[1::2], weights) if weights else (given, None)
+
+
+def _bounds(split: str, part: MegatronPart) -> tuple[float, float]:
+    """Return the (beginning, end) of a part as shares of the documents, computed as Megatron computes them."""
+    weights = [float(text) for text in re.findall(r"[.0-9]+", split)] if re.fullmatch(r"[\s.,/0-9]+", split) else []
+    weights += [0.0] * (len(PARTS) - len(weights))
+    total = sum(weights)
+    if len(weights) > len(PARTS) or not total:
+        raise InvalidArgumentError(f"split must be up to three weights such as '969,30,1', got {split!r:.100}")
+    ends = [0.0, *itertools.accumulate(weight / total for weight in weights)]
+    at = PARTS.index(part)
+    return ends[at], ends[at + 1]
+
+
+def _part(documents: MegatronDocuments, bounds: tuple[float, float], part: MegatronPart) -> MegatronDocuments:
+    begin, end = (round(bound * float(len(documents))) for bound in bounds)
+    if begin >= end:
+        raise DatasetError(
+            f"{documents.prefix}: the part {part!r} must have documents, got none of {len(documents)}: change split, "
+            "or leave the file out of this part's blend"
+        )
+    return documents if (begin, end) == (0, len(documents)) else documents[begin:end]
