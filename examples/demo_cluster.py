@@ -27,6 +27,7 @@ START_S = 300.0  # deadline of a daemon's start, or of a training's first step
 STALLED_S = (
     120.0  # deadline from one step to the next, or to the end: a slow machine may take long, but must make progress
 )
+TELL_S = 5.0  # time between two lines about a training that goes on
 
 Step = dict[str, Any]
 """Line of a box's log."""
@@ -116,7 +117,8 @@ class Cluster:
             for rank, box in enumerate(names)
         ]
         logged, patience = self._logged(), START_S
-        deadline = time.monotonic() + patience
+        before, began = logged, time.monotonic()
+        deadline, told = began + patience, began
         killed = False
         try:
             while any(process.poll() is None for process in processes):
@@ -129,6 +131,10 @@ class Cluster:
                 if (found := self._logged()) != logged:
                     logged, patience = found, STALLED_S
                     deadline = time.monotonic() + patience
+                if time.monotonic() > told + TELL_S:
+                    told = time.monotonic()
+                    state = "training" if logged != before else "starting: torch is imported, and the first batch made"
+                    print(f"    {told - began:.0f} s: {state}", flush=True)
                 if time.monotonic() > deadline:
                     raise DemoError(f"{title} made no step for {patience:g} s:\n{self._last_words(*names)}")
                 time.sleep(0.02)

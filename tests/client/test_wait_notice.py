@@ -91,3 +91,19 @@ def test_later_batches_are_waited_for_in_silence(
     assert rig.take(1) == [2]
     later.join()
     assert capfd.readouterr().err == ""
+
+
+def test_wait_for_a_slot_without_worker_is_told(
+    rigs: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """After the first batch too: a fleet with fewer slots than the job needs, or one that became smaller."""
+    monkeypatch.setattr(wait_notice, "FIRST_S", 0.1)
+    rig = rigs(2, timeout_s=0.4)
+    rig.numbers(0, 1)
+    rig.run.views = [rig.run.views[0], pb.SlotView(slot=1, phase=pb.WAITING)]
+    assert rig.take(1) == [1]
+    with pytest.raises(DeadlineError):
+        rig.reader.next()
+    assert capfd.readouterr().err == (
+        "penstock: waiting for the next batch of inputs:make from slot 1 (no worker has free slots, 0 s)\n"
+    )

@@ -259,7 +259,7 @@ def test_batches_that_prove_nothing(examine: Examine) -> None:
 @pytest.mark.parametrize(
     ("input_fn", "args", "kwargs", "says"),
     [
-        ("streams", "[]", "{}", ", got 'streams'"),
+        ("streams", "[]", "{}", ", got 'streams', which is no folder of checkpoints either"),
         ("streams:", "[]", "{}", "must be MODULE:NAME"),
         ("streams:counter", "[1", "{}", "--args must be a JSON list"),
         ("streams:counter", "{}", "{}", "--args must be a JSON list"),

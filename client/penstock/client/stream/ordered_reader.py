@@ -32,6 +32,7 @@ from penstock.client.stream.stream_interfaces import (
     recovered,
     warn_of_whole_input,
 )
+from penstock.client.stream.wait_notice import WaitNotice
 from penstock.proto.batch.structure import Structure
 from penstock.proto.errors import (
     BatchCorruptError,
@@ -64,6 +65,9 @@ RETRY_FLUSH_S = 0.02
 LAZY_S = 0.002
 """Seconds of a wait after which the acks of incomplete groups are sent. If they were sent at once, a loop that is
 faster than its workers would pay one system call and one wake-up of the producer for each batch."""
+
+NO_WORKER = (pb.SLOT_PHASE_UNSPECIFIED, pb.WAITING)
+"""Phases of a slot that no worker has."""
 
 _STAGES: dict[int, str] = {
     pb.FORK_SERVER: "import of torch in the fork server",
@@ -104,6 +108,8 @@ class OrderedReader:
         """Monotonic time at which a runner that waits to be started last moved up in the queue of its worker."""
         self._notice = run.notice
         self._notice.pause()
+        self._later_notice: WaitNotice | None = None
+        """Notice of a later wait, for a slot without a worker; None in any other wait."""
         self._open_epochs = position.epoch
         self._waiting_since = 0.0
         self._moving = False
@@ -288,6 +294,7 @@ class OrderedReader:
         if not self._waiting_since:
             self._waiting_since = now
             self._notice.resume()
+            self._later_notice = None
         view = run.views[lane.slot]
         if lane.consumer is None and self._connect(lane, view, now):
             return
@@ -301,9 +308,9 @@ class OrderedReader:
             until = min(until, self._failed(lane, view, now))
         if lane.consumer is None and view.phase in (pb.READY, pb.FAILED):
             until = min(until, max(lane.retry_at, now + 0.001))
-        if self.position.step == self.first_step:
-            self._notice.tell(*self._first_batch(lane, view))
-            until = min(until, self._notice.due)
+        if (notice := self._notice_of(view)) is not None:
+            notice.tell(*self._waiting_for(lane, view))
+            until = min(until, notice.due)
         lazy_until = self._waiting_since + LAZY_S
         if now < lazy_until:
             until = min(until, lazy_until)
@@ -321,20 +328,27 @@ class OrderedReader:
             progress.waiting_for = 0
             self._waited(lane.slot, worker, time.monotonic() - now)
 
-    def _first_batch(self, lane: SlotLane, view: pb.SlotView) -> tuple[str, str]:
-        """Return two texts for messages: what the loop waits for before its first batch, and the reason for the
-        wait."""
+    def _notice_of(self, view: pb.SlotView) -> WaitNotice | None:
+        """Return the notice of a wait for the first batch or for a slot without a worker; None of any other wait."""
+        if self.position.step == self.first_step:
+            return self._notice
+        if view.phase in NO_WORKER and self._later_notice is None:
+            self._later_notice = WaitNotice()
+        return self._later_notice
+
+    def _waiting_for(self, lane: SlotLane, view: pb.SlotView) -> tuple[str, str]:
+        """Return two texts for messages: what the loop waits for, and the reason for the wait."""
+        which = "first" if self.position.step == self.first_step else "next"
         slots = f" from slot {lane.slot}" if self._run.num_slots > 1 else ""
         why = f"its lane cannot be opened: {lane.last_failure}" if lane.last_failure else "its runner makes it"
-        if view.phase in (pb.SLOT_PHASE_UNSPECIFIED, pb.WAITING):
+        if view.phase in NO_WORKER:
             why = "no worker has free slots"
         elif view.phase == pb.STARTING:
             why = _STAGES.get(view.start_stage, "start of its runner")
             if view.start_queue_position:
-                why = (
-                    f"number {view.start_queue_position} of {view.start_queue_length} in the queue of runners to start"
-                )
-        return f"the first batch of {self._label}{slots}", why
+                place = f"number {view.start_queue_position} of {view.start_queue_length}"
+                why = f"{place} in the queue of runners to start"
+        return f"the {which} batch of {self._label}{slots}", why
 
     def _waited(self, slot: int, worker: str, seconds: float) -> None:
         """Add the seconds of a wait to the statistics."""
@@ -378,8 +392,8 @@ class OrderedReader:
         if run.away_since is not None:
             seconds = time.monotonic() - run.away_since
             away = f"; the coordinator has not answered for {seconds:.0f} s ({run.away_because})"
-        if view.phase in (pb.SLOT_PHASE_UNSPECIFIED, pb.WAITING):
-            missing = sum(v.phase in (pb.SLOT_PHASE_UNSPECIFIED, pb.WAITING) for v in run.views)
+        if view.phase in NO_WORKER:
+            missing = sum(v.phase in NO_WORKER for v in run.views)
             return NoWorkersError(
                 f"{self._label}: box {run.box} waited {waited:.0f} s for step {step}: {missing} of its "
                 f"{run.num_slots} slots have no worker (slot {slot} is due){away}. Start more `penstock worker`s or "

@@ -84,7 +84,8 @@ class LoaderQuestion:
         module, _, name = self.input_fn.partition(":")
         if not module or not name:
             raise InvalidArgumentError(
-                f"input_fn must be MODULE:NAME, such as mypackage.data:train_input, got {self.input_fn!r}"
+                f"input_fn must be MODULE:NAME, such as mypackage.data:train_input, got {self.input_fn!r}, "
+                "which is no folder of checkpoints either"
             )
         return {
             "input_fn": self.input_fn,
