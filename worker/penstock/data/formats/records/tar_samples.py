@@ -168,7 +168,7 @@ def _samples(path: Path, name: str) -> tuple[int, np.ndarray[Any, np.dtype[np.in
                 if key != last:
                     if key in keys:
                         raise ShardCorruptError(
-                            f"{name}: the members of a sample must follow each other, got {member_name} after other "
+                            f"{name}: a sample's members must follow each other, got {member_name} after other "
                             "samples. Write the archive again, for example with tar --sort=name"
                         )
                     keys.add(key)

@@ -1,0 +1,161 @@
+"""Plain lines, rows and tar archives: what counts as a sample, and what is refused. See test_format_contract.py, too."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from penstock.data import StreamingDataset, index_folder
+from penstock.data.formats.records import json_lines, tar_samples
+from penstock.proto.errors import DatasetError, ShardCorruptError
+
+Members = list[tuple[str, bytes]]
+
+
+def archive(path: Path, members: Members, form: int = tarfile.USTAR_FORMAT) -> None:
+    with tarfile.open(path, "w", format=form) as written:
+        for name, data in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            written.addfile(member, io.BytesIO(data))
+
+
+def samples(folder: Path, **options: Any) -> list[dict[str, Any]]:
+    dataset = StreamingDataset(local=folder, **options)
+    found = [dataset[number] for number in range(len(dataset))]
+    assert dataset.get_many(np.arange(len(dataset))) == found or any("npy" in sample for sample in found)
+    dataset.close()
+    return found
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", ""])
+@pytest.mark.parametrize("piece", [1, 7, 1 << 20])
+def test_lines_are_found_in_any_pieces(tmp_path: Path, end: str, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_lines, "READ_AT_ONCE", piece)
+    lines = [{"n": n, "text": "x" * (n % 9)} for n in range(30)]
+    (tmp_path / "a.jsonl").write_text("\n" + (end or "\n").join(map(json.dumps, lines)) + end, newline="")
+    index_folder(tmp_path)
+    assert samples(tmp_path) == lines
+
+
+@pytest.mark.parametrize("line", ["[1]", "{", "\xff", "3"])
+def test_line_that_is_no_object_is_named(tmp_path: Path, line: str) -> None:
+    (tmp_path / "a.jsonl").write_text(f"{line}\n", encoding="latin-1")
+    with pytest.raises(ShardCorruptError, match=r"^a\.jsonl: sample 0 must be a"):
+        index_folder(tmp_path)
+    (tmp_path / "a.jsonl").write_text(f'{{"a": 1}}\n{line}\n', encoding="latin-1")
+    index_folder(tmp_path)
+    with pytest.raises(ShardCorruptError, match=r"a\.jsonl: sample 1 must be a"):
+        samples(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a,b\n1,2\n1\n", "the row that ends in line 3 must have 2 values, as its header has, got 1"),
+        ("a,a\n1,2\n", "its first line must have the columns' names, each once"),
+        ("", "its first line must have the columns' names"),
+        ('a,b\n"1,2\n', "line 2 must be CSV in UTF-8"),
+        ("a,b\n1,\xff\n", "line 2 must be CSV in UTF-8"),
+    ],
+)
+def test_bad_rows_are_named_when_indexed(tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "a.csv").write_text(text, encoding="latin-1")
+    with pytest.raises(ShardCorruptError, match=rf"^a\.csv: {says}"):
+        index_folder(tmp_path)
+
+
+def test_rows_of_other_headers_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "b.csv").write_text("a,c\n1,2\n")
+    with pytest.raises(DatasetError, match=r"same header: a\.csv has a, b, but b\.csv has a, c"):
+        index_folder(tmp_path)
+
+
+def test_long_values_and_tabs_are_read(tmp_path: Path) -> None:
+    long = "x" * 200_000
+    (tmp_path / "a.tsv").write_text(f'a\tb\n{long}\t"1\t2"\n')
+    index_folder(tmp_path)
+    assert samples(tmp_path) == [{"a": long, "b": "1\t2"}]
+
+
+def test_images_are_decoded_as_in_mds(tmp_path: Path) -> None:
+    image = Image.fromarray(np.arange(48, dtype=np.uint8).reshape(4, 4, 3))
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    archive(tmp_path / "a.tar", [("a.png", file.getvalue()), ("a.left.png", file.getvalue())])
+    index_folder(tmp_path)
+    (sample,) = samples(tmp_path)
+    assert sample["png"] == sample["left.png"] == Image.open(file)
+    array = StreamingDataset(local=tmp_path, images="array")[0]["png"]
+    assert np.array_equal(array, np.asarray(image))
+
+
+@pytest.mark.parametrize("name", ["a.pth", "a.pkl", "a.pickle", "a.pyd"])
+def test_pickles_in_archives_stay_bytes(tmp_path: Path, name: str) -> None:
+    archive(tmp_path / "a.tar", [(name, b"cos\nsystem\n.")])
+    index_folder(tmp_path)
+    assert samples(tmp_path)[0][name[2:]] == b"cos\nsystem\n."
+
+
+@pytest.mark.parametrize(
+    ("members", "says"),
+    [
+        (
+            [("a.txt", b"1"), ("b.txt", b"2"), ("a.cls", b"3")],
+            "the members of a sample must follow each other, got a.cls",
+        ),
+        ([("a.txt", b"1"), ("a.TXT", b"2")], "a sample must have each column once, got a.TXT again"),
+    ],
+)
+def test_archives_of_other_order_are_refused(tmp_path: Path, members: Members, says: str) -> None:
+    archive(tmp_path / "a.tar", members)
+    with pytest.raises(ShardCorruptError, match=rf"^a\.tar: {says}"):
+        index_folder(tmp_path)
+
+
+def test_compressed_archive_is_refused(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w:gz") as written:
+        written.addfile(tarfile.TarInfo("a.txt"))
+    with pytest.raises(ShardCorruptError, match=r"a\.tar: it is no tar archive: .*It is compressed: decompress it"):
+        index_folder(tmp_path)
+
+
+@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_damaged_headers_are_never_an_end(tmp_path: Path, form: int) -> None:
+    """tarfile takes a damaged header for the end of the archive."""
+    members = [(f"{'long' * 40 * (row % 2)}{row}.{kind}", b"%d" % row) for row in range(4) for kind in ("txt", "cls")]
+    archive(tmp_path / "a.tar", members, form if form != tarfile.USTAR_FORMAT else tarfile.GNU_FORMAT)
+    whole = (tmp_path / "a.tar").read_bytes()
+    index_folder(tmp_path)
+    expected = samples(tmp_path)
+    assert len(expected) == 4
+    for at in range(0, len(whole) - 2 * tarfile.BLOCKSIZE, tarfile.BLOCKSIZE):
+        if not whole[at : at + 512].strip(b"\0"):
+            break
+        damaged = bytearray(whole)
+        damaged[at + 150] ^= 1  # within the checksum, if it is a header
+        (tmp_path / "a.tar").write_bytes(damaged)
+        try:
+            found = samples(tmp_path)
+        except ShardCorruptError:
+            continue
+        assert [set(sample) for sample in found] == [set(sample) for sample in expected]
+
+
+def test_plain_headers_are_read_like_tarfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    archive(tmp_path / "a.tar", [(f"deep/{'d' * 90}/{'n' * 60}{row}.txt", b"%d" % row) for row in range(3)])
+    index_folder(tmp_path)
+    fast = samples(tmp_path)
+    monkeypatch.setattr(tar_samples, "_plain_members", lambda record: None)
+    assert samples(tmp_path) == fast
+    monkeypatch.undo()
+    monkeypatch.setattr(tar_samples, "_any_members", lambda record: [])
+    assert samples(tmp_path) == fast
