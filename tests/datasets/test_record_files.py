@@ -110,7 +110,7 @@ def test_pickles_in_archives_stay_bytes(tmp_path: Path, name: str) -> None:
     [
         (
             [("a.txt", b"1"), ("b.txt", b"2"), ("a.cls", b"3")],
-            "the members of a sample must follow each other, got a.cls",
+            "a sample's members must follow each other, got a.cls",
         ),
         ([("a.txt", b"1"), ("a.TXT", b"2")], "a sample must have each column once, got a.TXT again"),
     ],
