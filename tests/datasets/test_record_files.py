@@ -1,4 +1,4 @@
-"""Plain lines, rows and tar archives: what counts as a sample, and what is refused. See test_format_contract.py, too."""
+"""Plain lines, rows and tar archives: what is a sample, and what is refused. See test_format_contract.py, too."""
 
 from __future__ import annotations
 
