@@ -4,11 +4,13 @@ are."""
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.data.formats.arrow.saved_datasets import saved_splits
 from penstock.data.formats.index import INDEX, join_indexes, write_index
 from penstock.data.formats.shards import Shard
+from penstock.data.writing.index_each import JOURNAL, index_each
 from penstock.data.writing.index_parquet import index_parquet, is_hidden
 from penstock.data.writing.indexable_files import INDEXABLE
 from penstock.proto.errors import DatasetError, InvalidArgumentError
@@ -17,6 +19,8 @@ from penstock.runtime.files.atomic_files import write_whole
 __all__ = ["index_folder"]
 
 PARQUET = "parquet"
+PACKED = (".gz", ".zst", ".bz2", ".xz")
+"""Endings of compressed files."""
 
 
 def index_folder(folder: str | os.PathLike[str], format: str | None = None) -> list[Shard]:
@@ -26,7 +30,8 @@ def index_folder(folder: str | os.PathLike[str], format: str | None = None) -> l
         index_folder("/data/saved_with_save_to_disk")
         dataset = StreamingDataset("/data/saved_with_save_to_disk", split="train")
 
-    Hidden files and folders, and those whose names begin with `_` and have no `=`, are left out.
+    Several files are indexed at a time, with progress on standard error from the third second on. A call continues one
+    that was killed. Hidden files and folders, and those whose names begin with `_` and have no `=`, are left out.
 
     Args:
         folder: folder with files of one format: Parquet (*.parquet), Arrow IPC (*.arrow), JSON lines (*.jsonl,
@@ -68,9 +73,18 @@ def index_folder(folder: str | os.PathLike[str], format: str | None = None) -> l
     [(name, named)] = found.items()
     if name == PARQUET:
         return index_parquet(root)
-    shards = INDEXABLE[name].join([INDEXABLE[name].index_file(path, own) for own, path in named])
+    _refuse_packed(root, files, name)
+    shards = INDEXABLE[name].join(index_each(root, named, INDEXABLE[name].index_file))
     write_whole(root / INDEX, write_index(shards))
+    (root / JOURNAL).unlink(missing_ok=True)
     return shards
+
+
+def _refuse_packed(root: Path, files: Sequence[Path], name: str) -> None:
+    """Raise DatasetError if some of a format's files are compressed, and would be left out."""
+    for path in files:
+        if path.suffix in PACKED and INDEXABLE[name].find(root, [path.with_suffix("")]):
+            raise DatasetError(f"{path} must be decompressed, because samples are read in any order")
 
 
 def _files(root: Path) -> list[Path]:

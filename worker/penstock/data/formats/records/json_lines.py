@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from penstock.proto.errors import ShardCorruptError
 __all__ = ["JSONLinesReader", "index_json_lines", "open_json_lines"]
 
 READ_AT_ONCE = 16 << 20
+SPACES = np.frombuffer(b" \t\r\n\v\f", np.uint8)
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -52,20 +54,20 @@ def index_json_lines(path: Path, name: str) -> Shard:
 def _lines(path: Path, name: str) -> tuple[int, np.ndarray[Any, np.dtype[np.int64]]]:
     """Return (size of a file in bytes, offsets of its lines that have text, and of its end)."""
     file, size = opened(path, name)
-    begins = [np.zeros(1, np.int64)]
+    begins, spaces = [np.zeros(1, np.int64)], [np.zeros(1, np.int64)]
     for at in range(0, size, READ_AT_ONCE):
         chunk = np.frombuffer(file.read(READ_AT_ONCE, at), np.uint8)
-        begins.append(np.flatnonzero(chunk == ord("\n")) + (at + 1))
+        found = np.flatnonzero(chunk == ord("\n")) + 1
+        first = np.append(chunk, ord(" "))[found]  # what lies beyond the chunk may be a space
+        begins.append(found + at)
+        spaces.append(found[np.isin(first, SPACES)] + at)
+    if os.fstat(file.fileno()).st_size != size:
+        raise ShardCorruptError(f"{name}: it was changed while it was indexed")
     lines = np.concatenate(begins)
-    if file.read(len(BYTE_ORDER_MARK), 0) == BYTE_ORDER_MARK:
-        lines[0] = len(BYTE_ORDER_MARK)
-    if lines[-1] == size:
-        lines = lines[:-1]
+    lines[0] = len(BYTE_ORDER_MARK) if file.read(len(BYTE_ORDER_MARK), 0) == BYTE_ORDER_MARK else 0
     ends = np.append(lines[1:], size)
-    # An empty line belongs to the line before it. Only short ones can be empty.
-    short = np.flatnonzero(ends - lines <= 2)
-    empty = [at for at in short.tolist() if not file.read(int(ends[at] - lines[at]), int(lines[at])).strip()]
+    # A line without text belongs to the line before it. Only one that begins with a space can have none.
+    candidates = np.searchsorted(lines, np.concatenate(spaces)[1:]).tolist()
+    empty = [at for at in [0, *candidates] if not file.read(int(ends[at] - lines[at]), int(lines[at])).strip()]
     kept = np.delete(lines, empty)
-    if size and file.read(size - int(ends[-1]), int(ends[-1])):
-        raise ShardCorruptError(f"{name}: it grew while it was indexed")
     return size, np.append(kept, size)

@@ -1,0 +1,151 @@
+"""Folders of plain files, indexed where they lie: lines found exactly, kills survived, damage named."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from penstock.data import StreamingDataset, StreamingLoader, index_folder
+from penstock.data.formats.records import json_lines
+from penstock.data.writing.index_each import JOURNAL
+from penstock.proto.errors import DatasetError, ShardCorruptError
+
+
+def write(path: Path, rows: range) -> None:
+    path.write_text("".join(json.dumps({"n": n, "text": "ü" * (n % 7)}) + "\n" for n in rows))
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 5, 1 << 22])
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b'{"a": 1}\n{"a": 2}\n', [1, 2]),
+        (b'{"a": 1}\n{"a": 2}', [1, 2]),
+        (b'\xef\xbb\xbf{"a": 1}\r\n\r\n{"a": 2}\r\n', [1, 2]),
+        (b'\n \n{"a": 1}\n\n\t \n  {"a": 2}\n\n', [1, 2]),
+        (b"", []),
+        (b"\n  ", []),
+        (b"\xef\xbb\xbf", []),
+    ],
+)
+def test_lines_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, expected: list[int], chunk: int
+) -> None:
+    monkeypatch.setattr(json_lines, "READ_AT_ONCE", chunk)
+    (tmp_path / "a.jsonl").write_bytes(content)
+    write(tmp_path / "b.jsonl", range(1))
+    assert [shard.samples for shard in index_folder(tmp_path)] == [len(expected), 1]
+    dataset = StreamingDataset(tmp_path)
+    assert [dataset[i]["a"] for i in range(len(expected))] == expected
+
+
+def test_resume_is_exact(tmp_path: Path) -> None:
+    for part in range(3):
+        write(tmp_path / f"{part}.jsonl", range(part * 20, part * 20 + 20))
+    index_folder(tmp_path)
+
+    def seen(batches: object) -> list[int]:
+        return [int(n) for batch in batches for n in batch["n"]]  # type: ignore[attr-defined]
+
+    whole = StreamingLoader(StreamingDataset(tmp_path), batch_size=4, seed=3)
+    loader = StreamingLoader(StreamingDataset(tmp_path), batch_size=4, seed=3)
+    batches = iter(loader)
+    first = [next(batches) for _ in range(6)]
+    again = StreamingLoader(StreamingDataset(tmp_path), batch_size=4, seed=3)
+    again.load_state_dict(loader.state_dict())
+    got = seen(first) + seen(again)
+    assert got == seen(whole)
+    assert sorted(got) == list(range(60))
+
+
+def test_killed_run_is_continued(tmp_path: Path) -> None:
+    for part in range(6):
+        write(tmp_path / f"{part}.jsonl", range(part * 5, part * 5 + 5))
+    code = (
+        "import dataclasses, sys, time\n"
+        "from penstock.data.writing.index_folder import INDEXABLE, index_folder\n"
+        "lines = INDEXABLE['json_lines']\n"
+        "def slow(path, name):\n    if name == '5.jsonl': time.sleep(600)\n    return lines.index_file(path, name)\n"
+        "INDEXABLE['json_lines'] = dataclasses.replace(lines, index_file=slow)\n"
+        "index_folder(sys.argv[1])\n"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code, tmp_path])
+    try:
+        deadline = time.monotonic() + 60
+        journal = tmp_path / JOURNAL
+        while not journal.exists() or journal.read_bytes().count(b"\n") < 5:
+            assert time.monotonic() < deadline
+            assert child.poll() is None
+            time.sleep(0.02)
+    finally:
+        child.send_signal(signal.SIGKILL)
+        child.wait(60)
+    assert not (tmp_path / "index.json").exists()
+    with journal.open("ab") as log:
+        log.write(b'["5.jsonl", 1')  # as a kill within a write leaves it
+    changed = tmp_path / "1.jsonl"
+    changed.write_bytes(changed.read_bytes()[::-1].replace(b"\n", b" ", 2)[::-1])  # of the same size
+    before = {n: (tmp_path / f"{n}.jsonl.penstock-index").stat().st_ino for n in range(3)}
+    assert [shard.samples for shard in index_folder(tmp_path)] == [5, 4, 5, 5, 5, 5]
+    kept = [n for n in range(3) if (tmp_path / f"{n}.jsonl.penstock-index").stat().st_ino == before[n]]
+    assert kept == [0, 2]
+    assert not journal.exists()
+
+
+def test_hidden_files_are_left_out(tmp_path: Path) -> None:
+    for name in ("a/x.ndjson", "_temporary/x.jsonl", ".hidden/x.jsonl", "a/.x.jsonl", "_tmp.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write(tmp_path / name, range(3))
+    assert [shard.name for shard in index_folder(tmp_path)] == ["a/x.ndjson"]
+
+
+def test_wrong_folders_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match="got none"):
+        index_folder(tmp_path)
+    write(tmp_path / "a.jsonl", range(3))
+    (tmp_path / "b.parquet").write_bytes(b"")
+    with pytest.raises(DatasetError, match="1 of parquet and 1 of json_lines"):
+        index_folder(tmp_path)
+    assert len(index_folder(tmp_path, "json_lines")) == 1
+    (tmp_path / "c.jsonl.gz").write_bytes(b"")
+    with pytest.raises(DatasetError, match=r"c\.jsonl\.gz must be decompressed"):
+        index_folder(tmp_path, "json_lines")
+
+
+def test_missing_index_names_the_remedy(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", range(3))
+    with pytest.raises(DatasetError, match=r"index_folder\('.*'\) writes"):
+        StreamingDataset(tmp_path)
+
+
+@pytest.mark.parametrize("line", [b"[1]", b"{", b'{"a": "\xff"}', b"{} {}"])
+def test_bad_line_is_named(tmp_path: Path, line: bytes) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"{}\n" + line + b"\n")
+    index_folder(tmp_path)
+    dataset = StreamingDataset(tmp_path)
+    assert dataset[0] == {}
+    with pytest.raises(ShardCorruptError, match=r"a\.jsonl: sample 1"):
+        dataset[1]
+
+
+@pytest.mark.parametrize("damage", ["magic", "count", "order", "short", "grown"])
+def test_damage_is_named(tmp_path: Path, damage: str) -> None:
+    write(tmp_path / "a.jsonl", range(5))
+    index_folder(tmp_path)
+    sidecar = tmp_path / "a.jsonl.penstock-index"
+    table = bytearray(sidecar.read_bytes())
+    if damage == "grown":
+        write(tmp_path / "a.jsonl", range(6))
+    elif damage == "short":
+        del table[-3:]
+    else:
+        table[{"magic": 0, "count": 16, "order": 24 + 16 + 6}[damage]] ^= 1
+    sidecar.write_bytes(table)
+    with pytest.raises(ShardCorruptError, match=r"a\.jsonl"):
+        StreamingDataset(tmp_path)[0]
