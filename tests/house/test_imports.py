@@ -65,6 +65,8 @@ ENTRY_POINTS = {
     "penstock.client": "what users have",
     "penstock.client.states.saved_state": "the states that they save",
     "penstock.data": "what users have",
+    "penstock.data.formats.index": "the index of a dataset's folder",
+    "penstock.data.formats.shards": "what an index lists",
     "penstock.data.ordering.order_file": "the order of an epoch that another library began",
     "penstock.data.ordering.order_states": "the states of its sources",
 }

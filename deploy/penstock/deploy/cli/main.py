@@ -17,16 +17,16 @@ import typer
 
 from penstock.deploy.cli.commands.config import config
 from penstock.deploy.cli.commands.coordinator import coordinator
+from penstock.deploy.cli.commands.data import data
 from penstock.deploy.cli.commands.demo import demo
 from penstock.deploy.cli.commands.doctor import doctor
-from penstock.deploy.cli.commands.down import down
 from penstock.deploy.cli.commands.import_state import import_state
 from penstock.deploy.cli.commands.replay import replay
 from penstock.deploy.cli.commands.run import run
 from penstock.deploy.cli.commands.state import state
 from penstock.deploy.cli.commands.status import status
 from penstock.deploy.cli.commands.top import dashboard, top
-from penstock.deploy.cli.commands.up import up
+from penstock.deploy.cli.commands.up import down, up
 from penstock.deploy.cli.commands.worker import worker
 from penstock.deploy.console.common_options import CONTEXT, EPILOG, App, Group
 from penstock.deploy.console.exit_codes import INTERRUPTED, UNSAID, USAGE, guarded
@@ -46,7 +46,7 @@ class _Commands(Group):
         "Run it": ("coordinator", "worker", "up", "down"),
         "Look at it": ("status", "top", "dashboard", "state", "replay"),
         "Change it": ("run",),
-        "Check and set up": ("doctor", "config", "import-state"),
+        "Check and set up": ("doctor", "config", "data", "import-state"),
     }
 
 
@@ -95,6 +95,7 @@ app.add_typer(state, name="state")
 app.command()(guarded(replay))
 app.add_typer(doctor, name="doctor")
 app.command()(guarded(config))
+app.add_typer(data, name="data")
 app.command("import-state")(guarded(import_state))
 
 

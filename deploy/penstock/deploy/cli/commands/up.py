@@ -1,4 +1,4 @@
-"""Command `penstock up`."""
+"""Commands `penstock up` and `penstock down`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import typer
 from penstock.deploy.console.common_options import quiet_grpc
 from penstock.deploy.console.daemon_settings import TlsSettings
 from penstock.deploy.console.fleet_settings import UpSettings
-from penstock.deploy.console.options import AsJson, Debug, Flags, TokenFile
+from penstock.deploy.console.options import AsJson, Debug, Flags, TokenFile, option
 
-__all__ = ["up"]
+__all__ = ["down", "up"]
 
 
 def up(
@@ -46,3 +46,27 @@ def up(
     from penstock.deploy.engines.up_down import run_up
 
     run_up(flags, tls, token_file, detach=detach, render=render, as_json=as_json, debug=debug)
+
+
+def down(
+    name: Annotated[str | None, option(UpSettings, "name")] = None,
+    dir: Annotated[str | None, option(UpSettings, "dir")] = None,
+    timeout: Annotated[
+        float,
+        typer.Option("--timeout", metavar="SECONDS", min=1, help="Time for an orderly end before it is killed."),
+    ] = 60.0,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """End what `penstock up` started, on any engine: workers first, then the coordinator.
+
+    Journal, token and logs stay, so that `penstock up` continues from there. Exit code 0 also if nothing runs.
+
+    \b
+    Examples:
+      penstock down
+      penstock down --name eval
+    """
+    from penstock.deploy.engines.up_down import run_down
+
+    run_down({"name": name, "dir": dir}, timeout, as_json)

@@ -1,0 +1,123 @@
+"""Datasets in local folders: their index, what is in them, and whether all of it can be read."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from penstock.data import StreamingDataset, index_folder
+from penstock.data.formats.index import INDEX, read_index
+from penstock.data.formats.shards import Shard
+from penstock.deploy.console.exit_codes import exit_code
+from penstock.proto.errors import DatasetError
+from penstock.runtime.telemetry.logs import printable
+
+__all__ = ["show_index", "show_inspection", "show_verification"]
+
+LONGEST_VALUE = 60
+"""Largest number of characters of a value that is shown."""
+VERIFIED_AT_ONCE = 64
+"""Number of samples that are read at a time."""
+
+
+def show_index(folder: Path, format: str | None, as_json: bool) -> None:
+    """Write a folder's index, and print what was found."""
+    _print(_counts(folder, index_folder(folder, format)), as_json)
+
+
+def show_inspection(folder: Path, samples: int, as_json: bool) -> None:
+    """Print what is in a dataset, with its first samples."""
+    found: dict[str, Any] = _counts(folder, _shards(folder))
+    dataset = StreamingDataset(local=folder)
+    try:
+        first = [dataset[number] for number in range(min(max(samples, 1), len(dataset)))]
+    finally:
+        dataset.close()
+    found["columns"] = {name: _kind(value) for name, value in (first[0] if first else {}).items()}
+    found["first_samples"] = [{name: _shown(value) for name, value in sample.items()} for sample in first[:samples]]
+    _print(found, as_json)
+
+
+def show_verification(folder: Path, as_json: bool) -> int:
+    """Read all samples, and print which files are damaged or missing. Returns the exit code."""
+    shards = _shards(folder)
+    stored = [file.packed or file.raw for shard in shards for file in shard.files]
+    algorithms = sorted(set.intersection(*(set(file.hashes) for file in stored))) if stored else []
+    dataset = StreamingDataset(local=folder, validate_hash=algorithms[0] if algorithms else None)
+    damaged: list[dict[str, str]] = []
+    number = 0
+    try:
+        for shard in shards:
+            end = number + shard.samples
+            try:
+                while number < end:
+                    dataset.__getitems__(list(range(number, min(end, number + VERIFIED_AT_ONCE))))
+                    number += VERIFIED_AT_ONCE
+            except DatasetError as error:
+                damaged.append({"file": shard.name, "error": error.message})
+            number = end
+    finally:
+        dataset.close()
+    found = {**_counts(folder, shards), "verified_by": algorithms[0] if algorithms else "size", "damaged": damaged}
+    _print(found, as_json)
+    return exit_code(DatasetError("")) if damaged else 0
+
+
+def _shards(folder: Path) -> list[Shard]:
+    path = folder / INDEX
+    try:
+        return read_index(path.read_bytes(), str(path))
+    except FileNotFoundError:
+        raise DatasetError(f"{folder} must have {INDEX}: write it with `penstock data index {folder}`") from None
+    except OSError as error:
+        raise DatasetError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _counts(folder: Path, shards: Sequence[Shard]) -> dict[str, Any]:
+    return {
+        "folder": str(folder),
+        "formats": dict(Counter(shard.format for shard in shards)),
+        "shards": len(shards),
+        "samples": sum(shard.samples for shard in shards),
+        "bytes": sum(shard.size for shard in shards),
+    }
+
+
+def _kind(value: Any) -> str:
+    """Return the type of a value, with the dtype and shape of an array and the mode and size of an image."""
+    name = type(value).__name__
+    if hasattr(value, "dtype") and getattr(value, "shape", ()) != ():
+        return f"{name} of {value.dtype}, shape {tuple(value.shape)}"
+    if hasattr(value, "mode") and hasattr(value, "size"):
+        return f"image, mode {value.mode}, {value.size[0]} x {value.size[1]} pixels"
+    if isinstance(value, list) and value:
+        kinds = ", ".join(kind for kind, _ in groupby(type(each).__name__ for each in value[:3]))
+        return f"list of {len(value)} ({kinds})"
+    return name
+
+
+def _shown(value: Any) -> str:
+    text = _kind(value) if hasattr(value, "mode") else repr(value)
+    return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + "..."
+
+
+def _print(found: Mapping[str, Any], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    for name, value in found.items():
+        if isinstance(value, list):
+            typer.echo(f"{name.replace('_', ' ')}: {'' if value else 'none'}".rstrip())
+            for number, each in enumerate(value):
+                typer.echo(f"  {number}: " + printable(", ".join(f"{key}={text}" for key, text in each.items())))
+        elif isinstance(value, dict):
+            parts = ", ".join(f"{key}: {text}" for key, text in value.items())
+            typer.echo(f"{name}: " + printable(parts))
+        else:
+            typer.echo(f"{name.replace('_', ' ')}: {printable(f'{value:,}' if type(value) is int else str(value))}")

@@ -1,0 +1,75 @@
+"""`penstock data index`, `inspect` and `verify`, as a user calls them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from penstock.data import MDSWriter
+from penstock.deploy.cli.main import app
+
+
+def call(*arguments: str | Path) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["data", *map(str, arguments)])
+    return done.exit_code, done.output
+
+
+def asked(*arguments: str | Path) -> Any:
+    code, said = call(*arguments, "--json")
+    return code, json.loads(said)
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Path:
+    for part in range(2):
+        rows = [{"n": n, "text": "x" * 100} for n in range(part * 5, part * 5 + 5)]
+        (tmp_path / f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def test_folder_is_indexed_shown_and_verified(lines: Path) -> None:
+    counts = {"folder": str(lines), "formats": {"json_lines": 2}, "shards": 2, "samples": 10}
+    code, found = asked("index", lines)
+    assert (code, {name: found[name] for name in counts}) == (0, counts)
+    assert found["bytes"] == sum(path.stat().st_size for path in lines.glob("*.jsonl*"))  # with the offsets
+    code, found = asked("inspect", lines, "--samples", "2")
+    assert (code, found["columns"]) == (0, {"n": "int", "text": "str"})
+    assert [sample["n"] for sample in found["first_samples"]] == ["0", "1"]
+    assert len(found["first_samples"][0]["text"]) == 60
+    assert asked("verify", lines)[1]["damaged"] == []
+    code, said = call("inspect", lines)
+    assert (code, "samples: 10\n" in said, "columns: n: int, text: str\n" in said) == (0, True, True)
+
+
+def test_damaged_files_are_named_each(lines: Path) -> None:
+    call("index", lines)
+    first = (lines / "0.jsonl").read_bytes()
+    (lines / "0.jsonl").write_bytes(first.replace(b'"n"', b"'n'"))
+    (lines / "1.jsonl").unlink()
+    code, found = asked("verify", lines)
+    assert code == 28
+    assert [each["file"] for each in found["damaged"]] == ["0.jsonl", "1.jsonl"]
+    assert "sample 0 must be a line of JSON" in found["damaged"][0]["error"]
+
+
+def test_flipped_byte_differs_from_its_hash(tmp_path: Path) -> None:
+    with MDSWriter(tmp_path / "made", {"data": "bytes"}, hashes=["xxh64"]) as shards:
+        shards.write({"data": bytes(1000)})
+    assert asked("verify", tmp_path / "made")[1]["verified_by"] == "xxh64"
+    file = tmp_path / "made" / "shard.00000.mds"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    code, found = asked("verify", tmp_path / "made")
+    assert (code, "its xxh64 hash must be" in found["damaged"][0]["error"]) == (28, True)
+
+
+def test_folder_without_index_says_the_command(tmp_path: Path) -> None:
+    for command in ("inspect", "verify"):
+        code, said = call(command, tmp_path)
+        assert (code, f"write it with `penstock data index {tmp_path}`" in said) == (28, True)
+    assert call("index", tmp_path / "none")[0] == 28
