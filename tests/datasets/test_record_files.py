@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from penstock.data import StreamingDataset, index_folder
 from penstock.data.formats.records import json_lines, tar_samples
 from penstock.proto.errors import DatasetError, ShardCorruptError
 
+DATA = Path(__file__).parents[1] / "data" / "webdataset"
 Members = list[tuple[str, bytes]]
 
 
@@ -96,6 +98,30 @@ def test_images_are_decoded_as_in_mds(tmp_path: Path) -> None:
     assert sample["png"] == sample["left.png"] == Image.open(file)
     array = StreamingDataset(local=tmp_path, images="array")[0]["png"]
     assert np.array_equal(array, np.asarray(image))
+
+
+def test_samples_are_those_of_webdataset(tmp_path: Path) -> None:
+    """Read archives that webdataset wrote, see tests/data/webdataset/make.py; expected are the bytes that it reads."""
+    shutil.copytree(DATA / "shards", tmp_path / "shards")
+    index_folder(tmp_path)
+    decoders: dict[str, Any] = {"txt": bytes.decode, "json": json.loads, "cls": int, "npy": opened_array}
+    decoders |= dict.fromkeys(("jpg", "seg.png"), lambda data: Image.open(io.BytesIO(data)))
+    expected = [
+        {
+            name: value if name == "__key__" else decoders.get(name, bytes)(bytes.fromhex(value))
+            for name, value in sample.items()
+        }
+        for sample in json.loads((DATA / "expected.json").read_text())
+    ]
+    found = samples(tmp_path)
+    assert len(found) == len(expected)
+    for sample, other in zip(found, expected, strict=True):
+        assert np.array_equal(sample.pop("npy"), other.pop("npy"))
+        assert sample == other
+
+
+def opened_array(data: bytes) -> Any:
+    return np.load(io.BytesIO(data))
 
 
 @pytest.mark.parametrize("name", ["a.pth", "a.pkl", "a.pickle", "a.pyd"])
