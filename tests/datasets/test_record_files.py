@@ -147,6 +147,24 @@ def test_archives_of_other_order_are_refused(tmp_path: Path, members: Members, s
         index_folder(tmp_path)
 
 
+def test_cut_and_joined_archives_are_refused(tmp_path: Path) -> None:
+    """tarfile reads both without an error, up to the first end."""
+    path = tmp_path / "a.tar"
+    archive(path, [(f"{number}.txt", b"x" * 600) for number in range(3)])
+    whole = path.read_bytes()
+    member = 512 + 1024
+    for size in (3 * member, 2 * member, member, 3 * member + 100):
+        path.write_bytes(whole[:size])
+        with pytest.raises(ShardCorruptError, match=r"^a\.tar: it is truncated: it must end with a block of zeros"):
+            index_folder(tmp_path)
+    path.write_bytes(whole + whole)
+    with pytest.raises(ShardCorruptError, match=r"^a\.tar: it must be one archive, but more data follow its end"):
+        index_folder(tmp_path)
+    path.write_bytes(whole[: 3 * member + 512])  # one block of zeros, as some writers leave it
+    index_folder(tmp_path)
+    assert len(samples(tmp_path)) == 3
+
+
 def test_compressed_archive_is_refused(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "a.tar", "w:gz") as written:
         written.addfile(tarfile.TarInfo("a.txt"))

@@ -13,7 +13,7 @@ import re
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from penstock.runtime.files.plain_files import open_plain
 __all__ = ["TarReader", "index_tar", "open_tar"]
 
 KEY = "__key__"
+READ_AT_ONCE = 1 << 20
 _NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)", re.DOTALL)
 _META = re.compile(r"(?:^|/)__[^/]*__(?:$|/)")
 
@@ -154,6 +155,23 @@ def index_tar(path: Path, name: str) -> Shard:
     return Shard("webdataset", len(offsets) - 1, store_offsets(path, name, size, offsets))
 
 
+def _check_end(file: BinaryIO, at: int, name: str) -> None:
+    """Raise ShardCorruptError unless an archive ends at byte `at`, where tarfile found no other member. tarfile takes a
+    damaged header and the end of the file for the end of the archive, and reads nothing behind the first end."""
+    file.seek(at)
+    marker = file.read(tarfile.BLOCKSIZE)
+    if marker.strip(b"\0"):
+        raise ShardCorruptError(f"{name}: the header at byte {at} is damaged. Fetch it again")
+    if len(marker) < tarfile.BLOCKSIZE:
+        raise ShardCorruptError(f"{name}: it is truncated: it must end with a block of zeros. Fetch it again")
+    while rest := file.read(READ_AT_ONCE):
+        if rest.strip(b"\0"):
+            raise ShardCorruptError(
+                f"{name}: it must be one archive, but more data follow its end, as if archives were joined with cat. "
+                "Give them as separate files, or join them with tar --concatenate"
+            )
+
+
 def _samples(path: Path, name: str) -> tuple[int, np.ndarray[Any, np.dtype[np.int64]]]:
     """Return (size of an archive in bytes, offsets of its samples, and of the end of the last one)."""
     _, size = opened(path, name)
@@ -178,10 +196,7 @@ def _samples(path: Path, name: str) -> tuple[int, np.ndarray[Any, np.dtype[np.in
                     raise ShardCorruptError(f"{name}: a sample must have each column once, got {member_name} again")
                 columns.add(column)
                 end = archive.offset
-            # tarfile takes a damaged header for the end of the archive, which is a block of zeros.
-            file.seek(archive.offset)
-            if file.read(tarfile.BLOCKSIZE).strip(b"\0"):
-                raise ShardCorruptError(f"{name}: the header at byte {archive.offset} is damaged. Fetch it again")
+            _check_end(file, archive.offset, name)
     except tarfile.TarError as error:
         with open(path, "rb", opener=open_plain) as file:
             packed = file.read(2) == b"\x1f\x8b"
