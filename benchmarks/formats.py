@@ -8,7 +8,9 @@ format whose library is not installed is left out.
 from __future__ import annotations
 
 import argparse
+import csv
 import importlib.util
+import json
 import random
 import statistics
 import tempfile
@@ -171,12 +173,45 @@ def lance(folder: Path) -> Readers:
     )
 
 
+def json_lines(folder: Path) -> Readers:
+    """50,000 lines of some 500 bytes."""
+    from penstock.data import StreamingDataset, index_folder
+
+    path = folder / "a.jsonl"
+    path.write_text("".join(json.dumps({"number": i, "text": "word " * 100}) + "\n" for i in range(50_000)))
+    index_folder(folder)
+
+    def lines() -> Iterable[Any]:
+        with path.open() as file:
+            yield from map(json.loads, file)
+
+    return Readers(50_000, StreamingDataset(local=folder).__getitem__, {}, {"json.loads of each line": lines})
+
+
+def csv_table(folder: Path) -> Readers:
+    """50,000 records of some 500 bytes."""
+    from penstock.data import StreamingDataset, index_folder
+
+    path = folder / "a.csv"
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([["number", "text"], *([i, "word " * 100] for i in range(50_000))])
+    index_folder(folder)
+
+    def records() -> Iterable[Any]:
+        with path.open(newline="") as file:
+            yield from csv.DictReader(file)
+
+    return Readers(50_000, StreamingDataset(local=folder).__getitem__, {}, {"csv.DictReader": records})
+
+
 CASES: Mapping[str, tuple[str, Case]] = {
     "megatron": ("megatron.core", megatron),
     "saved_dataset": ("datasets", saved_dataset),
     "tfrecord": ("tensorflow", tfrecord),
     "array_record": ("array_record", array_record),
     "lance": ("lance", lance),
+    "jsonl": ("json", json_lines),
+    "csv": ("csv", csv_table),
 }
 """(package that it needs, case) of each format."""
 

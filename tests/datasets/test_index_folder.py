@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.data import StreamingDataset, StreamingLoader, index_folder
+from penstock.data import CSVWriter, StreamingDataset, StreamingLoader, index_folder
 from penstock.data.formats.records import json_lines
 from penstock.data.writing.index_each import JOURNAL
 from penstock.proto.errors import DatasetError, ShardCorruptError
@@ -116,6 +116,15 @@ def test_wrong_folders_are_refused(tmp_path: Path) -> None:
     (tmp_path / "c.jsonl.gz").write_bytes(b"")
     with pytest.raises(DatasetError, match=r"c\.jsonl\.gz must be decompressed"):
         index_folder(tmp_path, "json_lines")
+
+
+def test_index_of_a_writer_is_kept(tmp_path: Path) -> None:
+    with CSVWriter(tmp_path / "made", {"n": "int"}) as shards:
+        shards.write({"n": 1})
+    before = (tmp_path / "made" / "index.json").read_bytes()
+    with pytest.raises(DatasetError, match="must not be replaced: a writer made it, for shards of csv"):
+        index_folder(tmp_path / "made")
+    assert (tmp_path / "made" / "index.json").read_bytes() == before
 
 
 def test_missing_index_names_the_remedy(tmp_path: Path) -> None:

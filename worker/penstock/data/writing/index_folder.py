@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.data.formats.arrow.saved_datasets import saved_splits
-from penstock.data.formats.index import INDEX, join_indexes, write_index
+from penstock.data.formats.index import INDEX, join_indexes, read_index, write_index
 from penstock.data.formats.shards import Shard
 from penstock.data.writing.index_each import JOURNAL, index_each
 from penstock.data.writing.index_parquet import index_parquet, is_hidden
@@ -74,10 +74,24 @@ def index_folder(folder: str | os.PathLike[str], format: str | None = None) -> l
     if name == PARQUET:
         return index_parquet(root)
     _refuse_packed(root, files, name)
+    _refuse_written(root)
     shards = INDEXABLE[name].join(index_each(root, named, INDEXABLE[name].index_file))
     write_whole(root / INDEX, write_index(shards))
     (root / JOURNAL).unlink(missing_ok=True)
     return shards
+
+
+def _refuse_written(root: Path) -> None:
+    """Raise DatasetError if a writer of shards has written the folder's index, which would be lost."""
+    path = root / INDEX
+    if not path.exists():
+        return
+    written = {shard.format for shard in read_index(path.read_bytes(), str(path))} - {PARQUET, *INDEXABLE}
+    if written:
+        raise DatasetError(
+            f"{path} must not be replaced: a writer made it, for shards of {', '.join(sorted(written))}. Read the "
+            "folder as it is, or move the other files to a folder of their own"
+        )
 
 
 def _refuse_packed(root: Path, files: Sequence[Path], name: str) -> None:
