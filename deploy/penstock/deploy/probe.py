@@ -71,7 +71,10 @@ def _look_at_worker(file: str, ready: bool, within_s: float | None) -> None:
     liveness = read_liveness(file)
     if ready and liveness.heard_s_ago > (within_s or READY_S):
         since = "yet" if liveness.heard_s_ago == float("inf") else f"for {liveness.heard_s_ago:.0f} s"
-        raise DeadlineError(f"the coordinator has not answered the worker {since}")
+        raise DeadlineError(
+            f"the coordinator has not answered the worker {since} (limit {within_s or READY_S:g} s): see whether it "
+            "runs, and whether the worker reaches it"
+        )
     if liveness.turned_s_ago > (within_s or LIVE_S):
         raise DeadlineError(
             f"the worker has made no progress for {liveness.turned_s_ago:.0f} s: it hangs or is stopped"

@@ -64,8 +64,8 @@ class SlotLoss:
     worker: str
     note: str
     delivered: int
-    """Total of batches of the slot that was known to be delivered at the loss. A higher total since then means
-    progress."""
+    """Number of the slot's batches that were known to be delivered when its worker was lost. A higher number later
+    means that the slot has made progress since."""
     making: records_pb2.Skip | None = None
     """Position of the batch that the runner was making when it died; None if it was not making one."""
 

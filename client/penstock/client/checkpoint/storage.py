@@ -50,8 +50,8 @@ class AsyncFileSystemWriter(FileSystemWriter):
         overwrite: False: raise if the folder holds a checkpoint.
         transforms: torch's stream extensions, such as ZStandard, for everything that is written.
 
-    `dcp.save` raises CheckpointError (in torch's CheckpointException) if fewer items were written than planned.
-    Otherwise it raises the error of the first thread that failed.
+    If a thread fails, `dcp.save` raises the error of the first thread that failed. If none failed, but fewer items
+    were written than planned, it raises CheckpointError. Both are wrapped in torch's CheckpointException.
     """
 
     def __init__(

@@ -177,7 +177,8 @@ def examine(question: LoaderQuestion) -> LoaderReport:
 
 
 def examine_in(trials: TrialProcesses, question: LoaderQuestion) -> LoaderReport:
-    """Run all checks of a loader in an existing set of trial processes, with their deadline."""
+    """Run all checks of the loader in `question` in trial processes that exist already; return the report. The
+    deadline of `trials` holds for all checks together."""
     loaders = [_streamed(trials, question, slot) for slot in range(question.workers)]
     for examined in loaders:
         for name in _restored(examined):

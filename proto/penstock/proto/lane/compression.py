@@ -60,8 +60,8 @@ class Codec:
     number: int
     compress: Callable[[Buffer], bytes]
     decompress: Callable[[Buffer, int], bytes]
-    """Function of a compressed piece and its decompressed length. It allocates no more than this length. Raises
-    ProtocolError."""
+    """Function that decompresses a piece. Its arguments are the compressed bytes and the number of bytes that they
+    must decompress to; it allocates no more than these. Raises ProtocolError if the piece is damaged."""
 
 
 def _lz4() -> Codec:

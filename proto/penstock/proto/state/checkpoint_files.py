@@ -160,7 +160,8 @@ class CheckpointFile:
         file = cls(str(name), int(nbytes), str(xxh3), str(parts))
         if not _FILE.fullmatch(file.name) or not 0 <= file.nbytes <= MOST:
             raise ValueError(
-                f"it lists {file.name!r} ({file.nbytes:,} bytes), which is not a plain file name in its folder"
+                f"it lists {file.name!r} with {file.nbytes:,} bytes, but each file must have a plain name, without a "
+                f"folder, and 0 to {MOST:,} bytes"
             )
         if not _PARTS.fullmatch(file.parts):
             raise ValueError(f"the parts of {file.name!r} must be pairs of a position and a checksum")

@@ -45,7 +45,10 @@ class BlockFooters:
             except DatasetError:
                 raise
             except Exception as error:
-                raise ShardCorruptError(f"{source}: its footer ({path}) cannot be read: {error}") from error
+                raise ShardCorruptError(
+                    f"{source}: the copy of its footer, {path}, cannot be read: {error}. Remove the copy to "
+                    "fetch it again"
+                ) from error
             self._known[key] = footer
             if len(self._known) > MOST:
                 with contextlib.suppress(KeyError, RuntimeError):  # another thread does the same

@@ -189,8 +189,8 @@ class Downloads:
         return self._folder / stored.name
 
     def _drop_strange_links(self, file: ShardFile) -> None:
-        """Remove links that another user put in place of a shard's file in the cache's folder. Such a link may lead to
-        a private file of this user, which would be unpacked here for others to read."""
+        """Remove links that another user put in place of a shard's file in the cache's folder. Such a link may lead
+        to a private file of the user who runs this process, which would then be unpacked here for others to read."""
         for stored in (file.raw, file.packed):
             if stored and self._remote is not None and is_strange_link(self._own(stored)):
                 self._unlink(stored.name)

@@ -153,7 +153,9 @@ def _blocks(entry: dict[str, Any], samples: int, size: int) -> tuple[tuple[int, 
     if not isinstance(ranges, list) or not all(type(at) is int and 0 <= at <= size for at in ranges):
         raise InvalidField("ranges", f"must be a list of offsets from 0 to {size}")
     if ranges and len(ranges) != 2 * len(blocks) + 1:
-        raise InvalidField("ranges", f"must have 2 offsets for each of {len(blocks)} blocks and 1, got {len(ranges)}")
+        raise InvalidField(
+            "ranges", f"must have 2 offsets for each of {len(blocks)} blocks, and 1 more, got {len(ranges)}"
+        )
     if any(begin > end for begin, end in zip(ranges[:-1:2], ranges[1::2], strict=True)):
         raise InvalidField("ranges", "must not have a block that ends before it begins")
     return tuple(blocks), decoded, tuple(ranges)

@@ -90,7 +90,9 @@ class MDSReader(SampleFile):
         try:
             sizes = self._head.unpack_from(sample)
             if self._least + sum(sizes) != len(sample):
-                raise ValueError(f"the values must have {len(sample)} bytes, got {self._least + sum(sizes)}")
+                raise ValueError(
+                    f"the sample has {len(sample)} bytes, but the sizes in it say {self._least + sum(sizes)}"
+                )
             values = {}
             following = iter(sizes)
             for column, decode, size, varies in self._columns:

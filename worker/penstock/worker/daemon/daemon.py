@@ -146,8 +146,9 @@ class Daemon:
         """Number of this worker's slots for which no other worker has free capacity; the coordinator reports it during
         a drain."""
         self._commit_mark = b""
-        """Signed number of the newest journal commit that the coordinator reported. Each heartbeat carries it, so that
-        a coordinator that restarts with an older journal detects the missing commits."""
+        """Number of the newest journal commit that the coordinator reported, with the coordinator's signature; b""
+        before the first report. Each heartbeat carries it, so that a coordinator that restarts with an older journal
+        detects the missing commits."""
         self._replied = asyncio.Event()
         self.stopping = asyncio.Event()
         self._at_once = asyncio.Event()

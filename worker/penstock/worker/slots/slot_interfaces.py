@@ -138,7 +138,8 @@ class SlotContext(Protocol):
     async def helper(
         self, points: list[bytes], task: str, deadline_s: float = DEADLINE_S, **fields: Any
     ) -> ControlMessage:
-        """Run a task with the slot's loader in a helper process, and return the answer."""
+        """Run the task named `task` with the slot's loader in a helper process, and return the answer. `points`:
+        restart points to begin at, encoded; `fields`: more fields of the request."""
 
     def spawn(self, work: Awaitable[None]) -> asyncio.Task[None]:
         """Run `work` as a task that is cancelled when the slot ends."""

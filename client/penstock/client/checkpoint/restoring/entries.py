@@ -149,7 +149,7 @@ class StateEntry(ABC):
 
     @abstractmethod
     def put(self) -> None:
-        """Load the values into the target."""
+        """Put the values that were read from the checkpoint into the object of the state to restore."""
 
     @contextmanager
     def named_errors(self) -> Iterator[None]:

@@ -121,7 +121,10 @@ class _Index(pickle.Unpickler):
             return _member  # some versions of Python pickle a member of an enum by getattr
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if name not in ALLOWED.get(module, ()) and not is_dtype:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which is not part of an index")
+            raise pickle.UnpicklingError(
+                f"it names {module}.{name}, which is not part of an index: give a folder that "
+                "torch.distributed.checkpoint wrote"
+            )
         return super().find_class(module, name)
 
 

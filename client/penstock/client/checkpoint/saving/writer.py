@@ -268,7 +268,12 @@ class SaveJob:
             os.rename(self.final, replaced)
         os.rename(self.temporary, self.final)
         if not self._inside.is_at(self.final):
-            raise WriteFailed({0: f"{self.temporary} was replaced by another process while it was written"})
+            raise WriteFailed(
+                {
+                    0: f"{self.temporary} was replaced by another process while it was written: give each job a "
+                    "folder of its own"
+                }
+            )
         sync_folder(self.folder)
         # The checkpoint is complete: later errors do not make the save fail.
         with suppress(OSError):

@@ -93,7 +93,9 @@ class Tokens:
             roles = frozenset((cast(Role, role),)) if colon else ROLES
             self.roles[token.encode()] = self.roles.get(token.encode(), frozenset()) | roles
         if not self.roles:
-            raise AuthenticationError("the text that should hold a token is empty")
+            raise AuthenticationError(
+                "the token must not be empty: put a token into the file or variable that was given for it"
+            )
 
     def renew(self) -> bool:
         """Read the text from its file again. Return False if it is unchanged."""

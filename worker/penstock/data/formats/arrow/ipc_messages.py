@@ -167,7 +167,10 @@ def _message(read: Read, begin: int, size: int) -> Message | None:
         return None
     at = begin + mark + 4
     if not 0 < length <= min(size - at, MAX_METADATA):
-        raise ValueError(f"it is truncated or damaged: the message at byte {begin} has {length} bytes of metadata")
+        raise ValueError(
+            f"it is truncated or damaged: the message at byte {begin} must have 1 to {min(size - at, MAX_METADATA)} "
+            f"bytes of metadata, got {length}"
+        )
     metadata = head[mark + 4 : mark + 4 + length]
     if len(metadata) < length:
         metadata = read(at, length)

@@ -223,7 +223,8 @@ class Pieces:
         return (partial(self._open, number), False) if number in self._functions else ((lambda: piece), True)
 
     def as_iterable(self, piece: Any) -> Any:
-        """Return a piece as an iterable over its records. The piece may be an indexable one among iterable ones."""
+        """Return a piece as an iterable over its records. Some pieces of a source may be indexable and others not; an
+        indexable one is read in order."""
         return _Rows(piece) if _is_indexable(piece) else piece
 
     # ---- checks
@@ -378,5 +379,5 @@ def _count(value: int) -> int:
     if number is None:
         raise InvalidArgumentError("counts must have the number of each piece's records, got None; or leave counts out")
     if number < 0:
-        raise InvalidArgumentError(f"counts must be at least 0, got {number}")
+        raise InvalidArgumentError(f"each of counts must be at least 0, got {number}")
     return number
