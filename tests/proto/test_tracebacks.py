@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import penstock
 from penstock.client.states.batch_sizes import infer_batch_size
 from penstock.data import MapLoader
 from penstock.proto.errors import PenstockError
-from penstock.proto.tracebacks import fold_stack, format_remote
+from penstock.proto.tracebacks import fold_stack, format_remote, stack_in_a_line
 from penstock.worker.processes.control_channel import describe
 
 
@@ -88,6 +89,41 @@ def test_the_stack_of_a_crash_is_folded() -> None:
     first, ours = text.index("in __getitem__"), text.index("of Penstock]")
     assert first < ours < text.index("in test_the_stack_of_a_crash_is_folded")
     assert "map_loader.py" not in text
+
+
+CRASH = """Fatal Python error: Segmentation fault
+
+Current thread 0x00007fde6dffeb80 (most recent call first):
+  File "/usr/lib/python3.11/ctypes/__init__.py", line 519 in string_at
+  File "/home/me/data.py", line 5 in __getitem__
+  File "{ours}/data/loading/map_reading.py", line 96 in _all
+  File "/home/me/wrap.py", line 9 in <lambda>
+  File "{ours}/worker/runner/runner.py", line 40 in run
+  File "<string>", line 1 in <module>"""
+
+
+def test_the_stack_of_one_thread_is_short() -> None:
+    text = fold_stack(CRASH.format(ours=penstock.__path__[0]))
+    assert text.splitlines() == [
+        "Fatal Python error: Segmentation fault",
+        '  File "/usr/lib/python3.11/ctypes/__init__.py", line 519 in string_at',
+        '  File "/home/me/data.py", line 5 in __getitem__',
+        "  [1 frame of Penstock]",
+        '  File "/home/me/wrap.py", line 9 in <lambda>',
+    ]
+    assert stack_in_a_line(text) == (
+        "string_at (/usr/lib/python3.11/ctypes/__init__.py:519) < __getitem__ (/home/me/data.py:5) < "
+        "<lambda> (/home/me/wrap.py:9)"
+    )
+    assert stack_in_a_line("(process 7 is gone)") == ""
+
+
+def test_stacks_of_threads_keep_their_titles() -> None:
+    crash = CRASH.format(ours=penstock.__path__[0])
+    text = fold_stack(crash + "\n\n" + crash.partition("\n\n")[2].replace("Current thread", "Thread"))
+    assert text.count("hread 0x00007fde6dffeb80") == 2
+    assert text.count("wrap.py") == 2
+    assert stack_in_a_line(text).count("wrap.py") == 1
 
 
 def test_an_error_of_a_torch_worker_is_told_once() -> None:

@@ -63,8 +63,8 @@ def test_a_crash_of_a_sample_is_short(tmp_path: Path) -> None:
     lines = said(tmp_path, "ctypes.string_at(0)")
     assert len([line for line in lines if "train.py:20: UserWarning: " in line]) == 1
     assert sum("SIGSEGV" in line for line in lines) == 2
-    assert sum("in __getitem__" in line for line in lines) == 2
-    assert len(lines) < 40
+    assert sum("__getitem__" in line for line in lines) == 2
+    assert len(lines) <= 20  # with the frames of torch
 
 
 def supplies_start(function: Any) -> Any:

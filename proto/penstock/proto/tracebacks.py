@@ -17,9 +17,10 @@ from typing import Any
 
 import penstock
 
-__all__ = ["fold_stack", "format_remote", "warn_user"]
+__all__ = ["fold_stack", "format_remote", "stack_in_a_line", "warn_user"]
 
-_STACK_FRAME = re.compile(r'  File "(?P<file>[^"\n]*)", line \d+ in ')
+_STACK_FRAME = re.compile(r'  File "(?P<file>[^"\n]*)", line (?P<line>\d+) in (?P<name>.*)')
+_THREAD = re.compile(r"(Current t|T)hread 0x[0-9a-f]+ .*\(most recent call first\):")
 
 
 def _is_penstock(filename: str) -> bool:
@@ -61,17 +62,37 @@ class _FoldedStack(traceback.StackSummary):
 
 
 def fold_stack(text: str) -> str:
-    """Return a text of faulthandler with Penstock's frames folded. In each thread the innermost frames are kept."""
+    """Return a text of faulthandler with Penstock's frames folded, and none at the outer end. In each thread the
+    innermost frames are kept. The only thread has no title."""
     lines: list[str] = []
     innermost = True
-    for ours, group in groupby(text.splitlines(), key=_kind):
-        frames = list(group)
-        if ours and not innermost:
+    groups = [(ours, list(frames)) for ours, frames in groupby(_untitled(text.splitlines()), key=_kind)]
+    for number, (ours, frames) in enumerate(groups):
+        if not ours or innermost:
+            lines += frames
+        elif number + 1 < len(groups) and groups[number + 1][0] is False:
             lines.append(f"  {_folded(frames)}")
-            continue
-        lines += frames
         innermost = ours is None  # what follows a line that is no frame
     return "\n".join(lines)
+
+
+def _untitled(lines: list[str]) -> list[str]:
+    """Return the lines of a text of faulthandler without the title of its only thread."""
+    titles = [line for line in lines if _THREAD.fullmatch(line)]
+    return lines if len(titles) != 1 else [line for line in lines if line and line not in titles]
+
+
+def stack_in_a_line(folded: str) -> str:
+    """Return the frames of the first thread in a text of `fold_stack` as one line, the innermost first; "" if it has
+    none."""
+    frames: list[str] = []
+    for line in folded.splitlines():
+        found = _STACK_FRAME.fullmatch(line)
+        if found:
+            frames.append(f"{found['name']} ({found['file']}:{found['line']})")
+        elif frames and _kind(line) is None and not line.startswith("  "):
+            break
+    return " < ".join(frames)
 
 
 def _kind(line: str) -> bool | None:

@@ -49,7 +49,7 @@ from penstock.proto.lane.tcp import USER_TIMEOUT_S
 from penstock.proto.rpc.channel import error_of
 from penstock.proto.state.position import Position, advance
 from penstock.proto.state.restartable import by_own_methods
-from penstock.proto.tracebacks import warn_user
+from penstock.proto.tracebacks import stack_in_a_line, warn_user
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import lane_pb2, records_pb2
 
@@ -445,7 +445,8 @@ class OrderedReader:
                     _log.info("%s: %s", self._label, what)
             if view.restarts > self._restarts[slot]:
                 self._restarts[slot] = view.restarts
-                stack = f". Its stack when it died:\n{view.stack}" if view.stack and not view.doing else ""
+                frames = "" if view.doing else stack_in_a_line(view.stack)
+                stack = f". It died in {frames}" if frames else ""
                 why = view.note or f"moved to worker {view.worker}"
                 notes.append(f"{recovered(run.box, slot, why)}{stack}")
             if view.doing and view.doing != self._slow[slot]:
