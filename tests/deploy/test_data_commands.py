@@ -56,6 +56,16 @@ def test_damaged_files_are_named_each(lines: Path) -> None:
     assert "sample 0 must be a line of JSON" in found["damaged"][0]["error"]
 
 
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_looking_writes_nothing(tmp_path: Path, compression: str | None) -> None:
+    with MDSWriter(tmp_path / "made", {"n": "int"}, hashes=["sha1"], compression=compression) as shards:
+        shards.write({"n": 1})
+    before = sorted(tmp_path.rglob("*"))
+    assert asked("verify", tmp_path / "made")[1]["damaged"] == []
+    assert asked("inspect", tmp_path / "made")[1]["first_samples"] == [{"n": "1"}]
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_flipped_byte_differs_from_its_hash(tmp_path: Path) -> None:
     with MDSWriter(tmp_path / "made", {"data": "bytes"}, hashes=["xxh64"]) as shards:
         shards.write({"data": bytes(1000)})

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -34,11 +36,8 @@ def show_index(folder: Path, format: str | None, as_json: bool) -> None:
 def show_inspection(folder: Path, samples: int, as_json: bool) -> None:
     """Print what is in a dataset, with its first samples."""
     found: dict[str, Any] = _counts(folder, _shards(folder))
-    dataset = StreamingDataset(local=folder)
-    try:
+    with _opened(folder) as dataset:
         first = [dataset[number] for number in range(min(max(samples, 1), len(dataset)))]
-    finally:
-        dataset.close()
     found["columns"] = {name: _kind(value) for name, value in (first[0] if first else {}).items()}
     found["first_samples"] = [{name: _shown(value) for name, value in sample.items()} for sample in first[:samples]]
     _print(found, as_json)
@@ -49,10 +48,9 @@ def show_verification(folder: Path, as_json: bool) -> int:
     shards = _shards(folder)
     stored = [file.packed or file.raw for shard in shards for file in shard.files]
     algorithms = sorted(set.intersection(*(set(file.hashes) for file in stored))) if stored else []
-    dataset = StreamingDataset(local=folder, validate_hash=algorithms[0] if algorithms else None)
     damaged: list[dict[str, str]] = []
     number = 0
-    try:
+    with _opened(folder, validate_hash=algorithms[0] if algorithms else None) as dataset:
         for shard in shards:
             end = number + shard.samples
             try:
@@ -62,11 +60,21 @@ def show_verification(folder: Path, as_json: bool) -> int:
             except DatasetError as error:
                 damaged.append({"file": shard.name, "error": error.message})
             number = end
-    finally:
-        dataset.close()
     found = {**_counts(folder, shards), "verified_by": algorithms[0] if algorithms else "size", "damaged": damaged}
     _print(found, as_json)
     return exit_code(DatasetError("")) if damaged else 0
+
+
+@contextlib.contextmanager
+def _opened(folder: Path, **options: Any) -> Iterator[StreamingDataset]:
+    """Open a dataset without writing into its folder: what it stores itself, such as decompressed shards, goes into a
+    temporary folder."""
+    with tempfile.TemporaryDirectory() as scratch:
+        dataset = StreamingDataset(str(folder.absolute()), scratch, **options)
+        try:
+            yield dataset
+        finally:
+            dataset.close()
 
 
 def _shards(folder: Path) -> list[Shard]:
