@@ -1,1 +1,1 @@
-"""What the commands `penstock data` do with a dataset in a local folder."""
+"""Work of the commands `penstock data` on a dataset in a local folder."""

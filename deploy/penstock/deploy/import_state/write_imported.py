@@ -30,7 +30,7 @@ __all__ = ["SOURCES", "Request", "import_state"]
 
 @dataclass(frozen=True)
 class Request:
-    """What to import, and what the states do not say of it."""
+    """Request for an import, with what the states do not say."""
 
     library: str
     states: Sequence[Path]

@@ -90,7 +90,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """How values are read from shards, as StreamingDataset's arguments of the same names."""
+    """Options of reading values from shards, as StreamingDataset's arguments of the same names."""
 
     allow_unsafe_types: bool = False
     """True if columns of pickles may be read, which can run any code."""

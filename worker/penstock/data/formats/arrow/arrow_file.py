@@ -178,7 +178,7 @@ class ArrowReader:
         if len(self) != shard.samples:
             raise ShardCorruptError(f"{self.name}: it has {len(self)} rows, but its index says {shard.samples}")
         self._plans: list[tuple[str, Column]] | None = None if self._file.compressed else self._file.plans
-        """How each column is read row by row; None if record batches are read as a whole."""
+        """Readers of single rows of each column; None if record batches are read as a whole."""
         self._columns: list[str] = self._file.names
         """Names of the columns that samples have."""
         self._layouts: dict[int, Batch] = {}

@@ -18,7 +18,7 @@ from penstock.data.formats.fields import InvalidField
 __all__ = ["check_records", "example_of", "is_example"]
 
 KINDS = ("example", "bytes")
-"""What a dataset's records are: tf.train.Example, or any bytes."""
+"""Kind of a dataset's records: tf.train.Example, or any bytes."""
 
 VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
 """Wire types of protobuf."""
