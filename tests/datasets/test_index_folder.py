@@ -9,9 +9,12 @@ import sys
 import time
 from pathlib import Path
 
+import pyarrow
+import pyarrow.ipc
+import pyarrow.parquet
 import pytest
 
-from penstock.data import CSVWriter, StreamingDataset, StreamingLoader, index_folder
+from penstock.data import CSVWriter, MDSWriter, StreamingDataset, StreamingLoader, index_folder
 from penstock.data.formats.records import json_lines
 from penstock.data.writing.index_each import JOURNAL
 from penstock.proto.errors import DatasetError, ShardCorruptError
@@ -125,6 +128,50 @@ def test_index_of_a_writer_is_kept(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="must not be replaced: a writer made it, for shards of csv"):
         index_folder(tmp_path / "made")
     assert (tmp_path / "made" / "index.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["B.JSONL", "c.Ndjson"])
+def test_endings_in_capitals_count(tmp_path: Path, name: str) -> None:
+    write(tmp_path / "a.jsonl", range(3))
+    write(tmp_path / name, range(4))
+    assert sum(shard.samples for shard in index_folder(tmp_path)) == 7
+
+
+@pytest.mark.parametrize("name", ["more", "b.jsonl"])
+def test_links_that_lead_to_no_file_are_refused(tmp_path: Path, name: str) -> None:
+    write(tmp_path / "a.jsonl", range(3))
+    (tmp_path / name).symlink_to(tmp_path.parent if name == "more" else tmp_path / "gone")
+    with pytest.raises(DatasetError, match=f"{name} must be a file or a folder, got a link"):
+        index_folder(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["_delta_log/0.json", ".hoodie/hoodie.properties", "metadata/v1.metadata.json"])
+def test_tables_with_removed_files_are_refused(tmp_path: Path, name: str) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"a": [1]}), tmp_path / "a.parquet")
+    (tmp_path / name).parent.mkdir()
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(DatasetError, match="of a Delta Lake, Hudi or Iceberg table"):
+        index_folder(tmp_path)
+
+
+def test_cached_results_of_map_are_left_out(tmp_path: Path) -> None:
+    for name in ("ds-train.arrow", "cache-123.arrow"):
+        table = pyarrow.table({"a": [1, 2]})
+        with pyarrow.ipc.new_stream(tmp_path / name, table.schema) as stream:
+            stream.write_table(table)
+    assert sum(shard.samples for shard in index_folder(tmp_path)) == 2
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "state.json").write_text("{}")
+    with pytest.raises(DatasetError, match="below must be indexed by itself"):
+        index_folder(tmp_path)
+
+
+def test_index_of_a_writer_is_kept_beside_parquet(tmp_path: Path) -> None:
+    with MDSWriter(tmp_path / "made", {"n": "int"}) as shards:
+        shards.write({"n": 1})
+    pyarrow.parquet.write_table(pyarrow.table({"a": [1]}), tmp_path / "made" / "a.parquet")
+    with pytest.raises(DatasetError, match="must not be replaced: a writer made it, for shards of mds"):
+        index_folder(tmp_path / "made")
 
 
 def test_missing_index_names_the_remedy(tmp_path: Path) -> None:

@@ -81,6 +81,54 @@ def test_rows_of_other_headers_are_refused(tmp_path: Path) -> None:
         index_folder(tmp_path)
 
 
+@pytest.mark.parametrize("changed", ["a,b\n1,2\n333,4\n", "b,a\n333,4\n1,2\n", "a,b\n333,41,2\n\n"])
+def test_rows_changed_at_the_same_size_are_named(tmp_path: Path, changed: str) -> None:
+    (tmp_path / "a.csv").write_text("a,b\n333,4\n1,2\n")
+    index_folder(tmp_path)
+    (tmp_path / "a.csv").write_text(changed)
+    with pytest.raises(ShardCorruptError, match=r"a\.csv: (sample 0 must be a row|its header must be a, b)"):
+        samples(tmp_path)
+
+
+def test_lines_changed_at_the_same_size_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"a":333}\n{"a":1}\n')
+    index_folder(tmp_path)
+    (tmp_path / "a.jsonl").write_text('{"a":1}\n{"a":333}\n')
+    with pytest.raises(ShardCorruptError, match=r"a\.jsonl: sample 0 must"):
+        samples(tmp_path)
+
+
+def test_headers_are_compared_name_by_name(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "b.csv").write_text('"a, b"\n1\n')
+    with pytest.raises(DatasetError, match="must have the same header"):
+        index_folder(tmp_path)
+
+
+@pytest.mark.parametrize("kind", [tarfile.LNKTYPE, tarfile.SYMTYPE])
+def test_links_in_archives_are_refused(tmp_path: Path, kind: bytes) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w") as written:
+        member = tarfile.TarInfo("1.txt")
+        written.addfile(member)
+        member = tarfile.TarInfo("2.txt")
+        member.type, member.linkname = kind, "1.txt"
+        written.addfile(member)
+    with pytest.raises(ShardCorruptError, match=r"2\.txt is a link, whose data are elsewhere"):
+        index_folder(tmp_path)
+
+
+def test_incremental_archives_are_refused(tmp_path: Path) -> None:
+    """Their headers have times where others have the prefix of the name."""
+    archive(tmp_path / "a.tar", [("1.txt", b"1")], tarfile.GNU_FORMAT)
+    data = bytearray((tmp_path / "a.tar").read_bytes())
+    data[345:356] = b"15301720444"
+    data[148:156] = b" " * 8
+    data[148:156] = b"%06o\0 " % sum(data[:512])
+    (tmp_path / "a.tar").write_bytes(data)
+    with pytest.raises(ShardCorruptError, match="it must not be an incremental archive of GNU tar"):
+        index_folder(tmp_path)
+
+
 def test_long_values_and_tabs_are_read(tmp_path: Path) -> None:
     long = "x" * 200_000
     (tmp_path / "a.tsv").write_text(f'a\tb\n{long}\t"1\t2"\n')

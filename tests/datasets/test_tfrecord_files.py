@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from penstock.data import StreamingDataset, index_folder
 from penstock.data.formats.index import INDEX, read_index
 from penstock.data.formats.tfrecord import tfrecord_file
-from penstock.data.formats.tfrecord.example_messages import example_of
+from penstock.data.formats.tfrecord.example_messages import example_of, is_example
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError
 
 google_crc32c = pytest.importorskip("google_crc32c")
@@ -61,6 +61,14 @@ def test_records_are_what_the_format_says(folder: Path) -> None:
     assert len(StreamingDataset(local=folder)[3]) == 7
     with pytest.raises(InvalidArgumentError, match=r"tfrecord-bytes, tfrecord-example, .*, got 'tfrecords'"):
         index_folder(folder, "tfrecords")
+
+
+def test_sequence_examples_are_not_examples(folder: Path) -> None:
+    """Their second field has lists of features, which an Example has not."""
+    index_folder(folder, "tfrecord-bytes")
+    example = StreamingDataset(local=folder)[3]["record"]
+    assert is_example(example)
+    assert not is_example(example + b"\x12\x00")
 
 
 def test_an_empty_file_has_no_records(folder: Path) -> None:

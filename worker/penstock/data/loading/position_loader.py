@@ -81,6 +81,9 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         self._partitioned_for = self._topology()
         """Topology among whose processes the batches are divided since this worker began to count `_done`."""
         self._at_position = True
+        self._epoch_is_set = False
+        """True if `set_epoch` was called since the last iteration began: it then has that epoch, even if no batch of it
+        is left."""
         """True if the next iteration begins at the present position; False if it begins the next epoch."""
         self._counted = 0, 0
         """Position (epoch, start) from which `state_after` counts batches."""
@@ -139,7 +142,9 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
             (self._done > 0 or self._start > 0)
             and own_batches.ended(self._done)
             and self._identity.alone(own_batches.turn)
+            and not self._epoch_is_set
         )
+        self._epoch_is_set = False
         if not self._at_position or ended:
             self._move_to(*own_batches.remainder.following())
         self._at_position = False
@@ -149,12 +154,13 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration. The iteration starts at the epoch's beginning; or, if a state in this
-        epoch was loaded, at that state's position."""
+        epoch was loaded, at that state's position. If that is the epoch's end, the iteration has no batch."""
         epoch = whole("epoch", epoch)
         if epoch < 0:
             raise InvalidArgumentError(f"epoch must be at least 0, got {epoch}")
         if not self._at_position or epoch != self._epoch:
             self._move_to(epoch, self._epochs.begin(epoch, self._batch, (self._epoch, self._start)))
+        self._epoch_is_set = True
         self._count_from_here()
 
     # ---- states

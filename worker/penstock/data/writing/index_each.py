@@ -23,8 +23,9 @@ JOURNAL = ".penstock-indexing"
 QUIET_S = 2.0
 """Seconds without progress on standard error, and between its lines."""
 
-_Key = tuple[str, int, int]
-"""Name, size in bytes and time of the last change in nanoseconds of a file."""
+_Key = tuple[str, int, int, int, int]
+"""Name of a file, its size in bytes, the times in nanoseconds of its last change and of its inode's, and its inode's
+number."""
 
 
 def index_each(root: Path, files: Sequence[tuple[str, Path]], index_file: Callable[[Path, str], Shard]) -> list[Shard]:
@@ -66,7 +67,7 @@ def _key(root: Path, name: str) -> _Key:
         status = (root / name).stat()
     except OSError as error:
         raise DatasetError(f"{root / name} cannot be read: {error}") from error
-    return name, status.st_size, status.st_mtime_ns
+    return name, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 
 def _line(key: _Key, shard: Shard) -> bytes:
@@ -88,11 +89,12 @@ def _finished(root: Path) -> dict[str, tuple[_Key, Shard]]:
         return {}
     for line in lines:
         try:
-            name, size, changed, entry = json.loads(line)
+            *key, entry = json.loads(line)
+            name, *numbers = key
             (shard,) = read_index(entry.encode(), JOURNAL)
             whole = all((root / file.raw.name).stat().st_size == file.raw.size for file in shard.files)
         except (ValueError, TypeError, AttributeError, OSError, DatasetError):
             continue
         if whole:
-            found[name] = (name, size, changed), shard
+            found[name] = (name, *numbers), shard
     return found

@@ -19,7 +19,7 @@ from penstock.runtime.files.atomic_files import write_whole
 __all__ = ["index_folder"]
 
 PARQUET = "parquet"
-PACKED = (".gz", ".zst", ".bz2", ".xz")
+PACKED = (".gz", ".gzip", ".zst", ".zstd", ".bz2", ".xz", ".lzma", ".lz4", ".zip", ".br", ".snappy", ".z")
 """Endings of compressed files."""
 
 
@@ -58,7 +58,7 @@ def index_folder(folder: str | os.PathLike[str], format: str | None = None) -> l
     files, found = _files(root), {}
     for name in [format] if format else [PARQUET, *(name for name in INDEXABLE if "-" not in name)]:
         own = (
-            [path for path in files if path.suffix == ".parquet"]
+            [path for path in files if path.suffix.lower() == ".parquet"]
             if name == PARQUET
             else INDEXABLE[name].find(root, files)
         )
@@ -71,10 +71,10 @@ def index_folder(folder: str | os.PathLike[str], format: str | None = None) -> l
             "another folder"
         )
     [(name, named)] = found.items()
+    _refuse_written(root)
     if name == PARQUET:
         return index_parquet(root)
     _refuse_packed(root, files, name)
-    _refuse_written(root)
     shards = INDEXABLE[name].join(index_each(root, named, INDEXABLE[name].index_file))
     write_whole(root / INDEX, write_index(shards))
     (root / JOURNAL).unlink(missing_ok=True)
@@ -97,12 +97,16 @@ def _refuse_written(root: Path) -> None:
 def _refuse_packed(root: Path, files: Sequence[Path], name: str) -> None:
     """Raise DatasetError if some of a format's files are compressed, and would be left out."""
     for path in files:
-        if path.suffix in PACKED and INDEXABLE[name].find(root, [path.with_suffix("")]):
+        if path.suffix.lower() in PACKED and INDEXABLE[name].find(root, [path.with_suffix("")]):
             raise DatasetError(f"{path} must be decompressed, because samples are read in any order")
 
 
 def _files(root: Path) -> list[Path]:
     """Return the files below a folder, in the order of their paths, without hidden and temporary ones."""
-    return [
-        path for path in sorted(root.rglob("*")) if not is_hidden(path.relative_to(root).as_posix()) and path.is_file()
-    ]
+    found = [path for path in sorted(root.rglob("*")) if not is_hidden(path.relative_to(root).as_posix())]
+    for path in found:
+        if path.is_symlink() and not path.is_file():
+            raise DatasetError(
+                f"{path} must be a file or a folder, got a link to a folder or to nothing: index its target"
+            )
+    return [path for path in found if path.is_file()]

@@ -23,6 +23,8 @@ __all__ = ["data_files", "index_parquet", "is_hidden"]
 
 REMOTE_THREADS = 16
 """Number of remote files whose footers are read at a time."""
+TABLE_FORMATS = re.compile(r"(^|/)(_delta_log/|\.hoodie/|metadata/[^/]*\.metadata\.json$)")
+"""Files of tables whose own logs say which of their Parquet files count."""
 _WILD = re.compile(r"[*?\[]")
 
 
@@ -64,6 +66,12 @@ def index_parquet(
         found = [path.relative_to(local).as_posix() for path in local.rglob("*") if not path.is_dir()]
     else:
         found = remote.find(deadline_s=timeout_s)
+    tables = [name for name in found if TABLE_FORMATS.search(name)]
+    if tables:
+        raise DatasetError(
+            f"{remote.url} must be plain Parquet files, but {tables[0]} is of a Delta Lake, Hudi or Iceberg table, of "
+            "whose files some may be removed: write its rows to a folder of their own"
+        )
     names = data_files(found, pattern)
     if not names:
         what = "neither this folder nor one below it has a *.parquet file" if not pattern else f"no file is {pattern}"
@@ -91,7 +99,7 @@ def index_parquet(
 def data_files(names: Iterable[str], pattern: str = "") -> list[str]:
     """Return the names that are data files, sorted. `names`: paths relative to the dataset's folder; `pattern`: pattern
     of the files, with wildcards; "" for all *.parquet."""
-    matches = re.compile(_expression(pattern)).fullmatch if pattern else lambda name: name.endswith(".parquet")
+    matches = re.compile(_expression(pattern)).fullmatch if pattern else lambda name: name.lower().endswith(".parquet")
     return sorted(name for name in names if matches(name) and not is_hidden(name))
 
 

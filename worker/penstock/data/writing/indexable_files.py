@@ -16,6 +16,7 @@ from penstock.data.formats.records.json_lines import index_json_lines
 from penstock.data.formats.records.tar_samples import index_tar
 from penstock.data.formats.shards import Shard
 from penstock.data.formats.tfrecord.tfrecord_file import index_tfrecord
+from penstock.proto.errors import DatasetError
 
 __all__ = ["INDEXABLE", "IndexableFormat"]
 
@@ -39,12 +40,21 @@ class IndexableFormat:
 
 
 def _named(pattern: str) -> Find:
-    names = re.compile(pattern)
+    names = re.compile(pattern, re.IGNORECASE)
     return lambda root, files: [path for path in files if names.fullmatch(path.name)]
 
 
 def _arrow_files(root: Path, files: Sequence[Path]) -> list[Path]:
-    return saved_files(root) or [path for path in files if path.suffix == ".arrow"]
+    saved = saved_files(root)
+    if saved:
+        return saved
+    states = [path for path in files if path.name == "state.json"]
+    if states and states[0].parent != root:
+        raise DatasetError(
+            f"{states[0].parent} must be indexed by itself: it is a dataset that save_to_disk wrote, and {root} is none"
+        )
+    # Cached results of map() lie beside the files of a dataset in a cache of Hugging Face.
+    return [path for path in files if path.suffix.lower() == ".arrow" and not path.name.startswith("cache-")]
 
 
 def _megatron_files(root: Path, files: Sequence[Path]) -> list[Path]:

@@ -33,11 +33,28 @@ class CSVRowsReader(RecordFile):
         self._columns: list[str] = shard.settings["column_names"]
         self._separator: str = shard.settings["separator"]
         _allow_long_values()
+        self._check_header()
+
+    def _check_header(self) -> None:
+        """Raise ShardCorruptError if the header has changed since the file was indexed."""
+        assert self._file is not None
+        try:
+            header = self._file.read(self._offsets[0], 0).decode("utf-8-sig")
+            columns = next(csv.reader(io.StringIO(header, newline=""), delimiter=self._separator, strict=True), [])
+        except (OSError, ValueError, csv.Error) as error:
+            raise ShardCorruptError(f"{self.name}: its header cannot be read: {error}. Index it again") from error
+        if columns != self._columns:
+            raise ShardCorruptError(
+                f"{self.name}: its header must be {', '.join(self._columns)}, as when it was indexed, got "
+                f"{', '.join(columns)}. Index it again"
+            )
 
     def _decoded(self, index: int, record: bytes) -> dict[str, Any]:
         try:
             rows = csv.reader(io.StringIO(record.decode(), newline=""), delimiter=self._separator, strict=True)
             values = next(rows)
+            if any(rows) or not (record.endswith(b"\n") or index == len(self) - 1):
+                raise ValueError("other rows begin or end there: the file was changed after it was indexed")
         except (ValueError, csv.Error, StopIteration) as error:
             self._corrupt(index, f"must be a row of CSV in UTF-8: {error or 'it is empty'}")
         if len(values) != len(self._columns):
@@ -74,11 +91,11 @@ def index_csv_rows(path: Path, name: str) -> Shard:
 def check_same_header(shards: Sequence[Shard]) -> None:
     """Raise DatasetError unless all CSV files have the same header."""
     for shard in shards[1:]:
-        first, own = (", ".join(each.settings["column_names"]) for each in (shards[0], shard))
+        first, own = (each.settings["column_names"] for each in (shards[0], shard))
         if first != own:
             raise DatasetError(
-                f"all CSV files of a dataset must have the same header: {shards[0].name} has {first}, but {shard.name} "
-                f"has {own}"
+                f"all CSV files of a dataset must have the same header: {shards[0].name} has {', '.join(first)}, but "
+                f"{shard.name} has {', '.join(own)}"
             )
 
 

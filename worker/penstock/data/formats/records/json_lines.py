@@ -29,6 +29,8 @@ class JSONLinesReader(RecordFile):
             sample = json.loads(record.decode())
         except (ValueError, RecursionError) as error:
             self._corrupt(index, f"must be a line of JSON in UTF-8: {error}")
+        if not record.endswith(b"\n") and index != len(self) - 1:
+            self._corrupt(index, "must end where a line ends: the file was changed after it was indexed")
         if not isinstance(sample, dict):
             self._corrupt(index, f"must be a JSON object, got {type(sample).__name__}")
         return sample

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
@@ -138,6 +139,11 @@ def _members(archive: tarfile.TarFile) -> Iterator[tuple[str, str, str, tarfile.
     for member in archive:
         if member.issparse():
             raise tarfile.ReadError(f"{member.name} is a sparse file, which has no bytes of its own to read")
+        if (member.islnk() or member.issym()) and _split(member.name):
+            raise tarfile.ReadError(
+                f"{member.name} is a link, whose data are elsewhere: write the archive with tar --hard-dereference "
+                "--dereference"
+            )
         if member.isreg() and (split := _split(member.name)):
             yield member.name, *split, member
 
@@ -181,6 +187,12 @@ def _samples(path: Path, name: str) -> tuple[int, np.ndarray[Any, np.dtype[np.in
     try:
         with open(path, "rb", opener=open_plain) as file, tarfile.open(fileobj=file, mode="r:") as archive:
             for member_name, key, column, member in _members(archive):
+                head = os.pread(file.fileno(), tarfile.BLOCKSIZE, member.offset_data - tarfile.BLOCKSIZE)
+                if head[257:262] == b"ustar" and head[262:263] != b"\0" and head[345:].strip(b"\0"):
+                    raise ShardCorruptError(
+                        f"{name}: it must not be an incremental archive of GNU tar, whose headers have times where "
+                        "others have a part of the name: write it without --listed-incremental"
+                    )
                 if member.offset_data + member.size > size:
                     raise ShardCorruptError(f"{name}: it is truncated within {member_name}. Fetch it again")
                 if key != last:

@@ -43,9 +43,10 @@ def example_of(data: bytes) -> dict[str, Any]:
 
 
 def is_example(record: bytes) -> bool:
-    """Return True if bytes are an Example with at least one feature."""
+    """Return True if bytes are an Example with at least one feature. A SequenceExample, whose second field has the
+    lists of features, is not one."""
     try:
-        return bool(example_of(record))
+        return bool(example_of(record)) and all(number == 1 for number, _, _ in _fields(memoryview(record)))
     except ValueError:
         return False
 
