@@ -446,9 +446,8 @@ class OrderedReader:
             if view.restarts > self._restarts[slot]:
                 self._restarts[slot] = view.restarts
                 frames = "" if view.doing else stack_in_a_line(view.stack)
-                stack = f". It died in {frames}" if frames else ""
                 why = view.note or f"moved to worker {view.worker}"
-                notes.append(f"{recovered(run.box, slot, why)}{stack}")
+                notes.append(recovered(run.box, slot, why) + (f". It died in {frames}" if frames else ""))
             if view.doing and view.doing != self._slow[slot]:
                 notes.append(f"slow worker: slot {slot} of box {run.box} on worker {view.worker} is {view.doing}")
             self._slow[slot] = view.doing
