@@ -37,10 +37,15 @@ def test_all_modes_that_are_measured_are_reported() -> None:
 
 # In a process of its own: the program ends all that its process has started.
 @pytest.mark.timeout(240)  # four processes that import torch, one after the other
-def test_everybody_has_a_turn(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", TINY_RUN, str(tmp_path)]
+def tiny_run(folder: Path) -> dict[str, Any]:
+    command = [sys.executable, "-c", TINY_RUN, str(folder)]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     results: dict[str, Any] = json.loads(done.stdout)
+    return results
+
+
+def test_everybody_has_a_turn(tmp_path: Path) -> None:
+    results = tiny_run(tmp_path)
     assert results["failures"] == []
     [[save]] = results["saves"][PENSTOCK]
     assert 0 < save["stall"] <= save["total"]
@@ -50,7 +55,13 @@ def test_everybody_has_a_turn(tmp_path: Path) -> None:
     [memory] = results["memory"][PENSTOCK]
     assert memory["samples"] > 2
     assert memory["peak"] - memory["base"] > 8 << 20
-    assert memory["others"] < 100 << 20  # the writer, if it is there at that moment, has no torch
+    # The writer, if it is there at that moment, has no torch. A process between fork and exec is as large as its parent,
+    # and a reading of memory may fall there: then another run counts.
+    others = [memory["others"]]
+    while others[-1] >= 100 << 20 and len(others) < 3:
+        [memory] = tiny_run(tmp_path)["memory"][PENSTOCK]
+        others.append(memory["others"])
+    assert min(others) < 100 << 20
     assert "| Penstock |" in markdown(results)
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
 
