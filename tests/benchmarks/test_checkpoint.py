@@ -55,8 +55,8 @@ def test_everybody_has_a_turn(tmp_path: Path) -> None:
     [memory] = results["memory"][PENSTOCK]
     assert memory["samples"] > 2
     assert memory["peak"] - memory["base"] > 8 << 20
-    # The writer, if it is there at that moment, has no torch. A process between fork and exec is as large as its parent,
-    # and a reading of memory may fall there: then another run counts.
+    # The writer, if it is there at that moment, has no torch. A process between fork and exec is as large as its
+    # parent, and a reading of memory may fall there: then another run counts.
     others = [memory["others"]]
     while others[-1] >= 100 << 20 and len(others) < 3:
         [memory] = tiny_run(tmp_path)["memory"][PENSTOCK]
