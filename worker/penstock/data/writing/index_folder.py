@@ -34,12 +34,11 @@ def index_folder(folder: str | os.PathLike[str], format: str | None = None) -> l
     that was killed. Hidden files and folders, and those whose names begin with `_` and have no `=`, are left out.
 
     Args:
-        folder: folder with files of one format: Parquet (*.parquet), Arrow IPC (*.arrow), JSON lines (*.jsonl,
-            *.ndjson), CSV and TSV with a header (*.csv, *.tsv), tar archives of WebDataset (*.tar), TFRecord
-            (*.tfrecord and the like), ArrayRecord (*.array_record and the like), Megatron-core's token files (*.bin
-            beside *.idx), or a Dataset or DatasetDict of Hugging Face datasets that `save_to_disk` wrote. A DatasetDict
-            gets an index in the folder of each split. Beside each file of lines, rows, tar members or TFRecords a file
-            *.penstock-index is written.
+        folder: folder with files of one format: Parquet (.parquet), Arrow IPC (.arrow), JSON lines (.jsonl, .ndjson),
+            CSV and TSV with a header (.csv, .tsv), tar archives of WebDataset (.tar), TFRecord (.tfrecord and the
+            like), ArrayRecord (.array_record and the like), Megatron-core's token files (.bin beside .idx), or a
+            Dataset or DatasetDict of Hugging Face datasets that `save_to_disk` wrote. A DatasetDict gets an index in
+            the folder of each split. Beside each file of lines, rows, tar members or TFRecords a file .penstock-index is written.
         format: "parquet", "arrow", "json_lines", "csv_rows", "webdataset", "tfrecord", "array_record" or "megatron";
             None: the one whose files are there. With
             "-example" or "-bytes" after "tfrecord" or "array_record" it says what the records are; otherwise they are
