@@ -14,7 +14,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
-from penstock.data import CSVWriter, MDSWriter, StreamingDataset, StreamingLoader, index_folder
+from penstock.data import CSVWriter, MDSWriter, StreamingDataset, index_folder
 from penstock.data.formats.records import json_lines
 from penstock.data.writing.index_each import JOURNAL
 from penstock.proto.errors import DatasetError, ShardCorruptError
@@ -46,25 +46,6 @@ def test_lines_are_found(
     assert [shard.samples for shard in index_folder(tmp_path)] == [len(expected), 1]
     dataset = StreamingDataset(tmp_path)
     assert [dataset[i]["a"] for i in range(len(expected))] == expected
-
-
-def test_resume_is_exact(tmp_path: Path) -> None:
-    for part in range(3):
-        write(tmp_path / f"{part}.jsonl", range(part * 20, part * 20 + 20))
-    index_folder(tmp_path)
-
-    def seen(batches: object) -> list[int]:
-        return [int(n) for batch in batches for n in batch["n"]]  # type: ignore[attr-defined]
-
-    whole = StreamingLoader(StreamingDataset(tmp_path), batch_size=4, seed=3)
-    loader = StreamingLoader(StreamingDataset(tmp_path), batch_size=4, seed=3)
-    batches = iter(loader)
-    first = [next(batches) for _ in range(6)]
-    again = StreamingLoader(StreamingDataset(tmp_path), batch_size=4, seed=3)
-    again.load_state_dict(loader.state_dict())
-    got = seen(first) + seen(again)
-    assert got == seen(whole)
-    assert sorted(got) == list(range(60))
 
 
 def test_killed_run_is_continued(tmp_path: Path) -> None:
@@ -178,16 +159,6 @@ def test_missing_index_names_the_remedy(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", range(3))
     with pytest.raises(DatasetError, match=r"index_folder\('.*'\) writes"):
         StreamingDataset(tmp_path)
-
-
-@pytest.mark.parametrize("line", [b"[1]", b"{", b'{"a": "\xff"}', b"{} {}"])
-def test_bad_line_is_named(tmp_path: Path, line: bytes) -> None:
-    (tmp_path / "a.jsonl").write_bytes(b"{}\n" + line + b"\n")
-    index_folder(tmp_path)
-    dataset = StreamingDataset(tmp_path)
-    assert dataset[0] == {}
-    with pytest.raises(ShardCorruptError, match=r"a\.jsonl: sample 1"):
-        dataset[1]
 
 
 @pytest.mark.parametrize("damage", ["magic", "count", "order", "short", "grown"])

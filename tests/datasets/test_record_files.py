@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from penstock.data import StreamingDataset, index_folder
-from penstock.data.formats.records import json_lines, tar_samples
+from penstock.data.formats.records import tar_samples
 from penstock.proto.errors import DatasetError, ShardCorruptError
 
 DATA = Path(__file__).parents[1] / "data" / "webdataset"
@@ -35,16 +35,6 @@ def samples(folder: Path, **options: Any) -> list[dict[str, Any]]:
     assert any("npy" in sample for sample in found) or dataset.get_many(np.arange(len(dataset))) == found
     dataset.close()
     return found
-
-
-@pytest.mark.parametrize("end", ["\n", "\r\n", ""])
-@pytest.mark.parametrize("piece", [1, 7, 1 << 20])
-def test_lines_are_found_in_any_pieces(tmp_path: Path, end: str, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_lines, "READ_AT_ONCE", piece)
-    lines = [{"n": n, "text": "x" * (n % 9)} for n in range(30)]
-    (tmp_path / "a.jsonl").write_text("\n" + (end or "\n").join(map(json.dumps, lines)) + end, newline="")
-    index_folder(tmp_path)
-    assert samples(tmp_path) == lines
 
 
 @pytest.mark.parametrize("line", ["[1]", "{", "\xff", "3"])

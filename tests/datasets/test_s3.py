@@ -110,11 +110,16 @@ def test_a_dataset_in_a_bucket(bucket: Any, options: dict[str, Any], tmp_path: P
     cache.close()
 
 
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "PIECE", 9_000)
+    monkeypatch.setattr(transfer, "LARGE_PIECE", 9_000)
+
+
+@pytest.mark.usefixtures("small_pieces")
 def test_large_files_come_in_pieces(
     bucket: Any, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer, "PIECE", 9_000)
-    monkeypatch.setattr(transfer, "LARGE_PIECE", 9_000)
     place = RemoteFolder(f"s3://{bucket.bucket}/data/", options, tries=2)
     place.download(NAME, tmp_path / "got", expected_size=SIZE, deadline_s=30)
     assert (tmp_path / "got").read_bytes() == raw_bytes(0, SIZE)
@@ -127,13 +132,12 @@ def test_large_files_come_in_pieces(
     place.close()
 
 
+@pytest.mark.usefixtures("small_pieces")
 def test_file_replaced_during_read_is_read_again(
     bucket: Any, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Replace a file by one of the same size, after its first piece was read."""
     monkeypatch.setattr(folders, "PARALLEL", 2)
-    monkeypatch.setattr(transfer, "PIECE", 9_000)
-    monkeypatch.setattr(transfer, "LARGE_PIECE", 9_000)
     place = RemoteFolder(f"s3://{bucket.bucket}/data/", options, tries=2)
     real = RemoteFolder._started
     requests = 0
@@ -152,12 +156,11 @@ def test_file_replaced_during_read_is_read_again(
     place.close()
 
 
+@pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("size", [0, 5, 20_000])
 def test_shorter_file_is_said_with_both_sizes(
     bucket: Any, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    monkeypatch.setattr(transfer, "PIECE", 9_000)
-    monkeypatch.setattr(transfer, "LARGE_PIECE", 9_000)
     bucket.pipe_file(f"{bucket.bucket}/data/{NAME}", raw_bytes(0, SIZE)[:size])
     place = RemoteFolder(f"s3://{bucket.bucket}/data/", options, tries=2)
     with pytest.raises(ShardCorruptError, match=f"{NAME} has {size} bytes, but its index says {SIZE}"):
@@ -165,12 +168,11 @@ def test_shorter_file_is_said_with_both_sizes(
     place.close()
 
 
+@pytest.mark.usefixtures("small_pieces")
 def test_failed_piece_is_requested_again(
     bucket: Any, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fail one of the pieces that are requested at the same time; what arrived before it is not read again."""
-    monkeypatch.setattr(transfer, "PIECE", 9_000)
-    monkeypatch.setattr(transfer, "LARGE_PIECE", 9_000)
     read: list[int] = []
     real = transfer.s3_piece
 

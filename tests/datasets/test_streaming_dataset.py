@@ -466,7 +466,7 @@ def test_loader_needs_a_streaming_dataset(hundred: Path) -> None:
 def test_parquet_without_index_names_the_remedy(tmp_path: Path, below: str) -> None:
     (tmp_path / below).mkdir(exist_ok=True)
     (tmp_path / below / "a.parquet").write_bytes(b"")
-    says = rf"{tmp_path} .*index.json; index_parquet\('{tmp_path}'\) writes"
+    says = rf"{tmp_path} .*index.json; index_folder\('{tmp_path}'\) writes"
     with pytest.raises(ShardUnavailableError, match=says):
         StreamingDataset(local=tmp_path)
     with pytest.raises(ShardUnavailableError, match=says):

@@ -182,7 +182,7 @@ def test_bad_lance_datasets_are_named(lance_folder: Path, tmp_path: Path) -> Non
 
 
 def test_panics_of_lance_are_named(lance_folder: Path) -> None:
-    """They are no Exceptions, and come of some damages only."""
+    """Name the panics of the library, which are no Exceptions and come of some damages only."""
 
     class PanicException(BaseException):
         pass

@@ -191,7 +191,7 @@ def test_other_data_parallel_degrees(inputs: Path, whole: Run, tmp_path: Path, c
 
 @pytest.mark.parametrize("split_by", ["tensor", "context"])
 def test_ranks_of_a_model_get_equal_batches(inputs: Path, whole: Run, tmp_path: Path, split_by: str) -> None:
-    """One box of two ranks; then what they saved is resumed by two boxes of one."""
+    """Save as one box of two ranks, and resume as two boxes of one."""
     job = Job(inputs, tmp_path / "job", "ours")
     split = job.killed(2, f"--parallelism.{split_by}_parallel_degree", "2")
     assert split.rows(0)[: len(split.rows(1))] == split.rows(1)[: len(split.rows(0))]

@@ -40,7 +40,7 @@ YIELD_S = 5.0
 LOOK_S = 0.1
 """Seconds that a reader waits, before it exceeds the cache's limit, for processes that lock a shard only to check it. A
 locked shard cannot be evicted."""
-INDEXABLE_ENDINGS = {".jsonl", ".ndjson", ".csv", ".tsv", ".tar", ".tfrecord", ".arrow", ".idx"}
+INDEXABLE_ENDINGS = {".parquet", ".jsonl", ".ndjson", ".csv", ".tsv", ".tar", ".tfrecord", ".arrow", ".idx"}
 """Endings of files in a folder that `index_folder` can index."""
 CONFIRM_S = 10.0
 """Seconds to wait for the remote to answer whether it has a file."""
@@ -214,11 +214,8 @@ class ShardCache:
     def _remedy(self) -> str:
         """Return the remedy that the error for a folder without an index gives. Looks only one folder down: there may
         be millions of files."""
-        for pattern in ("*.parquet", "*/*.parquet"):
-            if any(Path(self._in_place).glob(pattern)):
-                return f"; index_parquet({self._in_place!r}) writes one of the Parquet files in it"
         for pattern in ("*.*", "*/*.*"):
-            if any(path.suffix in INDEXABLE_ENDINGS for path in Path(self._in_place).glob(pattern)):
+            if any(path.suffix.lower() in INDEXABLE_ENDINGS for path in Path(self._in_place).glob(pattern)):
                 return f"; index_folder({self._in_place!r}) writes one of the files in it"
         return ""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["InvalidField", "column_encodings", "kind_of", "mark", "names"]
+__all__ = ["InvalidField", "check_text", "column_encodings", "kind_of", "names"]
 
 
 class InvalidField(Exception):
@@ -34,7 +34,7 @@ def column_encodings(settings: dict[str, Any]) -> dict[str, str]:
     return dict(zip(columns, encodings, strict=True))
 
 
-def mark(settings: dict[str, Any], field: str) -> None:
+def check_text(settings: dict[str, Any], field: str) -> None:
     """Raise InvalidField unless a field is a string that is not empty."""
     if not isinstance(settings.get(field), str) or not settings[field]:
         raise InvalidField(field, "must be a string that is not empty")

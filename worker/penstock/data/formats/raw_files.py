@@ -18,7 +18,7 @@ from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.shards import StoredFile
 from penstock.proto.errors import ShardCorruptError
 
-__all__ = ["SampleFile", "read_checked"]
+__all__ = ["SampleFile", "check_size", "read_checked"]
 
 
 class SampleFile:
@@ -96,6 +96,16 @@ class SampleFile:
         where = f"sample {index}, column {column!r}" if column else f"sample {index}"
         why = f"its bytes are not a valid value: {type(error).__name__}: {error}"
         raise ShardCorruptError(f"{self.name}: {where}: {why}") from error
+
+
+def check_size(path: Path, stored: StoredFile) -> None:
+    """Raise ShardCorruptError unless a file has the size that its index says."""
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise ShardCorruptError(f"{stored.name}: {path} cannot be read: {error}") from error
+    if size != stored.size:
+        raise ShardCorruptError(f"{stored.name}: {path} has {size} bytes, but its index says {stored.size}")
 
 
 def read_checked(path: Path, stored: StoredFile) -> bytes:

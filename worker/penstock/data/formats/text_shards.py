@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.data.formats.fields import InvalidField, column_encodings, mark
+from penstock.data.formats.fields import InvalidField, check_text, column_encodings
 from penstock.data.formats.raw_files import SampleFile, read_checked
 from penstock.data.formats.shards import ReadOptions, Shard
 
@@ -45,9 +45,9 @@ def check_separated(settings: dict[str, Any], *, any_separator: bool = False) ->
     """Check the settings of a shard's entry in the index. `any_separator`: True if the entry must name the separator.
     Raises InvalidField."""
     _check_encodings("column_encodings", column_encodings(settings))
-    mark(settings, "newline")
+    check_text(settings, "newline")
     if any_separator:
-        mark(settings, "separator")
+        check_text(settings, "separator")
 
 
 def _check_encodings(field: str, columns: dict[str, str]) -> None:

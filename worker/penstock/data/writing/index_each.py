@@ -42,7 +42,7 @@ def index_each(root: Path, files: Sequence[tuple[str, Path]], index_file: Callab
     try:
         write_whole(journal, b"".join(_line(key, shard) for key, shard in done.values()))
         with journal.open("ab") as log, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            waiting = {pool.submit(index_file, root / name, name): name for name in names if name not in done}
+            waiting = {pool.submit(_indexed, index_file, root / name, name): name for name in names if name not in done}
             shown = time.monotonic()
             try:
                 for future in as_completed(waiting):
@@ -60,6 +60,13 @@ def index_each(root: Path, files: Sequence[tuple[str, Path]], index_file: Callab
             f"{journal} cannot be written: {error}: index a copy of the folder that you can write to"
         ) from error
     return [done[name][1] for name in names]
+
+
+def _indexed(index_file: Callable[[Path, str], Shard], path: Path, name: str) -> Shard:
+    try:
+        return index_file(path, name)
+    except OSError as error:
+        raise DatasetError(f"{name}: {path} cannot be read: {error}") from error
 
 
 def _key(root: Path, name: str) -> _Key:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.data.formats.descriptors import Descriptor
+from penstock.data.formats.raw_files import check_size
 from penstock.data.formats.shards import ReadOptions, Shard, ShardFile, StoredFile
 from penstock.data.formats.tfrecord.example_messages import example_of, is_example
 from penstock.proto.errors import DatasetError, ShardCorruptError
@@ -86,12 +87,7 @@ class ArrayRecordReader:
     def __init__(self, shard: Shard, path: Path) -> None:
         stored = shard.files[0].raw
         self.name = stored.name
-        try:
-            size = path.stat().st_size
-        except OSError as error:
-            raise ShardCorruptError(f"{self.name}: {path} cannot be read: {error}") from error
-        if size != stored.size:
-            raise ShardCorruptError(f"{self.name}: {path} has {size} bytes, but its index says {stored.size}")
+        check_size(path, stored)
         self._decode = shard.settings["records"] == "example"
         self._records = _Records(path, stored.name)
         if len(self) != shard.samples:

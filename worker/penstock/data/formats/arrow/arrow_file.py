@@ -35,6 +35,7 @@ from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.fields import names
 from penstock.data.formats.parquet.parquet_columns import Column as DecodedColumn
 from penstock.data.formats.parquet.parquet_columns import column_of
+from penstock.data.formats.raw_files import check_size
 from penstock.data.formats.shards import ReadOptions, Shard, ShardFile, StoredFile
 from penstock.proto.errors import DatasetError, ShardCorruptError
 from penstock.runtime.process.free_memory import free_memory
@@ -78,7 +79,7 @@ class _ArrowFile:
             self.names: list[str] = list(self.schema.names)
             """Names of the columns."""
             self.plans = column_plans(self.schema)
-            """How each column is read row by row; None if a column cannot be read so."""
+            """Reader of single rows of each column; None if some column cannot be read row by row."""
             for message in found:
                 if message.kind == BATCH:
                     layout = layout_of(message.metadata)
@@ -168,12 +169,7 @@ class ArrowReader:
     def __init__(self, shard: Shard, path: Path) -> None:
         stored = shard.files[0].raw
         self.name = stored.name
-        try:
-            size = path.stat().st_size
-        except OSError as error:
-            raise ShardCorruptError(f"{self.name}: {path} cannot be read: {error}") from error
-        if size != stored.size:
-            raise ShardCorruptError(f"{self.name}: {path} has {size} bytes, but its index says {stored.size}")
+        check_size(path, stored)
         self._file = _ArrowFile(path, self.name)
         if len(self) != shard.samples:
             raise ShardCorruptError(f"{self.name}: it has {len(self)} rows, but its index says {shard.samples}")

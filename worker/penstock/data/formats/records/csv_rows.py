@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.data.formats.fields import mark, names
+from penstock.data.formats.fields import check_text, names
 from penstock.data.formats.records.record_file import RecordFile, opened, store_offsets
 from penstock.data.formats.shards import ReadOptions, Shard
 from penstock.proto.errors import DatasetError, ShardCorruptError
@@ -65,7 +65,7 @@ class CSVRowsReader(RecordFile):
 def check_csv_rows(settings: dict[str, Any]) -> None:
     """Check the settings of a shard's entry in the index, see format_table.Format.check."""
     names(settings, "column_names")
-    mark(settings, "separator")
+    check_text(settings, "separator")
 
 
 def open_csv_rows(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> CSVRowsReader:
