@@ -19,7 +19,7 @@ from penstock.proto.rpc.calls import CoordinatorClient
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 TOKEN = "token"
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 def line_from(fd: int) -> str:

@@ -23,7 +23,7 @@ from penstock.appliance.storage.snapshot_writer import COMMIT_BYTES, InflowBudge
 from penstock.proto.errors import DeadlineError, JournalError
 from penstock.proto.v1 import coordinator_pb2 as pb
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 @pytest.fixture

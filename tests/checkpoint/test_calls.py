@@ -17,7 +17,7 @@ import pytest
 import torch
 from ranked import run
 from torch import nn
-from waiting import wait_until
+from waiting import until
 
 from penstock.client.checkpoint import AsyncCheckpointer
 from penstock.client.checkpoint.saving.save_lock import CallLock
@@ -203,11 +203,11 @@ def test_a_second_signal_gets_through() -> None:
             time.sleep(0.01)
             assert not seen
             os.kill(os.getpid(), signal.SIGUSR1)
-            wait_until(lambda: len(seen) == 1)
+            until(lambda: len(seen) == 1)
         assert len(seen) == 2
         with calls.one("restore", hold=False):
             os.kill(os.getpid(), signal.SIGUSR1)
-            wait_until(lambda: len(seen) == 3)
+            until(lambda: len(seen) == 3)
 
 
 # ---- interrupted where it hurts
@@ -220,7 +220,7 @@ def test_an_interrupt_during_a_writer_restart(tmp_path: Path, monkeypatch: pytes
         pid = checkpointer._writer.pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: checkpointer._writer.pid is None)
+        until(lambda: checkpointer._writer.pid is None)
 
         def interrupted(*arguments: Any, **options: Any) -> Any:
             raise KeyboardInterrupt
@@ -250,7 +250,7 @@ def test_an_interrupted_close_finishes_saves(tmp_path: Path, monkeypatch: pytest
         with pytest.raises(KeyboardInterrupt):
             checkpointer.close()
     os.kill(pid, signal.SIGCONT)
-    wait_until(lambda: not Path(f"/proc/{pid}").exists())
+    until(lambda: not Path(f"/proc/{pid}").exists())
     assert [one.step for one in checkpoints(tmp_path)] == [1]
 
 
@@ -264,7 +264,7 @@ def test_second_signal_acts(tmp_path: Path) -> None:
             model = nn.Linear(2, 2)
             assert not checkpointer.signalled()
             os.kill(os.getpid(), signal.SIGUSR1)
-            wait_until(checkpointer.signalled)
+            until(checkpointer.signalled)
             assert len(seen) == 1  # who was there before is told too
             checkpointer.save(1, {"model": model})
         handler = signal.getsignal(signal.SIGUSR1)

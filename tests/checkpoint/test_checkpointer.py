@@ -19,7 +19,7 @@ from census import held
 from small_disk import small_disk_at
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load
-from waiting import wait_until
+from waiting import until
 
 from penstock.client.checkpoint import AsyncCheckpointer
 from penstock.client.checkpoint.saving import writer_process
@@ -164,7 +164,7 @@ def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
             with stopped(checkpointer):
                 thread = threading.Thread(target=train)
                 thread.start()
-                wait_until(lambda called=called, buffers=buffers: len(called) == buffers)  # type: ignore[misc]
+                until(lambda called=called, buffers=buffers: len(called) == buffers)  # type: ignore[misc]
                 flying = [one for one in checkpointer._pending if not one.ended.is_set()]
                 assert len(flying) == buffers
                 thread.join(0.3)
@@ -323,14 +323,14 @@ def test_nothing_stays_behind(tmp_path: Path) -> None:
         checkpointer = AsyncCheckpointer(tmp_path, buffers=2)
         for step in range(3):
             checkpointer.save(step, {"x": torch.ones(MIB + number)})
-        wait_until(lambda: memory() <= others + 2)
+        until(lambda: memory() <= others + 2)
         checkpointer.close()
         checkpointer.close()
         with pytest.raises(RuntimeError, match="this AsyncCheckpointer is closed"):
             checkpointer.save(9, {})
     del checkpointer
     gc.collect()
-    wait_until(lambda: held() <= before)
+    until(lambda: held() <= before)
     assert memory() <= others
 
 
@@ -353,7 +353,7 @@ def test_a_garbage_checkpointer_finishes_its_save(tmp_path: Path) -> None:
     pid = checkpointer._writer.pid
     del checkpointer
     gc.collect()
-    wait_until(lambda: not Path(f"/proc/{pid}").exists())
+    until(lambda: not Path(f"/proc/{pid}").exists())
     assert [one.step for one in checkpoints(tmp_path)] == [1]
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranked import run
-from waiting import wait_until
+from waiting import until
 
 from penstock.client.checkpoint import AsyncCheckpointer
 from penstock.client.checkpoint.checkpointer import OnExit
@@ -101,14 +101,14 @@ def in_flight(tmp_path: Path, on_exit: str, end: str) -> Iterator[tuple[int, Pat
     """The stopped writer of a job with a save in flight, and the folder. The job has ended when the block is left."""
     with ThreadPoolExecutor(1) as pool:
         job = pool.submit(run, 1, "ranked_saves:in_flight", str(tmp_path / "saved"), on_exit, end, str(tmp_path))
-        wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().endswith("\n"))
+        until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().endswith("\n"))
         writer, trainer = map(int, (tmp_path / "pid").read_text().split())
         try:
             yield writer, tmp_path / "saved"
         finally:
             (tmp_path / "go").touch()
             assert job.result()[0].raised == "killed"
-        wait_until(lambda: gone(trainer))
+        until(lambda: gone(trainer))
 
 
 @pytest.mark.parametrize("on_exit", ["finish", "abandon"])
@@ -117,7 +117,7 @@ def test_an_end_that_nobody_sees(tmp_path: Path, on_exit: str, end: str) -> None
     with in_flight(tmp_path, on_exit, end) as (pid, folder):
         pass
     os.kill(pid, signal.SIGCONT)
-    wait_until(lambda: gone(pid))
+    until(lambda: gone(pid))
     check(folder, finished=on_exit == "finish")
 
 

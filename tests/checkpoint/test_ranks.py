@@ -11,7 +11,7 @@ import pytest
 from ranked import Outcome, run
 from saved_states import save_of
 from small_disk import small_disk_at
-from waiting import wait_until
+from waiting import until
 
 from penstock.client.checkpoint.saving.writer import WriteFailed
 from penstock.proto.state.checkpoint_files import FAILED, damage, leftovers, newest, report_name
@@ -127,9 +127,9 @@ def test_a_report_into_a_folder_being_cleared(tmp_path: Path, monkeypatch: pytes
 
     def at_the_worst_moment(source: Path, target: Path) -> None:
         if target.name == FAILED:
-            wait_until(lambda: bool(list(target.parent.glob(f".{report_name(1)}.*"))))
+            until(lambda: bool(list(target.parent.glob(f".{report_name(1)}.*"))))
         else:
-            wait_until(lambda: not source.exists())
+            until(lambda: not source.exists())
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", at_the_worst_moment)

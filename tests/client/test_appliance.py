@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import streams
 from census import children
-from family import eventually
+from waiting import until
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.client.api import appliance as module
@@ -26,7 +26,7 @@ from penstock.client.api.rendezvous import DaemonAddresses, SharedAppliance
 from penstock.client.embedded import Embedded
 from penstock.proto.errors import CoordinatorUnavailableError, DeadlineError, PenstockError
 
-SOON_S = 30.0
+SOON_S = 60.0
 
 
 def ended(pidfds: list[int]) -> bool:
@@ -84,7 +84,7 @@ def test_torch_is_imported_before_a_run_opens(pidfds: Any) -> None:
     with Appliance(timeout_s=SOON_S, num_workers_per_box=1) as appliance:
         assert appliance._daemons is not None
         daemons = appliance._daemons.process.pid
-        eventually(lambda: children(daemons, "fork_server"), "the daemons start it")
+        until(lambda: children(daemons, "fork_server"), what="the daemons start it")
         (begun,) = children(daemons, "fork_server")
         (seen,) = DataExecutor(DataLoader(streams.surroundings), appliance=appliance)
         assert (seen["parent"], children(daemons, "fork_server")) == (begun, [begun])

@@ -278,6 +278,17 @@ def test_a_closure_asks_the_innermost_loop(two: Any) -> None:
     assert seen == [[None, None], True, [None, None], True]
 
 
+def test_a_loop_that_was_left_is_none(two: Any, loader: DataLoader) -> None:
+    """A reference cycle may keep it, and helper threads take the only loop elsewhere."""
+    left = iter(DataExecutor(loader, appliance=two))
+    next(left)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(checkpoint_closure(lambda: True)).result() is None
+        two.close()
+        with pytest.raises(RuntimeError, match="no executor is iterating"):
+            pool.submit(checkpoint_closure(lambda: True)).result()
+
+
 # ---- states
 
 

@@ -33,7 +33,7 @@ from penstock.worker.daemon.sender import Sender
 
 WARM, COUNTED = 1_000, 4_000
 LEAVES = {f"leaf{number}": torch.full((2, 4), number) for number in range(20)}
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 class _Malloc(ctypes.Structure):

@@ -16,7 +16,7 @@ import pytest
 from shard_folder import HASH, make_shards, raw_bytes
 from shard_server import Fault, ShardServer
 from small_disk import small_disk_at
-from waiting import wait_until
+from waiting import until
 
 from penstock.data.cache.shard_cache import ShardCache
 from penstock.data.formats.compressed_files import COMPRESSIONS
@@ -297,7 +297,7 @@ def test_ahead_is_fetched_in_order_by_threads(server: ShardServer, make: Make, t
     held_bytes(cache, shards[5])
     assert not any(thread.name == "penstock-shards" for thread in set(threading.enumerate()) - before)
     cache.fetch_ahead(shards[:4])
-    wait_until(lambda: all((tmp_path / "cache" / shard.name).exists() for shard in shards[:4]))
+    until(lambda: all((tmp_path / "cache" / shard.name).exists() for shard in shards[:4]))
     assert list(server.requests) == [shards[n].name for n in (5, 0, 1, 2, 3)]
     cache.fetch_ahead(shards[:5])
     assert held_bytes(cache, shards[4]) == raw_bytes(4, SIZE)

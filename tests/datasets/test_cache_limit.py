@@ -11,6 +11,7 @@ from random import Random
 import pytest
 from shard_folder import HASH, make_shards, raw_bytes, size_of_files
 from shard_server import Fault, ShardServer
+from waiting import until
 
 from penstock.data.cache import eviction
 from penstock.data.cache import shard_cache as storage_cache
@@ -115,9 +116,9 @@ def test_ahead_takes_no_more_than_fits(server: ShardServer, make: Make, tmp_path
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         cache.fetch_ahead(shards)
-        wait_for(tmp_path, [0, 1, 2])
+        until(lambda: there(tmp_path) == [0, 1, 2])
         use(cache, shards[0])
-        wait_for(tmp_path, [1, 2, 3])
+        until(lambda: there(tmp_path) == [1, 2, 3])
         for number, shard in enumerate(shards[1:], 1):
             use(cache, shard)
             assert size_of_files(tmp_path / "cache") <= 3 * SIZE
@@ -160,17 +161,9 @@ def test_a_list_that_is_replaced_gives_back(server: ShardServer, make: Make, tmp
     shards = make_shards(server.folder, 6, SIZE)
     cache = make(threads=1)
     cache.fetch_ahead(shards[:3])
-    wait_for(tmp_path, [0, 1, 2])
+    until(lambda: there(tmp_path) == [0, 1, 2])
     cache.fetch_ahead(shards[3:])
-    wait_for(tmp_path, [3, 4, 5])
-
-
-def wait_for(tmp_path: Path, numbers: list[int]) -> None:
-    for _ in range(3000):
-        if there(tmp_path) == numbers:
-            return
-        threading.Event().wait(0.01)
-    raise AssertionError(f"{there(tmp_path)} are there")
+    until(lambda: there(tmp_path) == [3, 4, 5])
 
 
 def test_raw_files_go_before_packed_ones(server: ShardServer, make: Make, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import pytest
 from forked import Child, join_all
 from shard_folder import HASH, make_shards, raw_bytes, size_of_files
 from shard_server import Fault, ShardServer
-from waiting import wait_until
+from waiting import until
 
 from penstock.data.cache import eviction
 from penstock.data.cache.shard_cache import HeldShard, ShardCache
@@ -143,7 +143,7 @@ def test_killed_in_the_middle_of_an_eviction(server: ShardServer, tmp_path: Path
             cache.hold(shards[2])
 
     with Child(work) as child:
-        wait_until(arrived.exists)
+        until(arrived.exists)
         child.kill()
     assert (tmp_path / "cache" / shards[0].name).exists() == (not removals)
     with cache_of(server, tmp_path, limit=2 * SIZE) as cache:
@@ -167,11 +167,11 @@ def test_child_does_not_release_parents_shards(server: ShardServer, tmp_path: Pa
                 check(cache, shards[2])
             cache.hold(shards[0])
             arrived.touch()
-            wait_until(leave.exists)
+            until(leave.exists)
             cache.close()
 
         with Child(work) as child:
-            wait_until(arrived.exists)
+            until(arrived.exists)
             assert held.paths[0].exists()
             assert other.paths[0].exists()
             held.release()
@@ -191,16 +191,16 @@ def test_child_prefetches_with_its_own_threads(server: ShardServer, tmp_path: Pa
     files = [tmp_path / "cache" / shard.name for shard in shards]
     with cache_of(server, tmp_path) as cache:
         cache.fetch_ahead(shards[:1])
-        wait_until(files[0].exists)
+        until(files[0].exists)
 
         def work() -> None:
             cache.fetch_ahead(shards[1:2])
-            wait_until(files[1].exists)
+            until(files[1].exists)
             cache.close()
 
         join_all(work)
         cache.fetch_ahead(shards[2:])
-        wait_until(files[2].exists)
+        until(files[2].exists)
     assert set(server.requests.values()) == {1}
     assert_clean(tmp_path / "cache")
 
@@ -219,7 +219,7 @@ def test_child_keeps_no_lock_of_its_dead_parent(server: ShardServer, tmp_path: P
             time.sleep(60)
 
     with Child(parent) as child:
-        wait_until(lambda: orphan.exists() and bool(orphan.read_text()))
+        until(lambda: orphan.exists() and bool(orphan.read_text()))
         child.kill()
     try:
         with cache_of(server, tmp_path, limit=SIZE) as cache:
@@ -257,7 +257,7 @@ def test_nothing_is_said_at_the_end_of_a_process(server: ShardServer, tmp_path: 
     command = [sys.executable, "-W", "error", "-c", textwrap.dedent(program)]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
-        wait_until(lambda: server.requests[shards[1].name] > 0, 90)  # it imports much
+        until(lambda: server.requests[shards[1].name] > 0, 90)  # it imports much
         said = process.communicate("\n", timeout=60)
     assert (process.returncode, *said) == (0, "", "")
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.utils.data
 from all_workers import AllWorkers
-from waiting import wait_until
+from waiting import until
 
 from penstock.data import MapLoader
 from penstock.proto.errors import DatasetError, InvalidArgumentError, StateMismatchError
@@ -178,13 +178,13 @@ def threads() -> list[threading.Thread]:
 def test_threads_are_gone_when_a_pass_is() -> None:
     loader = loader_of(collate_fn=as_it_is, fetch_threads=2)
     list(loader)
-    wait_until(lambda: not threads(), 10)
+    until(lambda: not threads(), 10)
     stream = iter(loader)
     next(stream)
     assert len(threads()) == 2
     assert all(thread.daemon for thread in threads()), "a read that hangs does not hold up the end of the process"
     del stream
-    wait_until(lambda: not threads(), 10)
+    until(lambda: not threads(), 10)
 
 
 @pytest.mark.parametrize("ahead", AHEAD)

@@ -19,7 +19,7 @@ import fsspec
 import pytest
 from shard_folder import raw_bytes
 from shard_server import Fault, ShardServer
-from waiting import wait_until
+from waiting import until
 
 from penstock.data.remote import folders, transfer
 from penstock.data.remote.folders import RemoteFolder
@@ -304,7 +304,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[RemoteFolder]:
     place.close()
     Plain.let_go.set()
     Plain.hangs.clear()
-    wait_until(lambda: "penstock-place" not in {thread.name for thread in threading.enumerate()})
+    until(lambda: "penstock-place" not in {thread.name for thread in threading.enumerate()})
     Plain.let_go.clear()
 
 
@@ -321,7 +321,7 @@ def test_a_filesystem_that_hangs_has_a_deadline(plain: RemoteFolder, tmp_path: P
     assert time.monotonic() - started < 20
     with ThreadPoolExecutor(1) as thread:
         fetched = thread.submit(fetch, plain, tmp_path)
-        wait_until(lambda: bool(plain._moving))
+        until(lambda: bool(plain._moving))
         plain.close()
         with pytest.raises(ShardUnavailableError, match="was closed"):
             fetched.result(20)

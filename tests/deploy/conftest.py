@@ -10,7 +10,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -202,16 +202,3 @@ def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
     shell.environment["PENSTOCK_COORDINATOR"] = started.line
     yield shell
     shell.close()
-
-
-@pytest.fixture
-def until() -> Callable[[Callable[[], bool]], None]:
-    """Waits for something to become true, by asking again and again: what is asked is a process, and takes its time."""
-    import time
-
-    def wait(true: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while not true():
-            assert time.monotonic() < deadline, "it did not become true in time"
-
-    return wait

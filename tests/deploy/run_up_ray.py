@@ -10,13 +10,14 @@ import select
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from cluster import SUPPORT
 from job import Job
+from waiting import until
 
 from penstock.deploy.engines.fleet_folder import FleetFolder
 from penstock.runtime.process.identity import Identity
@@ -102,7 +103,7 @@ def fleet(module_shell: Any) -> Iterator[RayFleet]:
             shutil.rmtree(session, ignore_errors=True)
 
 
-def test_lost_node_or_coordinator_keeps_batches(fleet: RayFleet, until: Callable[[Callable[[], bool]], None]) -> None:
+def test_lost_node_or_coordinator_keeps_batches(fleet: RayFleet) -> None:
     done = fleet.up("--workers", "2", "--send-token")
     assert done.returncode == 0, done.stderr
     assert f"PENSTOCK_TOKEN_FILE={fleet.folder.token}\n" in done.stdout

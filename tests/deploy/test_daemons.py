@@ -9,11 +9,11 @@ import socket
 import stat
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import until
 
 from penstock.proto.rpc.calls import CoordinatorClient
 
@@ -172,7 +172,7 @@ def test_worker_with_a_wrong_token(coordinator: Any) -> None:
     assert "the token is wrong" in done.error
 
 
-def test_worker_waits_for_coordinator_and_ends(shell: Any, until: Callable[[Callable[[], bool]], None]) -> None:
+def test_worker_waits_for_coordinator_and_ends(shell: Any) -> None:
     started = shell.begin("worker", "--slots", "1", "--allow", "streams", PENSTOCK_COORDINATOR=_closed_port())
     until(lambda: "waiting for the coordinator" in started.log.read_text())
     assert started.process.poll() is None

@@ -17,13 +17,14 @@ import termios
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import streams
 from tests.deploy.conftest import DEADLINE_S, Shell
+from waiting import until
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 
@@ -138,13 +139,6 @@ def browser(live: Live, tmp_path_factory: pytest.TempPathFactory) -> Iterator[An
         yield driver
     finally:
         driver.quit()
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not true():
-        assert time.monotonic() < deadline, "it did not become true in time"
-        time.sleep(0.15)
 
 
 def shown(browser: Any, selector: str) -> list[str]:

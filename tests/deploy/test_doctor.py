@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
+from waiting import until
 
 from penstock.deploy.cli.main import app
 from penstock.deploy.doctor.loader_check import (
@@ -226,9 +227,7 @@ def test_what_stops_the_stream_is_raised(
     assert says in raised.value.message
 
 
-def test_what_user_code_leaves_behind_is_killed(
-    examine: Examine, tmp_path: Path, until: Callable[[Callable[[], bool]], None]
-) -> None:
+def test_what_user_code_leaves_behind_is_killed(examine: Examine, tmp_path: Path) -> None:
     marker = tmp_path / "processes"
     assert examine("patients:leaves_behind", str(marker), replay=True).code == 0
     pids = [int(line) for line in marker.read_text().splitlines()]
@@ -333,9 +332,7 @@ def test_command_says_which_arguments_are_missing(call: Callable[..., Result]) -
         assert "--args '[32]' or --kwargs" in said
 
 
-def test_command_with_a_loader_that_hangs(
-    shell: Any, tmp_path: Path, until: Callable[[Callable[[], bool]], None]
-) -> None:
+def test_command_with_a_loader_that_hangs(shell: Any, tmp_path: Path) -> None:
     marker = tmp_path / "hangs"
     done = shell.run("doctor", "patients:hangs", "--args", json.dumps([str(marker)]), "--deadline", "5")
     assert done.returncode == 17
@@ -344,7 +341,7 @@ def test_command_with_a_loader_that_hangs(
     until(lambda: gone(int(marker.read_text())))
 
 
-def test_command_interrupted(shell: Any, tmp_path: Path, until: Callable[[Callable[[], bool]], None]) -> None:
+def test_command_interrupted(shell: Any, tmp_path: Path) -> None:
     marker = tmp_path / "hangs"
     doctor = shell.begin("doctor", "patients:hangs", "--args", json.dumps([str(marker)]))
     until(marker.exists)

@@ -11,6 +11,7 @@ import socket
 from typing import Any
 
 import pytest
+from waiting import until
 
 from penstock.deploy.doctor import cluster_check as looks
 from penstock.deploy.doctor.cluster_check import (
@@ -128,7 +129,7 @@ def test_a_worker_whose_lanes_cannot_be_reached(cluster: Any) -> None:
     assert "penstock worker --listen ITS-ADDRESS:0" in found.remedy
 
 
-def test_hanging_and_lost_workers_are_reported(cluster: Any, until: Any) -> None:
+def test_hanging_and_lost_workers_are_reported(cluster: Any) -> None:
     stopped = cluster.start("worker", "--slots", "1", "--allow", "streams", "--name", "stopped")
     os.kill(stopped.process.pid, signal.SIGSTOP)
     try:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import streams
+from waiting import until
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.proto.errors import InputFnError
@@ -75,7 +76,7 @@ def test_slot_without_free_capacity_ends_the_wait(coordinator: Any, worker: str)
     assert done.stdout.startswith("worker w1 still runs 1 slots; no other worker has free capacity for 1 of them")
 
 
-def test_a_slot_that_has_failed_is_told(coordinator: Any, worker: str, until: Any) -> None:
+def test_a_slot_that_has_failed_is_told(coordinator: Any, worker: str) -> None:
     address = coordinator.environment["PENSTOCK_COORDINATOR"]
     with (
         CoordinatorClient(address, TOKEN) as client,
@@ -91,7 +92,7 @@ def test_a_slot_that_has_failed_is_told(coordinator: Any, worker: str, until: An
 
 
 @pytest.mark.usefixtures("holding")
-def test_waiting_drain_does_not_overrule_undrain(coordinator: Any, worker: str, until: Any) -> None:
+def test_waiting_drain_does_not_overrule_undrain(coordinator: Any, worker: str) -> None:
     waiting = coordinator.begin("worker", "drain", worker, "--timeout", "60")
     with CoordinatorClient(coordinator.environment["PENSTOCK_COORDINATOR"], TOKEN) as client:
         until(lambda: client.status().workers[0].draining)

@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +21,7 @@ from manifests import KUBERNETES, OVERLAYS, Pod, pods, rendered, settings_of
 from pki import Pki
 from pod_monitor import PodMonitor
 from typer.main import get_command
+from waiting import until
 
 from penstock.deploy.cli.main import app
 
@@ -355,9 +355,7 @@ class Node:
         return done.returncode
 
 
-def test_daemons_of_the_base_start_and_stop(
-    shell: Any, tmp_path: Path, until: Callable[[Callable[[], bool]], None]
-) -> None:
+def test_daemons_of_the_base_start_and_stop(shell: Any, tmp_path: Path) -> None:
     node = Node(shell, tmp_path, "base")
     worker = node.start("worker", PENSTOCK_WORKER_ALLOW="streams")
     until(lambda: node.probe("worker", "livenessProbe") == 0)  # and there is no coordinator yet

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import streams
+from waiting import until
 
 from penstock.appliance.testing import FakeCluster
 from penstock.client import Appliance, DataExecutor, DataLoader
@@ -90,7 +91,7 @@ def running(coordinator: Any) -> Iterator[Running]:
         del steps
 
 
-def test_status_of_a_run(running: Running, until: Any) -> None:
+def test_status_of_a_run(running: Running) -> None:
     until(lambda: running.json("status")["runs"][0]["boxes"][0]["step"] == STEPS)
     found = running.json("status")
     (run,), (worker,) = found["runs"], found["workers"]
@@ -111,7 +112,7 @@ def test_status_of_a_run(running: Running, until: Any) -> None:
     assert (worker["worker"], worker["slots"], worker["slots_used"], worker["live"]) == ("w1", 4, 2, True)
 
 
-def test_status_in_plain_text(running: Running, until: Any) -> None:
+def test_status_in_plain_text(running: Running) -> None:
     until(lambda: running.json("status")["runs"][0]["boxes"][0]["step"] == STEPS)
     text = running.shell.call("status").stdout
     assert text.isascii()
@@ -175,7 +176,7 @@ def test_state_at_a_step(found_at_5: Any) -> None:
     assert len(first["digest"]) == 16
 
 
-def test_state_without_a_step_is_the_newest(running: Running, until: Any) -> None:
+def test_state_without_a_step_is_the_newest(running: Running) -> None:
     until(lambda: running.json("state", "job/0")["step"] == STEPS)
 
 

@@ -8,12 +8,13 @@ import os
 import signal
 import socket
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import until
 
 from penstock.deploy.console.exit_codes import CommandError
 from penstock.deploy.engines import keeper
@@ -21,7 +22,6 @@ from penstock.deploy.engines.fleet_folder import FleetFolder
 from penstock.deploy.engines.keeper import FleetKeeper
 from penstock.runtime.process.identity import Identity
 
-Until = Callable[[Callable[[], bool]], None]
 UP = ("up", "--detach", "--listen", "127.0.0.1:0", "--slots", "1", "--allow", "streams", "--dir", "fleet")
 
 
@@ -109,7 +109,7 @@ def test_second_fleet_in_a_folder_is_refused(fleet: Fleet) -> None:
     assert (fleet.folder.plan(), fleet.folder.token.read_text()) == (plan, token)  # and nothing of it has changed
 
 
-def test_killed_daemons_come_back_by_name(fleet: Fleet, until: Until) -> None:
+def test_killed_daemons_come_back_by_name(fleet: Fleet) -> None:
     before, lanes = fleet.processes(), fleet.workers()
     address = fleet.folder.address
     record = fleet.folder.path / "fleet.json"
@@ -129,7 +129,7 @@ def test_killed_daemons_come_back_by_name(fleet: Fleet, until: Until) -> None:
     assert "penstock-2 was killed by SIGKILL; starting it again" in (fleet.folder.logs / "supervisor.log").read_text()
 
 
-def test_workers_join_and_leave(fleet: Fleet, until: Until) -> None:
+def test_workers_join_and_leave(fleet: Fleet) -> None:
     assert fleet.shell.call(*UP, "--workers", "3").returncode == 0
     assert set(fleet.workers()) == {"penstock-1", "penstock-2", "penstock-3"}
     fleet.processes()
@@ -143,7 +143,7 @@ def test_workers_join_and_leave(fleet: Fleet, until: Until) -> None:
     until(lambda: set(fleet.workers()) == {"penstock-1"})
 
 
-def test_nothing_outlives_a_killed_supervisor(fleet: Fleet, until: Until) -> None:
+def test_nothing_outlives_a_killed_supervisor(fleet: Fleet) -> None:
     supervisor = fleet.processes()["sup"]
     assert supervisor is not None
     address = fleet.folder.address
@@ -169,7 +169,7 @@ def test_down_leaves_no_process_and_is_idempotent(fleet: Fleet) -> None:
     assert "no fleet was started" in never.error
 
 
-def test_the_foreground_ends_with_ctrl_c(shell: Any, until: Until) -> None:
+def test_the_foreground_ends_with_ctrl_c(shell: Any) -> None:
     started = shell.begin(*(part for part in UP if part != "--detach"), "--workers", "1", "--json")
     fleet = Fleet(shell)
     until(lambda: fleet.folder.fleet() is not None and fleet.record()["ready"])
@@ -276,7 +276,7 @@ def test_reused_pid_is_not_signalled() -> None:
 
 
 @pytest.mark.parametrize("number", [None, signal.SIGTERM, signal.SIGHUP])
-def test_told_to_end_it_starts_no_fleet(shell: Any, until: Until, number: signal.Signals | None) -> None:
+def test_told_to_end_it_starts_no_fleet(shell: Any, number: signal.Signals | None) -> None:
     """Without a signal it is `down` that tells it."""
     folder = FleetFolder(shell.folder / "fleet")
     for _ in range(5):
@@ -300,7 +300,7 @@ def _is_held_by_another(folder: FleetFolder, one: Identity) -> bool:
     return folder.holder() not in (None, one)
 
 
-def test_a_fleet_ends_with_its_last_worker(shell: Any, until: Until) -> None:
+def test_a_fleet_ends_with_its_last_worker(shell: Any) -> None:
     assert shell.run(*UP, "--workers", "1").returncode == 0
     fleet = Fleet(shell)
     told = fleet.processes()["penstock-1"]

@@ -15,6 +15,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 from manifests import pods, settings_of
+from waiting import until
 
 KUBERNETES = ("up", "--engine", "kubernetes", "--allow", "streams", "--image", "registry/mine:1", "--dir", "fleet")
 SLURM = ("up", "--engine", "slurm", "--allow", "streams", "--insecure", "--dir", "fleet", "--listen", "127.0.0.1:0")
@@ -238,7 +239,7 @@ while [ -n "$(jobs -pr)" ]; do wait; done
 """Replace Slurm's srun: two tasks, here."""
 
 
-def test_job_script_runs_and_ends_daemons(shell: Any, tmp_path: Path, until: Any) -> None:
+def test_job_script_runs_and_ends_daemons(shell: Any, tmp_path: Path) -> None:
     """The real script and real daemons, but for srun. A killed worker comes back; SIGTERM ends all, as scancel does."""
     done = shell.call(*SLURM, "--render", "--slots", "1", "--state-dir", str(tmp_path / "my cluster state"))
     assert done.returncode == 0, done.stderr

@@ -54,7 +54,7 @@ from penstock.worker.processes.control_channel import (
 from penstock.worker.processes.progress_page import ProgressPage
 from penstock.worker.slots.snapshots import MAX_BYTES, MOST, SlotSnapshots, StoredSnapshot
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 def seqpacket() -> tuple[socket.socket, socket.socket]:

@@ -18,8 +18,8 @@ from tests.lanes.conftest import (
     payload,
     structure_bytes,
     take,
-    wait_for,
 )
+from waiting import until
 
 from penstock.proto.errors import LaneClosedError, LaneLostError
 from penstock.proto.lane.endpoints import dims_of
@@ -249,7 +249,7 @@ def test_acks_flow_while_nobody_reads_them(link: Link, runner: Runner) -> None:
     assert len(consumer._unsent) <= 1, "what waits is one message, however much there is to say"
     finish(consumer, 3, places[2])
     runner.ask("deaf", deaf=False)
-    wait_for(consumer.flush, "the socket never had room again")
+    until(consumer.flush, what="the socket never had room again")
     runner.until(delivered=3, open_epochs=5000, lent=1 if link.kind == "local" else 0)
 
 
@@ -494,9 +494,9 @@ def test_descriptors_and_memory_are_released(link: Link, runner: Runner) -> None
             sender.join()
 
     lane(1)
-    wait_for(lambda: count_rings(link.receiver.pid or "self") == 0, "the receiver kept a ring of a lane that is over")
+    until(lambda: count_rings(link.receiver.pid or "self") == 0, what="the receiver kept a ring of a lane that is over")
     before = used()
     for first in (5, 9, 13):
         lane(first)
     # Some of what was counted before may still have been on its way out.
-    wait_for(lambda: all(count <= before[what] for what, count in used().items()), f"more than {before}")
+    until(lambda: all(count <= before[what] for what, count in used().items()), what=f"more than {before}")

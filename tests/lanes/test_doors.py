@@ -6,9 +6,9 @@ import socket
 from collections.abc import Iterator
 
 import pytest
-from census import until
 from lane_doors import listeners, refusing
 from tests.lanes.conftest import next_frame
+from waiting import until
 
 from penstock.client.stream.receiver_process import Receiver
 from penstock.proto.errors import AuthenticationError, PenstockError, SupersededError

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 from lane_frames import a_frame, ack_of, checked, read_sealed
-from tests.lanes.conftest import DEADLINE_S, content, next_frame, payload, wait_for
+from tests.lanes.conftest import DEADLINE_S, content, next_frame, payload
+from waiting import until
 
 from penstock.client.stream.receiver_process import Receiver
 from penstock.proto.errors import LaneLostError, PenstockError
@@ -374,7 +375,7 @@ def test_one_that_was_killed_is_started_again(receiver: Receiver) -> None:
         next_frame(rig.consumer)
     assert rig.far.recv(1) == b""
     rig.close()
-    wait_for(lambda: receiver.pid is None, "a killed process still runs")
+    until(lambda: receiver.pid is None, what="a killed process still runs")
     assert receiver.start() != name
     assert receiver.pid not in (None, pid)
 
@@ -390,7 +391,7 @@ def test_it_leaves_when_its_lifeline_does() -> None:
     with pytest.raises(LaneLostError):
         next_frame(rig.consumer)
     rig.close()
-    wait_for(lambda: receiver.pid is None, "it outlived its parent watch")
+    until(lambda: receiver.pid is None, what="it outlived its parent watch")
     with pytest.raises(ConnectionRefusedError):
         connect_local(name, 1)
     receiver.stop()

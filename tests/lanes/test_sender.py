@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 from lane_frames import a_frame, frame_of, read_sealed
-from tests.lanes.conftest import DEADLINE_S, content, unpacked, wait_for
+from tests.lanes.conftest import DEADLINE_S, content, unpacked
+from waiting import until
 from xxhash import xxh3_64
 
 from penstock.proto.lane import tcp
@@ -212,7 +213,7 @@ def test_flood_of_announcements_fills_no_memory(rig: Rig) -> None:
             return len(rig.sender._out) > MAX_OUT
         return False
 
-    wait_for(stopped, "the flood was not stopped")
+    until(stopped, what="the flood was not stopped")
     assert len(rig.sender._out) <= MAX_OUT + FRAMES_A_TURN
     rig.say(open_epochs=3)
     rig.acks()

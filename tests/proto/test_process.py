@@ -17,7 +17,7 @@ from penstock.runtime.process.line_reader import LinePipe
 from penstock.runtime.process.spawn import Spawned, environment, spawn
 from penstock.runtime.process.watch import Process, stat_of, wait_for_any
 
-SOON_S = 20.0
+SOON_S = 60.0
 
 
 def started(code: str, **options: object) -> Spawned:

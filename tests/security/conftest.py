@@ -7,7 +7,7 @@ import select
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import pytest
 from pki import Pair, Pki
 
 INPUTS = str(Path(__file__).parents[1] / "inputs")
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 SECRETS = {"client": "client-secret-c1c1", "worker": "worker-secret-w2w2", "admin": "admin-secret-a3a3"}
 TOKENS = "\n".join(f"{role}:{token}" for role, token in SECRETS.items())
 
@@ -103,20 +103,3 @@ def start_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
 def tls_flags(ca: str = "", pair: Pair | None = None, name: str = "") -> list[str]:
     given = {"ca": ca, "cert": pair.cert if pair else "", "key": pair.key if pair else "", "name": name}
     return [f"--tls-{what}={value}" for what, value in given.items() if value]
-
-
-Until = Callable[[Callable[[], bool], str], None]
-
-
-@pytest.fixture
-def until() -> Until:
-    """Waits for what happens in other processes and announces itself to nobody, by asking again."""
-    import time
-
-    def wait(true: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while not true():
-            assert time.monotonic() < deadline, what
-            os.sched_yield()
-
-    return wait

@@ -15,7 +15,7 @@ import pytest
 from cluster import TOKEN
 from served import TOKEN as SERVED_TOKEN
 from served import coordinator as served
-from waiting import wait_until
+from waiting import until
 
 from penstock.proto.errors import CoordinatorUnavailableError, DeadlineError
 from penstock.proto.rpc import connection_limits
@@ -65,7 +65,7 @@ def test_silent_connections_stop_nobody(opening: bytes, tmp_path: Path) -> None:
             with suppress(OSError):  # it may have been ended already
                 peer.sendall(opening)
         with CoordinatorClient(address, TOKEN) as client:
-            wait_until(lambda: answered(client), 60)
+            until(lambda: answered(client), 60)
     log = (tmp_path / "log").read_text()
     assert "closed connections that sent no valid token in time: " in log
     assert " of 127.0.0.1" in log

@@ -25,7 +25,7 @@ from penstock.proto.v1 import lane_pb2
 GENERATION = 5
 WALL_S = 1_000_000_000
 VALID = WALL_S + 3600
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 @pytest.fixture(scope="module")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+
+from waiting import until
 
 __all__ = [
     "abandoned",
@@ -22,7 +22,6 @@ __all__ = [
     "own_memory",
     "runners",
     "settled",
-    "until",
 ]
 
 
@@ -171,12 +170,3 @@ def settled(pids: list[int], before: list[Counter[str]], deadline_s: float) -> N
         return more
 
     until(lambda: not difference(), deadline_s, lambda: f"still held, by process: {difference()}")
-
-
-def until(holds: Callable[[], object], deadline_s: float, what: Callable[[], str] | str) -> None:
-    """Wait for a condition that nobody announces; what: the failure's message."""
-    end = time.monotonic() + deadline_s
-    while not holds():
-        if time.monotonic() > end:
-            raise AssertionError(what if isinstance(what, str) else what())
-        time.sleep(0.02)

@@ -20,11 +20,12 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from census import alive, census, children, descendants, own_memory, runners, settled, until
+from census import alive, census, children, descendants, own_memory, runners, settled
 from chaos_plan import Fault, Plan, TrainingJob, plan_of
 from cluster import Cluster, running
 from job import Job
 from proxy import Proxy
+from waiting import until
 
 SLOTS = 12
 """Number of slots of each daemon: any one of them has slots for all jobs."""

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import census
 
-__all__ = ["alive", "eventually", "fork_servers", "has_ring", "memory_of", "runners"]
+__all__ = ["alive", "fork_servers", "has_ring", "memory_of", "runners"]
 
 
 def fork_servers(daemon: int) -> list[int]:
@@ -30,14 +28,6 @@ def has_ring(pid: int) -> bool:
 
 def alive(pid: int) -> bool:
     return bool(census.alive([pid]))
-
-
-def eventually(holds: Callable[[], object], what: str, deadline_s: float = 30.0) -> None:
-    """Wait until it holds."""
-    until = time.monotonic() + deadline_s
-    while not holds():
-        assert time.monotonic() < until, f"not within {deadline_s:g} s: {what}"
-        time.sleep(0.01)
 
 
 def memory_of(pid: int) -> int:

@@ -17,7 +17,7 @@ from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 TOKEN = "token"
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 LIMITS = replace(Limits(), worker_lease_s=20.0, client_lease_s=20.0)
 """Leases that no test on a busy machine outlives by accident."""
 

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from census import alive, census, descendants, runners, settled, until
+from census import alive, census, descendants, runners, settled
 from cluster import TOKEN, Cluster, running
 from job import Job
+from waiting import until
 
 from penstock.proto.errors import StateUnavailableError
 from penstock.proto.rpc.calls import CoordinatorClient

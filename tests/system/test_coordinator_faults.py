@@ -21,7 +21,7 @@ import traps
 from census import alive, descendants
 from cluster import TOKEN, Cluster, running
 from interpreters import Forked
-from waiting import wait_until
+from waiting import until
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.proto import errors
@@ -192,7 +192,7 @@ def test_worker_dies_while_coordinator_is_away(cluster: Cluster, tmp_path: Path)
                 below = descendants(doomed.pid)
                 cluster.coordinator.kill()
                 doomed.kill()
-                wait_until(lambda: not alive(below))  # or runners go on for as long as that takes
+                until(lambda: not alive(below))  # or runners go on for as long as that takes
                 executor = DataExecutor(loader, num_steps=200, appliance=appliance)
                 with pytest.raises(errors.DeadlineError) as caught:
                     digests.extend(executor.digest for _ in executor)

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 import traps
-from census import alive, children, descendants, runners, until
+from census import alive, children, descendants, runners
 from cluster import Cluster, running
+from waiting import until
 
 from penstock.client import DataExecutor, DataLoader
 

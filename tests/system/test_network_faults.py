@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 import traps
-from census import alive, census, runners, until
+from census import alive, census, runners
 from cluster import TOKEN, Cluster, running
 from proxy import Proxy
+from waiting import until
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.client.stream.open_run import OpenRun

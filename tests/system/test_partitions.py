@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from census import census, runners, until
+from census import census, runners
 from hosts import HostCluster, Network, why_not
 from interpreters import let_go
 from job import Job
+from waiting import until
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import streams
 import torch
 from cluster import INPUTS, TOKEN, Cluster, running
 from typer.testing import CliRunner
-from waiting import wait_until
+from waiting import until
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.deploy.cli.main import app
@@ -349,7 +349,7 @@ def test_files_of_a_stopped_coordinator(stage: Stage) -> None:
             for batch in islice(executor, steps):
                 got[executor.step] = encode_state(batch)
         with stage.archive() as asked:
-            wait_until(lambda: bool(asked.histories("open/0", 0)[0].abandoned))
+            until(lambda: bool(asked.histories("open/0", 0)[0].abandoned))
         for number in (signal.SIGTERM, signal.SIGKILL):
             cluster.coordinator.send_signal(number)
             cluster.coordinator.wait(10)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import streams
-from family import eventually
 from neighbours import beside
+from waiting import until
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.proto.lane.ring import MAX_ENTRIES
@@ -61,10 +61,10 @@ def test_a_start_reports_what_it_waits_for(appliance: Appliance, tmp_path: Path)
 
     steps = iter(DataExecutor(DataLoader(begins), appliance=appliance))
     run: Any = appliance._runs[-1]
-    eventually(lambda: {view.start_stage for view in run.views} == {pb.INPUT_FN}, "both slots wait for input_fn")
+    until(lambda: {view.start_stage for view in run.views} == {pb.INPUT_FN}, what="both slots wait for input_fn")
     marker.touch()
     assert int(next(steps)) == 0
-    eventually(lambda: not any(view.start_stage for view in run.views), "no slot starts any more")
+    until(lambda: not any(view.start_stage for view in run.views), what="no slot starts any more")
 
 
 def test_the_place_of_each_worker(appliance: Appliance) -> None:

@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 import users
 from cluster import TOKEN, Cluster, running
-from family import eventually, runners
+from family import runners
 from other_users import CONTAINER, opened, why_not, with_capabilities
+from waiting import until
 
 from penstock.client import DataExecutor, DataLoader
 from penstock.proto.errors import InvalidArgumentError, PenstockError
@@ -110,7 +111,7 @@ def test_a_lost_runner_and_a_state_in_between(cluster: Cluster) -> None:
                 (runner,) = runners(cluster.workers[0].pid)
                 os.kill(runner, signal.SIGKILL)
         assert seen == list(range(1, BATCHES + 1))
-    eventually(lambda: not runners(cluster.workers[0].pid), "the run is over")
+    until(lambda: not runners(cluster.workers[0].pid), what="the run is over")
     with cluster.box("resumed", num_workers_per_box=1) as appliance:
         loader = DataLoader(users.tells, BATCHES, "/nowhere", 1)
         loader.load_state_dict(state)

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import streams
-from census import until
 from cluster import TOKEN, running
 from family import runners
+from waiting import until
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.proto import errors

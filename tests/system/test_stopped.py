@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 import traps
-from census import alive, census, children, descendants, runners, until
+from census import alive, census, children, descendants, runners
 from cluster import Cluster, running
 from job import Job
+from waiting import until
 
 from penstock.client import DataExecutor, DataLoader
 from penstock.proto import errors

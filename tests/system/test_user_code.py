@@ -22,7 +22,8 @@ import pytest
 import streams
 from census import abandoned, children
 from cluster import Cluster, running
-from family import alive, eventually, fork_servers, memory_of, runners
+from family import alive, fork_servers, memory_of, runners
+from waiting import until
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.proto import errors
@@ -88,7 +89,7 @@ def daemon(cluster: Cluster) -> int:
 
 def the_runner(cluster: Cluster) -> int:
     """The one that streams now; those of an earlier test may be about to end."""
-    eventually(lambda: len(runners(daemon(cluster))) == 1, "there is one runner")
+    until(lambda: len(runners(daemon(cluster))) == 1, what="there is one runner")
     return runners(daemon(cluster))[0]
 
 
@@ -185,7 +186,7 @@ def test_stopped_fork_server_hides_no_death(cluster: Cluster) -> None:
             os.kill(runner, signal.SIGKILL)
             session = loader._session
             assert session is not None
-            eventually(lambda: "SIGKILL" in session.run.views[0].note, "the death is told")
+            until(lambda: "SIGKILL" in session.run.views[0].note, what="the death is told")
         finally:
             os.kill(fork_server, signal.SIGCONT)
         with pytest.warns(UserWarning, match="SIGKILL"):
@@ -195,7 +196,7 @@ def test_stopped_fork_server_hides_no_death(cluster: Cluster) -> None:
         os.kill(fork_server, signal.SIGSTOP)
         try:
             loader.close()
-            eventually(lambda: not alive(runner), "it is stopped", STOP_S)
+            until(lambda: not alive(runner), what="it is stopped", deadline_s=STOP_S)
         finally:
             os.kill(fork_server, signal.SIGCONT)
     still_works(cluster)
@@ -207,13 +208,13 @@ def test_killed_fork_server_is_replaced(cluster: Cluster, tmp_path: Path) -> Non
     with at(cluster) as appliance:
         loader = DataLoader(hazards.escapes, str(marker))
         got = numbers(appliance, loader, 10)
-        eventually(lambda: len(_pids(marker)) == 3, "all have left")
+        until(lambda: len(_pids(marker)) == 3, what="all have left")
         left = _pids(marker)
         os.kill(fork_server, signal.SIGKILL)
         with pytest.warns(UserWarning, match="recovered"):
             got += numbers(appliance, loader, 500)
     assert got == list(range(510))
-    eventually(lambda: not any(map(alive, left)), "what the runner left behind is gone")
+    until(lambda: not any(map(alive, left)), what="what the runner left behind is gone")
     assert fork_server not in fork_servers(daemon(cluster))
 
 
@@ -228,15 +229,15 @@ def test_descendants_end_with_their_runner(cluster: Cluster, tmp_path: Path, end
         warnings.simplefilter("ignore")  # of the recovery, whose runner does the same
         loader = DataLoader(hazards.escapes, str(marker))
         numbers(appliance, loader, 10)
-        eventually(lambda: len(_pids(marker)) == 3, "all have left")
+        until(lambda: len(_pids(marker)) == 3, what="all have left")
         left = _pids(marker)
         runner = the_runner(cluster)
         # However far they went, they are below their runner, so that the end of another child does not end them.
-        eventually(lambda: set(left) <= set(children(runner)), "all are the runner's own")
+        until(lambda: set(left) <= set(children(runner)), what="all are the runner's own")
         if end == "killed":
             os.kill(runner, signal.SIGKILL)
-            eventually(lambda: not any(map(alive, left)), "those of the dead runner are gone")
-    eventually(lambda: not any(map(alive, _pids(marker))), "all are gone")
+            until(lambda: not any(map(alive, left)), what="those of the dead runner are gone")
+    until(lambda: not any(map(alive, _pids(marker))), what="all are gone")
 
 
 def _is_dead(pid: int) -> bool:
@@ -270,10 +271,10 @@ def test_killed_runner_leaves_no_worker_processes(cluster: Cluster, sharing: str
             numbers(appliance, loader, 40)
             runner = the_runner(cluster)
             os.kill(runner, signal.SIGKILL)
-            eventually(partial(_is_dead, runner), "it is dead")
-    eventually(lambda: not any(map(children, fork_servers(daemon(cluster)))), "all of its processes are gone")
-    eventually(lambda: not _litter() - before, f"nothing is left: {_litter() - before}")
-    eventually(lambda: not _kept_for_children(daemon(cluster)), "their directories are gone")
+            until(partial(_is_dead, runner), what="it is dead")
+    until(lambda: not any(map(children, fork_servers(daemon(cluster)))), what="all of its processes are gone")
+    until(lambda: not _litter() - before, what=f"nothing is left: {_litter() - before}")
+    until(lambda: not _kept_for_children(daemon(cluster)), what="their directories are gone")
 
 
 def test_multiprocessing_folder_ends_with_runner(cluster: Cluster) -> None:
@@ -284,7 +285,7 @@ def test_multiprocessing_folder_ends_with_runner(cluster: Cluster) -> None:
         assert "/penstock-" in places[0]
         assert Path(places[0]).is_dir()
         loader.close()
-        eventually(lambda: not Path(places[0]).exists(), "it is removed")
+        until(lambda: not Path(places[0]).exists(), what="it is removed")
 
 
 # ---- what user code does to its process
@@ -299,10 +300,10 @@ def test_a_runner_that_will_not_stop_is_stopped(cluster: Cluster, tmp_path: Path
         Path(f"{marker}.go").touch()
         with contextlib.suppress(errors.DeadlineError):  # it goes on until it sees the file
             numbers(appliance, loader, 10**6)
-        eventually(lambda: _pids(marker), "it hangs now")
+        until(lambda: _pids(marker), what="it hangs now")
         (runner,) = _pids(marker)
         loader.close()
-        eventually(lambda: not alive(runner), "it is gone", STOP_S)
+        until(lambda: not alive(runner), what="it is gone", deadline_s=STOP_S)
     still_works(cluster)
 
 
@@ -358,7 +359,7 @@ def test_output_flood_costs_only_its_author(cluster: Cluster) -> None:
             said.extend(worker.stderr.read() or b"")  # type: ignore[union-attr]
             return b"lines were left out" in said
 
-        eventually(told, "the log says what it left out")
+        until(told, what="the log says what it left out")
         os.set_blocking(worker.stderr.fileno(), True)
 
 
@@ -411,8 +412,8 @@ def test_killed_helper_process_is_replaced_once(cluster: Cluster, tmp_path: Path
         for batch in executor:
             got.append(plain(batch))
             if executor.step == 151:  # no snapshot was taken just there
-                eventually(checked.exists, "the check of the first snapshots has begun")
-                eventually(lambda: not alive(int(checked.read_text())), "and is over")
+                until(checked.exists, what="the check of the first snapshots has begun")
+                until(lambda: not alive(int(checked.read_text())), what="and is over")
                 for number in range(times):
                     (tmp_path / f"kill {number}").touch()
                 if times == 2:

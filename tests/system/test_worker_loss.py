@@ -19,7 +19,7 @@ import streams
 import traps
 from chains import plain, runners
 from neighbours import beside
-from waiting import wait_until
+from waiting import until
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.proto import errors
@@ -287,5 +287,5 @@ def test_only_settled_epochs_become_durable(appliance: Appliance) -> None:
         assert farthest() < 3
         for _ in range(20):
             next(steps)
-        wait_until(lambda: farthest() > 3)
+        until(lambda: farthest() > 3)
         assert farthest() < 23

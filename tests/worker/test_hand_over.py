@@ -17,7 +17,7 @@ from penstock.worker.slots.slot import Slot
 from penstock.worker.slots.slot_interfaces import DaemonCounters
 from penstock.worker.slots.snapshots import StoredSnapshot
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 class Coordinator:

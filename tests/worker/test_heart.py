@@ -10,7 +10,7 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.worker.daemon.heartbeats import HANGS_S, LATE, Heartbeats
 
 LEASE_S = 0.4
-DEADLINE_S = 20
+DEADLINE_S = 60.0
 
 
 class Coordinator:

@@ -30,7 +30,7 @@ from penstock.worker.slots.slot_states import POLL_S, SlotStates
 from penstock.worker.slots.snapshots import SlotSnapshots, StoredSnapshot
 from penstock.worker.slots.verification import RestartPointVerifier
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 @pytest.fixture

@@ -49,7 +49,7 @@ from penstock.worker.daemon.sender import Sender
 
 __all__ = ["TARGETS"]
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 SLOTS = 4
 assert MAX_DIMS == MAX_LEAVES * MAX_RANK
 

@@ -388,4 +388,6 @@ _iterating: ApplianceScope[DataExecutor] = ApplianceScope(
     "penstock-loops",
     "{count} executors are being iterated in other threads, and none in this one: call a checkpoint_closure in the "
     "thread whose loop it belongs to",
+    # A loop that was left may be kept by a reference cycle, and never reach its end.
+    lambda executor: executor._session is not None and not executor._session.run.closed,
 )
