@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import pytest
 from hostile_coordinator import SECRET, Hostile, assignment, serving
+from waiting import PATIENCE
 
 from penstock.proto.rpc.bounds.polling import HOLD_S, PollPace, intervals
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -99,6 +100,8 @@ def test_a_worker_outlives_hostile_replies(hostile: Hostile, run: Any, start_onc
     hostile.reply, hostile.reports = REPLIES[name], 0
     began, before = time.monotonic(), hostile.heartbeats
     run(asyncio.sleep(WATCHED_S))
+    while hostile.heartbeats == before and time.monotonic() - began < PATIENCE * 15:
+        run(asyncio.sleep(0.1))
     assert start_once.started[-1].process.poll() is None
     # each change of a slot is reported beside the long poll
     polls = PollPace.BURST + PollPace.PER_S * (time.monotonic() - began)
