@@ -14,8 +14,9 @@ from penstock.data.arguments import whole
 from penstock.data.loading.collating import checked_collate
 from penstock.data.loading.fetching import ReadAhead, check_threads, in_processes, in_threads
 from penstock.data.loading.map_reading import MapReader
-from penstock.data.loading.position_loader import Fetcher, PositionLoader, check_settings
+from penstock.data.loading.position_loader import Fetcher, PositionLoader, balanced_order, check_settings
 from penstock.data.loading.worker_identity import WorkerIdentity, global_batch
+from penstock.data.ordering.balancing.balance import Balance
 from penstock.data.ordering.epoch_plan import BatchPlan, SampleOrder, WorkerBatches
 from penstock.data.ordering.order_file import FiledOrder, OrderFile
 from penstock.data.ordering.order_states import ORDER_FILE
@@ -64,6 +65,7 @@ class MapLoader(PositionLoader):
         reseed: bool | None = None,
         keys: str | None = None,
         rank: tuple[int, int] | None = None,
+        balance: Balance | None = None,
         collate_fn: Callable[[list[Any]], Any] = collate,
     ) -> None:
         """
@@ -100,6 +102,9 @@ class MapLoader(PositionLoader):
             rank: (this rank, number of data-parallel ranks); the ranks share each global batch. None: the worker's box
                 and the number of boxes, or outside a worker RANK and WORLD_SIZE. Ranks that need the same rows, as in
                 tensor parallelism, pass the same value.
+            balance: deal the rows of a step to the boxes by cost, see Balance: the rows of some steps, if it says so. A
+                step's rows are then the same on any number of boxes. Balance over several steps needs the same global
+                batch when it is resumed, so give `global_batch_size`.
             collate_fn: function from a list of samples to a batch.
 
         Raises InvalidArgumentError or DatasetError for invalid arguments.
@@ -131,11 +136,22 @@ class MapLoader(PositionLoader):
         if order_file is not None:
             file = OrderFile.read(order_file)
             order, described[ORDER_FILE] = FiledOrder(order, file, name, self._length), file.described
+        balanced = balanced_order(balance, order, dataset, self._length, batch, described)
         self.dataset, self._seed = dataset, seed
         self._threads, self._processes = fetch_threads, fetch_processes
         reseed = not fetch_threads if reseed is None else reseed
         self._reader = MapReader(dataset, name, len(order), checked_collate(collate_fn), seed=seed, reseed=reseed)
-        super().__init__(name, order, described, identity=identity, batch=batch, tail=tail, skip=skip, keys=keys)
+        super().__init__(
+            name,
+            balanced.order if balanced else order,
+            described,
+            identity=identity,
+            batch=batch,
+            tail=tail,
+            skip=skip,
+            keys=keys,
+            balance=balanced,
+        )
 
     def __iter__(self) -> Iterator[Any]:
         """Return an iterator over the next epoch, or over the rest of the epoch in which a loaded state lies."""

@@ -15,11 +15,13 @@ from typing import Any, Protocol, get_args
 import numpy as np
 import torch.utils.data
 
-from penstock.data.arguments import one_of, whole
+from penstock.data.arguments import at_least_one, one_of, whole
 from penstock.data.loading.restore_keys import PositionKeys, checked_name, with_keys
 from penstock.data.loading.worker_identity import WorkerIdentity
+from penstock.data.ordering.balancing.balance import Balance, Balanced, Imbalance
 from penstock.data.ordering.epoch_plan import BatchPlan, EpochPlan, EpochRemainder, SampleOrder, WorkerBatches
 from penstock.data.ordering.order_states import (
+    ORDER_FILE,
     OrderProgress,
     Topology,
     aggregated,
@@ -34,7 +36,7 @@ from penstock.data.ordering.partition import Tail
 from penstock.data.ordering.skips import ranges_of
 from penstock.proto.errors import DatasetError, InvalidArgumentError, StateMismatchError
 
-__all__ = ["Fetcher", "PositionLoader", "check_settings"]
+__all__ = ["Fetcher", "PositionLoader", "balanced_order", "check_settings"]
 
 
 class Fetcher(Protocol):
@@ -66,16 +68,19 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         tail: Tail,
         skip: Iterable[range],
         keys: str | None,
+        balance: Balanced | None = None,
     ) -> None:
         """
         Args:
             name: name of the data, for messages.
             described: all settings that decide the order. A state with other settings is refused.
             batch: rows of all boxes' batches together.
+            balance: costs of the samples, and what balance does with them.
         """
         super().__init__()
         self._name, self._order, self._described, self._identity, self._batch = name, order, described, identity, batch
         self._epochs = EpochPlan(len(order), tail, ranges_of(skip))
+        self._balance = balance
         self._keys, self._key_field = PositionKeys.of(described, len(order)), checked_name(keys)
         self._epoch = self._start = self._done = self._first = 0
         self._partitioned_for = self._topology()
@@ -122,6 +127,17 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         """Return a fetcher for a new epoch; None if each batch is made only when it is needed. `own_batches`: this
         worker's batches of the epoch."""
         return None
+
+    # ---- cost
+
+    def imbalance(self, steps: int = 100) -> Imbalance:
+        """Return how unequal the boxes' costs are in the first steps of the present epoch, with and without balance. It
+        reads no sample. Raises InvalidArgumentError for a loader without `balance`."""
+        if self._balance is None:
+            raise InvalidArgumentError(
+                f"{self._name}: imbalance() needs the costs of samples: give balance=Balance(cost, report=True)"
+            )
+        return self._balance.imbalance(self._remainder(self._epoch, 0), at_least_one("steps", steps))
 
     # ---- epochs
 
@@ -300,7 +316,8 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
     def _worker_batches(self) -> WorkerBatches:
         """Return the batches that this process makes in the present epoch."""
         remainder = self._remainder(self._epoch, self._start)
-        return WorkerBatches(remainder, self._order, self._identity.turn(self._first), self._identity.box)
+        deal = self._balance.deal if self._balance is not None else None
+        return WorkerBatches(remainder, self._order, self._identity.turn(self._first), self._identity.box, deal)
 
     def _remainder(self, epoch: int, start: int) -> EpochRemainder:
         return self._epochs.remainder(epoch, start, self._batch, self._identity.boxes)
@@ -364,6 +381,26 @@ class _Epoch:
     def _close(self) -> None:
         if self._fetcher is not None:
             self._fetcher.close()
+
+
+def balanced_order(
+    balance: Balance | None, order: SampleOrder, dataset: Any, length: int, batch: int, described: dict[str, Any]
+) -> Balanced | None:
+    """Return a loader's balance, and enter it into the settings that decide the loader's order.
+
+    Raises InvalidArgumentError or DatasetError for invalid costs or steps.
+    """
+    if balance is None:
+        return None
+    found = Balanced(balance, order, dataset, length, batch)
+    if found.described and ORDER_FILE in described:
+        raise InvalidArgumentError(
+            "order_file excludes a balance over several steps, which would deal rows that were delivered before: give "
+            "Balance(cost, over_steps=1) until a state lies in a later epoch"
+        )
+    if found.described:
+        described["balance"] = found.described
+    return found
 
 
 def check_settings(tail: str, **numbers: int | None) -> None:

@@ -16,8 +16,9 @@ from penstock.data.formats.decoded_blocks import MEMORY
 from penstock.data.loading.collating import checked_collate
 from penstock.data.loading.fetching import ReadAhead, check_threads, in_threads
 from penstock.data.loading.map_reading import MapReader
-from penstock.data.loading.position_loader import Fetcher, PositionLoader, check_settings
+from penstock.data.loading.position_loader import Fetcher, PositionLoader, balanced_order, check_settings
 from penstock.data.loading.worker_identity import WorkerIdentity, global_batch
+from penstock.data.ordering.balancing.balance import Balance
 from penstock.data.ordering.epoch_plan import BatchPlan, EpochRemainder, WorkerBatches
 from penstock.data.ordering.order_file import FiledOrder, OrderFile
 from penstock.data.ordering.order_states import ORDER_FILE
@@ -82,6 +83,7 @@ class StreamingLoader(PositionLoader):
         reseed: bool | None = None,
         keys: str | None = None,
         rank: tuple[int, int] | None = None,
+        balance: Balance | None = None,
         collate_fn: Callable[[list[Any]], Any] = collate,
     ) -> None:
         """
@@ -130,6 +132,10 @@ class StreamingLoader(PositionLoader):
             rank: (this rank, number of data-parallel ranks); the ranks share each global batch. None: the worker's box
                 and the number of boxes, or outside a worker RANK and WORLD_SIZE. Ranks that need the same rows, as in
                 tensor parallelism, pass the same value.
+            balance: deal the rows of a step to the boxes by cost, see Balance: the rows of some steps, if it says so. A
+                step's rows are then the same on any number of boxes. Balance over several steps needs the same global
+                batch when it is resumed, so give `global_batch_size`.
+                With `partitions`, a box reads other parts' shards too. It excludes interleave="batches".
             collate_fn: function from a list of samples to a batch.
 
         Raises InvalidArgumentError or DatasetError for invalid arguments.
@@ -200,6 +206,11 @@ class StreamingLoader(PositionLoader):
             file = OrderFile.read(order_file)
             filed = FiledOrder(order, file, dataset.name, int(order.starts[-1]))
             described[ORDER_FILE] = file.described
+        if balance is not None and interleave == "batches" and mixed:
+            raise InvalidArgumentError(
+                "interleave='batches' excludes balance, which deals the rows of several batches: use another interleave"
+            )
+        balanced = balanced_order(balance, filed or order, dataset, int(order.starts[-1]), batch, described)
         self.dataset, self._shards, self._filed, self._reader = dataset, order, filed, reader
         self._threads = fetch_threads
         self._shuffle = shuffle
@@ -212,7 +223,15 @@ class StreamingLoader(PositionLoader):
         """Position from which the shards to prefetch were listed last: the epoch's remainder, and the position in
         it."""
         super().__init__(
-            dataset.name, filed or order, described, identity=identity, batch=batch, tail=tail, skip=skip, keys=keys
+            dataset.name,
+            balanced.order if balanced else filed or order,
+            described,
+            identity=identity,
+            batch=batch,
+            tail=tail,
+            skip=skip,
+            keys=keys,
+            balance=balanced,
         )
 
     def _read_samples(self, plan: BatchPlan) -> list[Any]:
@@ -254,7 +273,7 @@ class StreamingLoader(PositionLoader):
         if begin < len(order) and not (self._filed and self._filed.covers(remainder.epoch)):
             run = max(order.partitions, self._identity.boxes)
             near = remainder.near(
-                self._identity.box, begin, min(self._decoded_ahead, len(order) - begin), run=run, runs=DECODED_RUNS
+                self._box, begin, min(self._decoded_ahead, len(order) - begin), run=run, runs=DECODED_RUNS
             )
             if self._shuffle:
                 needed.append(order.shards(remainder.epoch, near))
@@ -272,11 +291,16 @@ class StreamingLoader(PositionLoader):
             return self._shards.shards(epoch, positions)
         return self._shards.shards_of(self._filed.ids(epoch, positions))
 
+    @property
+    def _box(self) -> int | None:
+        """The box whose rows are known from their positions; None if costs decide which box gets a row."""
+        return self._identity.box if self._balance is None or self._balance.deal is None else None
+
     def _near(self, remainder: EpochRemainder, position: int, count: int) -> Ints:
         """Return this box's positions among the next `count`, from `position` on. If there are too many to look at,
         return only some evenly spread runs of them; each run touches all partitions."""
         run = max(self._shards.partitions, self._identity.boxes)
-        return remainder.near(self._identity.box, position, count, run=run, runs=max(1, EXAMINED_POSITIONS // run))
+        return remainder.near(self._box, position, count, run=run, runs=max(1, EXAMINED_POSITIONS // run))
 
 
 def _reader(

@@ -8,7 +8,7 @@ not skipped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -19,11 +19,15 @@ from penstock.data.ordering.partition import Partition, Tail, WorkerTurn
 from penstock.data.ordering.permutation import Ints
 from penstock.data.ordering.skips import KeptPositions, Ranges
 
-__all__ = ["BatchPlan", "EpochPlan", "EpochRemainder", "SampleOrder", "WorkerBatches"]
+__all__ = ["BatchPlan", "Deal", "EpochPlan", "EpochRemainder", "SampleOrder", "WorkerBatches"]
 
 ORDERED_AT_ONCE = 2048
 """Largest number of rows whose samples are looked up in one call. In calls of this size a row takes 0.1 us; in calls of
 64 rows it takes 2 us."""
+
+
+Deal = Callable[[Ints, int, int], Sequence[Ints]]
+"""(samples of a global batch, number of boxes, number of the batch) -> the rows of each box."""
 
 
 class SampleOrder(Protocol):
@@ -101,16 +105,20 @@ class EpochRemainder:
         """Return the positions of a box's rows in batch `number`."""
         return self.kept.positions(self._partition.rows(number, box))
 
-    def near(self, box: int, begin: int, count: int, *, run: int, runs: int) -> Ints:
-        """Return some of a box's positions among the next `count` samples of this epoch, from position `begin` on. They
-        come from at most `runs` evenly spread runs of `run` samples."""
+    def all_positions(self, number: int) -> Ints:
+        """Return the positions of all boxes' rows in batch `number`."""
+        return self.kept.positions(self._partition.rows(number, boxes=1))
+
+    def near(self, box: int | None, begin: int, count: int, *, run: int, runs: int) -> Ints:
+        """Return some of a box's positions, or of all boxes' if `box` is None, among the next `count` samples of this
+        epoch, from position `begin` on. They come from at most `runs` evenly spread runs of `run` samples."""
         partition = self._partition
         first = max(self.kept.rank(begin), self.kept.rank(0))
         end = min(partition.length, first + count)
         several = max(1, min((end - first) // run, runs))
         at = np.linspace(first, max(first, end - run), several).astype(np.int64)[:, None] + np.arange(run)
         at = np.unique(at[at < end])
-        return self.kept.positions(at[(at - partition.start) % self.boxes == box])
+        return self.kept.positions(at if box is None else at[(at - partition.start) % self.boxes == box])
 
 
 @dataclass(frozen=True)
@@ -147,6 +155,8 @@ class WorkerBatches:
     order: SampleOrder
     turn: WorkerTurn
     box: int
+    deal: Deal | None = None
+    """Function that deals the rows of a global batch to the boxes; None: each box takes every N-th row."""
 
     def ended(self, done: int) -> bool:
         """Return True if the worker has no more batch after its first `done` batches."""
@@ -158,6 +168,8 @@ class WorkerBatches:
         remainder, first = self.remainder, self.turn.batch(done)
         if self.ended(done):
             return []
+        if self.deal is not None:
+            return [self._dealt(first, self.deal)]
         rows = [remainder.positions(first, self.box)]
         while (number := first + len(rows) * self.turn.of) < remainder.batches:
             if (len(rows) + 1) * len(rows[0]) > ORDERED_AT_ONCE:
@@ -169,6 +181,15 @@ class WorkerBatches:
         ids = np.split(self._ids(np.concatenate(rows)), np.cumsum([len(own) for own in rows[:-1]]))
         plans = [BatchPlan(remainder.epoch, own, numbers) for own, numbers in zip(rows, ids, strict=True)]
         return [*plans[:-1], plans[-1]._replace(empty=empty)]
+
+    def _dealt(self, number: int, deal: Deal) -> BatchPlan:
+        """Return the plan of the box's rows in batch `number`, which `deal` chooses."""
+        positions = self.remainder.all_positions(number)
+        ids = self._ids(positions)
+        own = deal(ids, self.remainder.boxes, number)[self.box]
+        empty = not len(own)
+        own = np.zeros(1, np.int64) if empty else own
+        return BatchPlan(self.remainder.epoch, positions[own], ids[own], empty)
 
     def all_plans(self, done: int) -> Iterator[BatchPlan]:
         """Yield the plans of all of the worker's batches after its first `done`."""

@@ -72,12 +72,12 @@ class Partition:
             return self.length
         return self.start + min(batches, self.batches) * self.batch
 
-    def rows(self, number: int, box: int) -> Ints:
-        """Return the positions of a box's rows in batch `number`. With tail="emit" a box other than box 0 may have no
-        row in the last batch."""
+    def rows(self, number: int, box: int = 0, boxes: int | None = None) -> Ints:
+        """Return the positions of a box's rows in batch `number`; with boxes=1, those of all boxes. With tail="emit" a
+        box other than box 0 may have no row in the last batch."""
         begin = self.start + number * self.batch
         size = self.batch
         if number == self.batches - 1 and self.tail in ("emit", APART):
             size = self.length - begin
-        rows = np.arange(begin + box, begin + size, self.boxes)
+        rows = np.arange(begin + box, begin + size, boxes or self.boxes)
         return rows if begin + size <= self.length else rows % self.length

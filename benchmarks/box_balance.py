@@ -1,0 +1,115 @@
+"""Cost of a step's most expensive box over the mean of all boxes, without balance and with it; and what dealing takes.
+
+    python -m benchmarks.box_balance [--boxes 8] [--rows 64] [--json]
+
+Costs are squared lengths. The lengths: lognormal (sigma 1); the same, cut off at 8 medians as a context does; words of
+Python's standard library by file, up to 8,192. "sorted microbatches" deals the batches of a window whole, sorted by
+cost, as torchtitan describes its LoadBalancingDataLoader (torchtitan 0.3.0 on PyPI does not contain it, so these are
+a few lines of our own). A window's time is the sum of its steps' most expensive boxes, over what equal boxes would
+take. Other times are those of the processor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sysconfig
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from benchmarks import machine
+
+from penstock.data import Balance, MapLoader
+from penstock.data.ordering.balancing.dealing import deal_to_boxes, deal_to_steps
+
+__all__ = ["main"]
+
+Costs = npt.NDArray[np.float64]
+Deal = Callable[[Costs, int, int], list[list[Costs]]]
+"""(costs of a window, steps, boxes) -> for each step, the costs of each box's rows."""
+WINDOWS = 40
+LONGEST = 8192
+
+
+def corpora(rows: int) -> dict[str, Costs]:
+    """Return costs of this many rows, by the name of their lengths."""
+    lengths = np.random.default_rng(0).lognormal(0, 1, rows)
+    files = sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))[:6000]
+    words = [min(LONGEST, 1 + len(file.read_bytes().split())) for file in files]
+    python = np.random.default_rng(0).permutation(np.resize(np.array(words, np.float64), rows))
+    return {"lognormal": lengths**2, "lognormal, cut off": np.minimum(lengths, 8) ** 2, "Python's sources": python**2}
+
+
+def plain(costs: Costs, steps: int, boxes: int) -> list[list[Costs]]:
+    return [[step[box::boxes] for box in range(boxes)] for step in np.split(costs, steps)]
+
+
+def sorted_microbatches(costs: Costs, steps: int, boxes: int) -> list[list[Costs]]:
+    batches = np.concatenate([np.stack(step) for step in plain(costs, steps, boxes)])
+    batches = batches[np.argsort(-batches.sum(axis=1), kind="stable")]
+    return [list(batches[begin : begin + boxes]) for begin in range(0, len(batches), boxes)]
+
+
+def balanced(costs: Costs, steps: int, boxes: int) -> list[list[Costs]]:
+    dealt = [costs[rows] for rows in deal_to_steps(costs, steps)]
+    return [[step[rows] for rows in deal_to_boxes(step, boxes, number)] for number, step in enumerate(dealt)]
+
+
+def judged(costs: Costs, steps: int, boxes: int, rows: int, deal: Deal) -> dict[str, float]:
+    """Return the mean over steps of max/mean, the mean over windows of their time, and the milliseconds for 1,024
+    rows."""
+    ratios, times, began = [], [], time.process_time()
+    window = steps * boxes * rows
+    dealt = [deal(costs[begin : begin + window], steps, boxes) for begin in range(0, len(costs), window)]
+    took_ms = (time.process_time() - began) / len(costs) * 1024 * 1e3
+    for found in dealt:
+        sums = np.array([[box.sum() for box in step] for step in found])
+        ratios += (sums.max(axis=1) / sums.mean(axis=1)).tolist()
+        times.append(sums.max(axis=1).sum() / sums.mean(axis=1).sum())
+    return {"max/mean": float(np.mean(ratios)), "time": float(np.mean(times)), "ms per 1024 rows": took_ms}
+
+
+def loop_rows_s(costs: Costs, batch: int, balance: Balance | None) -> float:
+    """Return the rows of all boxes' batches a second that a loader plans and reads, as one of 8 boxes."""
+    loader = MapLoader(
+        range(len(costs)), global_batch_size=batch, shuffle=True, rank=(0, 8), reseed=False, balance=balance
+    )
+    began = time.process_time()
+    batches = sum(1 for _ in loader)
+    return batches * batch / (time.process_time() - began)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--boxes", type=int, default=8)
+    parser.add_argument("--rows", type=int, default=64, help="rows of a box's batch")
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    deals: dict[str, Deal] = {"plain": plain, "sorted microbatches": sorted_microbatches, "balance": balanced}
+    found: dict[str, dict[str, float]] = {}
+    for steps in (1, 4, 8):
+        for name, costs in corpora(WINDOWS * steps * given.boxes * given.rows).items():
+            for how, deal in deals.items():
+                found[f"{name}, {steps} steps: {how}"] = judged(costs, steps, given.boxes, given.rows, deal)
+    costs = corpora(1 << 17)["lognormal"]
+    loops = {
+        "plain": loop_rows_s(costs, 512, None),
+        "balance": loop_rows_s(costs, 512, Balance(costs)),
+        "balance over 4 steps": loop_rows_s(costs, 512, Balance(costs, 4)),
+    }
+    if given.json:
+        print(json.dumps({"machine": machine.describe(), "cases": found, "rows_s": loops}, indent=2))
+        return
+    for case, figures in found.items():
+        print(f"{case:45s} " + "  ".join(f"{what} {figure:.3f}" for what, figure in figures.items()))
+    for how, rate in loops.items():
+        print(
+            f"MapLoader, {how}: {rate:,.0f} rows/s of all boxes, {loops['plain'] / rate * 100:.0f}% of the plain time"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Rows dealt to steps and boxes by cost."""

@@ -1,0 +1,174 @@
+"""Balance of cost: rows are dealt to steps and boxes so that in each step all boxes have about the same work.
+
+A step is as slow as its slowest box, and the cost of a row (attention's is the square of its length) varies. Two
+functions deal rows, and both depend on nothing but costs:
+
+    steps   the rows of a window, which are those of `over_steps` global batches, are dealt to its steps
+    boxes   the rows of a step's global batch are dealt to the boxes
+
+The first one does not know the number of boxes. So a position means the same row on any topology, a step's rows are the
+same set on any number of boxes, and a state is the same few integers as without balance. Only which box gets a row of
+the step depends on the number of boxes.
+
+A row that costs more than a box's share of its step cannot
+be balanced, so rows of similar cost are kept together in one step if a window has such rows. Then the steps of a
+window differ in cost, but the boxes of each step hardly do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.data.arguments import whole
+from penstock.data.ordering.balancing.costs import Cost, Costs
+from penstock.data.ordering.balancing.dealing import deal_to_boxes, deal_to_steps
+from penstock.data.ordering.epoch_plan import Deal, EpochRemainder, SampleOrder
+from penstock.data.ordering.permutation import Ints
+from penstock.proto.errors import InvalidArgumentError
+
+__all__ = ["Balance", "Balanced", "BalancedOrder", "Imbalance"]
+
+WINDOW_LIMIT = 1 << 20
+"""Largest number of rows in a window."""
+WINDOWS_KEPT = 4
+"""Number of dealt windows that are kept: those of the batches that are planned now, and of the keys that are asked
+for."""
+
+
+@dataclass(frozen=True)
+class Balance:
+    """Deal rows to boxes and steps so that the boxes of a step have about the same cost.
+
+    Example::
+
+        lengths = np.load("lengths.npy")
+        MapLoader(dataset, global_batch_size=512, shuffle=True, balance=Balance(lengths**2.0, over_steps=4))
+
+    Args:
+        cost: cost of each sample, in any unit: an array with one number for each sample of the dataset (numpy, also a
+            memmap, or a CPU tensor); the name of a column, for Hugging Face datasets and datasets with a method
+            `column(name)`; or a function from an array of sample numbers to an array of costs. Costs are finite and at
+            least 0, and all workers must have the same ones.
+        over_steps: number of steps whose rows are dealt together, such as those of a gradient accumulation. With 1,
+            each step keeps its own rows.
+        report: True: deal nothing, and only let `imbalance()` of the loader say what balancing would bring.
+    """
+
+    cost: Cost
+    over_steps: int = 1
+    report: bool = False
+
+
+@dataclass(frozen=True)
+class Imbalance:
+    """Cost of the most expensive box of a step, divided by the mean of all boxes; the mean over some steps. 1 is
+    perfect. A step takes as long as its most expensive box."""
+
+    plain: float
+    """Without balancing."""
+    balanced: float
+    """With the loader's `balance`, also if it only reports."""
+
+
+class BalancedOrder:
+    """An order whose windows of rows are dealt to steps by cost."""
+
+    def __init__(self, own: SampleOrder, costs: Costs, batch: int, steps: int) -> None:
+        """
+        Args:
+            own: order without balance.
+            batch: rows of all boxes in a step.
+            steps: number of steps in a window.
+
+        Raises InvalidArgumentError if a window is empty or too large.
+        """
+        steps = whole("over_steps", steps)
+        if steps < 1 or steps * batch > WINDOW_LIMIT:
+            raise InvalidArgumentError(
+                f"over_steps must be at least 1, and at most {WINDOW_LIMIT // batch} with {batch} rows in a global "
+                f"batch, got {steps}"
+            )
+        self._own, self._costs, self._batch, self._window = own, costs, batch, steps * batch
+        self._dealt: dict[tuple[int, int], Ints] = {}
+        """Numbers of the samples in the last few windows, by epoch and number of the window."""
+
+    def __len__(self) -> int:
+        """Return the samples of an epoch."""
+        return len(self._own)
+
+    def ids(self, epoch: int, positions: npt.ArrayLike) -> Ints:
+        """Return the numbers of the samples at these positions of an epoch, which lie in [0, len(self))."""
+        at = np.asarray(positions, np.int64)
+        if self._window == self._batch:  # each step has the rows that it has without balance
+            return self._own.ids(epoch, at)
+        windows = at // self._window
+        found = np.empty_like(at)
+        for number in np.unique(windows).tolist():
+            chosen = windows == number
+            found[chosen] = self._in_window(epoch, number)[at[chosen] - number * self._window]
+        return found
+
+    def _in_window(self, epoch: int, number: int) -> Ints:
+        """Return the numbers of the samples in a window, dealt to its steps. An incomplete last batch keeps its
+        rows."""
+        dealt = self._dealt.get((epoch, number))
+        if dealt is None:
+            begin = number * self._window
+            ids = self._own.ids(epoch, np.arange(begin, min(begin + self._window, len(self))))
+            whole_rows = len(ids) - len(ids) % self._batch
+            steps = deal_to_steps(self._costs.of(ids[:whole_rows]), whole_rows // self._batch)
+            dealt = np.concatenate([*(ids[rows] for rows in steps), ids[whole_rows:]])
+            kept = list(self._dealt.items())[1 - WINDOWS_KEPT :]
+            self._dealt = {**dict(kept), (epoch, number): dealt}
+        return dealt
+
+
+class Balanced:
+    """Balance of one loader: its order, and the costs by which the rows of a step are dealt to boxes."""
+
+    def __init__(self, balance: Balance, plain: SampleOrder, dataset: Any, length: int, batch: int) -> None:
+        """
+        Args:
+            plain: order without balance.
+            length: samples of the dataset.
+            batch: rows of all boxes in a step.
+
+        Raises InvalidArgumentError or DatasetError for invalid costs or steps.
+        """
+        if not isinstance(balance, Balance):
+            raise InvalidArgumentError(f"balance must be a Balance, got {balance!r}: give Balance(cost, over_steps=1)")
+        self._plain, self._costs = plain, Costs(balance.cost, dataset, length)
+        self._dealt = BalancedOrder(plain, self._costs, batch, balance.over_steps)
+        self.order: SampleOrder = plain if balance.report else self._dealt
+        self.deal: Deal | None = None if balance.report else self._to_boxes
+        """Function that deals the rows of a step to boxes; None if the balance only reports."""
+        over_steps = not balance.report and balance.over_steps > 1
+        self.described = {"cost": self._costs.digest, "rows": batch, "steps": balance.over_steps} if over_steps else {}
+        """Settings that decide the order; none if each step keeps its rows."""
+
+    def imbalance(self, epoch: EpochRemainder, steps: int) -> Imbalance:
+        """Return how unequal the boxes' costs are in the first steps of an epoch."""
+        boxes, numbers = epoch.boxes, range(min(steps, epoch.batches))
+        positions = [epoch.all_positions(number) for number in numbers]
+        plain = [self._costs.of(self._plain.ids(epoch.epoch, rows)) for rows in positions]
+        dealt_ids = [self._dealt.ids(epoch.epoch, rows) for rows in positions]
+        dealt = [self._costs.of(ids) for ids in dealt_ids]
+        turns = [[np.arange(box, len(costs), boxes) for box in range(boxes)] for costs in plain]
+        by_cost = [self._to_boxes(ids, boxes, number) for number, ids in zip(numbers, dealt_ids, strict=True)]
+        return Imbalance(_mean_ratio(plain, turns), _mean_ratio(dealt, by_cost))
+
+    def _to_boxes(self, ids: Ints, boxes: int, number: int) -> list[Ints]:
+        """Return the rows of each box in step `number`, whose samples are `ids`."""
+        return deal_to_boxes(self._costs.of(ids), boxes, number)
+
+
+def _mean_ratio(costs: Sequence[npt.NDArray[np.float64]], dealt: Sequence[Sequence[Ints]]) -> float:
+    """Return the mean over steps of the cost of the most expensive box, divided by the mean of all boxes. A step that
+    costs nothing counts as 1."""
+    sums = [np.array([own[rows].sum() for rows in boxes]) for own, boxes in zip(costs, dealt, strict=True)]
+    return float(np.mean([step.max() / step.mean() if step.any() else 1.0 for step in sums]))

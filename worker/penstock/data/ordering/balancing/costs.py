@@ -1,0 +1,103 @@
+"""Costs of samples, known without reading them: an array, a column, or a function of sample numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from penstock.data.ordering.permutation import Ints
+from penstock.proto.errors import DatasetError, InvalidArgumentError
+
+__all__ = ["Cost", "Costs"]
+
+Cost = Any | str | Callable[[Ints], npt.ArrayLike]
+"""An array, the name of a column, or a function from sample numbers to costs."""
+CHUNK = 1 << 20
+"""Number of costs that are checked at a time."""
+PROBES = 1024
+"""Number of samples whose costs identify a function."""
+
+
+class Costs:
+    """Costs of a dataset's samples, finite and at least 0."""
+
+    def __init__(self, cost: Cost, dataset: Any, length: int) -> None:
+        """
+        Args:
+            cost: see Balance.
+            dataset: dataset whose column `cost` may name.
+            length: samples of the dataset.
+
+        Raises InvalidArgumentError for costs that are missing, not numbers, or not one for each sample; DatasetError
+        for a cost that is NaN, infinite or negative.
+        """
+        self._function = cost if callable(cost) else None
+        self._array = None if self._function else _array(_column(cost, dataset) if isinstance(cost, str) else cost)
+        digest = xxhash.xxh3_64()
+        if self._array is None:
+            probes = np.unique(np.linspace(0, length - 1, min(length, PROBES)).astype(np.int64))
+            digest.update(self.of(probes).tobytes())
+        else:
+            if len(self._array) != length:
+                raise InvalidArgumentError(
+                    f"balance: cost must have one number for each of the dataset's {length} samples, got "
+                    f"{len(self._array)}"
+                )
+            for begin in range(0, length, CHUNK):
+                digest.update(self.of(np.arange(begin, min(begin + CHUNK, length))).tobytes())
+        self.digest = digest.hexdigest()
+        """Digest of all costs; of a function, of the costs of some samples. It is part of a loader's state."""
+
+    def of(self, ids: Ints) -> npt.NDArray[np.float64]:
+        """Return the costs of these samples. Raises DatasetError for a cost that is NaN, infinite or negative,
+        InvalidArgumentError if the function does not return a number for each."""
+        if self._array is not None:
+            costs = self._array[ids]
+        else:
+            assert self._function is not None
+            costs = _array(self._function(ids))
+            if len(costs) != len(ids):
+                raise InvalidArgumentError(
+                    f"balance: the cost function must return one number for each of {len(ids)} samples, got "
+                    f"{len(costs)}"
+                )
+        found: npt.NDArray[np.float64] = np.asarray(costs, np.float64)
+        wrong = np.flatnonzero(~((found >= 0) & (found < np.inf)))
+        if len(wrong):
+            raise DatasetError(
+                f"balance: the cost of a sample must be finite and at least 0, got {found[wrong[0]]} for sample "
+                f"{int(ids[wrong[0]])}: correct the costs, or give such samples a cost of 0"
+            )
+        return found
+
+
+def _array(given: Any) -> npt.NDArray[Any]:
+    array = np.asarray(given)
+    if array.ndim != 1 or array.dtype.kind not in "iufb":
+        raise InvalidArgumentError(
+            "balance: cost must be an array of one dimension with numbers, a column's name or a function, got "
+            f"{array.ndim} dimensions of {array.dtype}"
+        )
+    return array
+
+
+def _column(name: str, dataset: Any) -> Any:
+    """Return a column of a dataset: of one with `column(name)`, or of a Hugging Face dataset."""
+    kind = type(dataset).__qualname__
+    if callable(column := getattr(dataset, "column", None)):
+        return column(name)
+    known = getattr(dataset, "column_names", None)
+    if isinstance(known, list) and hasattr(dataset, "with_format"):
+        if name not in known:
+            raise InvalidArgumentError(
+                f"balance: cost must be a column of the dataset ({', '.join(known)}), got {name!r}"
+            )
+        return dataset.select_columns([name]).with_format("numpy")[:][name]
+    raise InvalidArgumentError(
+        f"balance: cost={name!r} needs a dataset with columns, got {kind}: give an array with the cost of each sample, "
+        "or a function from sample numbers to costs"
+    )

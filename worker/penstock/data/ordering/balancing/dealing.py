@@ -1,0 +1,93 @@
+"""Rows dealt to bins by cost: longest processing time first, with as many rows in each bin as without balance.
+
+Rows are taken from the largest cost to the smallest, and each goes to the bin with the smallest sum that has room. All
+functions are pure, and sum in integers, so every process deals alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heappop, heapreplace
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.data.ordering.permutation import Ints
+
+__all__ = ["deal_to_boxes", "deal_to_steps"]
+
+SMALLEST_RUN = 16
+"""Smallest number of rows, neighbours in the order of cost, that go to the same step."""
+SHARES = 16
+"""Number of boxes among which the rows of a step can be balanced, if its largest row costs at most this part of it."""
+_SCALE, _BITS = 1 << 44, 17
+"""Sum of all costs in integers, and bits of a bin's number below it: both together fit into a machine word."""
+
+
+def deal_to_steps(costs: npt.NDArray[np.float64], steps: int) -> list[Ints]:
+    """Return the rows of each step, in ascending order: as many for each, with about equal sums of cost.
+
+    Rows that are neighbours in the order of cost stay together, in runs of SMALLEST_RUN at least, or longer ones if a
+    row would cost too much of its step.
+
+    Args:
+        costs: costs of the window's rows; `steps` divides their number.
+    """
+    if steps < 2:
+        return [np.arange(len(costs))] * steps
+    rows = len(costs) // steps
+    by_cost = np.argsort(-costs, kind="stable")
+    best, least = None, np.inf
+    for run in _runs(rows):
+        runs = by_cost.reshape(-1, run)
+        dealt = [runs[chosen].ravel() for chosen in _dealt(costs[runs].sum(axis=1), [rows // run] * steps)]
+        worst = max(costs[step].max() / max(float(costs[step].sum()), np.finfo(float).tiny) for step in dealt)
+        if worst < least:
+            best, least = dealt, worst
+        if worst <= 1 / SHARES:
+            break
+    assert best is not None
+    best.sort(key=lambda step: int(step[np.argmax(costs[step])]))  # or the first step had the largest row each time
+    return [np.sort(step) for step in best]
+
+
+def deal_to_boxes(costs: npt.NDArray[np.float64], boxes: int, turn: int) -> list[Ints]:
+    """Return the rows of each box, in ascending order: as many as without balance, with about equal sums of cost.
+
+    Args:
+        costs: costs of the step's rows.
+        turn: number of the step or of a row, from which it follows which box gets the row that costs most.
+    """
+    room = [len(range(box, len(costs), boxes)) for box in range(boxes)]
+    shift = turn % boxes
+    dealt = _dealt(costs, room[shift:] + room[:shift])
+    return [np.sort(rows) for rows in dealt[boxes - shift :] + dealt[: boxes - shift]]
+
+
+def _runs(rows: int) -> list[int]:
+    """Return lengths of runs that divide `rows`, each at least twice as long as the one before; the last is `rows`."""
+    found: list[int] = []
+    for run in range(min(SMALLEST_RUN, rows), rows):
+        if rows % run == 0 and (not found or run >= 2 * found[-1]):
+            found.append(run)
+    return [*found, rows]
+
+
+def _dealt(costs: npt.NDArray[np.float64], room: Sequence[int]) -> list[Ints]:
+    """Return the indexes of the costs that each bin gets: longest processing time first, `room[bin]` of them."""
+    by_cost = np.argsort(-costs, kind="stable")
+    scaled = costs[by_cost] / max(float(costs.max(initial=0)), np.finfo(float).tiny)
+    units = (scaled * (_SCALE / max(float(scaled.sum()), 1.0))).astype(np.int64) << _BITS
+    heap = [number for number, places in enumerate(room) if places]  # sum << _BITS | bin: the smallest sum is first
+    left, mask, dealt = list(room), (1 << _BITS) - 1, []
+    for cost in units.tolist():
+        top = heap[0]
+        number = top & mask
+        dealt.append(number)
+        left[number] -= 1
+        if left[number]:
+            heapreplace(heap, top + cost)
+        else:
+            heappop(heap)
+    by_bin = by_cost[np.argsort(dealt, kind="stable")]
+    return np.split(by_bin, np.cumsum(room)[:-1])
