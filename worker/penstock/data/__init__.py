@@ -4,7 +4,7 @@ from penstock.data.formats.lance.lance_rows import LanceRows
 from penstock.data.formats.megatron.token_documents import MegatronDocuments
 from penstock.data.loading.map_loader import MapLoader
 from penstock.data.loading.streaming_loader import StreamingLoader
-from penstock.data.ordering.balancing.balance import Balance
+from penstock.data.ordering.balancing.balanced_order import Balance
 from penstock.data.sharded.layers.documents import Chunked, Packed
 from penstock.data.sharded.layers.mapped import Filtered, Mapped, SkipSample
 from penstock.data.sharded.layers.mixture import Mixture

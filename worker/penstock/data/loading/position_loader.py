@@ -18,7 +18,7 @@ import torch.utils.data
 from penstock.data.arguments import at_least_one, one_of, whole
 from penstock.data.loading.restore_keys import PositionKeys, checked_name, with_keys
 from penstock.data.loading.worker_identity import WorkerIdentity
-from penstock.data.ordering.balancing.balance import Balance, Balanced, Imbalance
+from penstock.data.ordering.balancing.balanced_order import Balance, Balanced, Imbalance
 from penstock.data.ordering.epoch_plan import BatchPlan, EpochPlan, EpochRemainder, SampleOrder, WorkerBatches
 from penstock.data.ordering.order_states import (
     ORDER_FILE,

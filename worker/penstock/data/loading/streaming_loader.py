@@ -18,7 +18,7 @@ from penstock.data.loading.fetching import ReadAhead, check_threads, in_threads
 from penstock.data.loading.map_reading import MapReader
 from penstock.data.loading.position_loader import Fetcher, PositionLoader, balanced_order, check_settings
 from penstock.data.loading.worker_identity import WorkerIdentity, global_batch
-from penstock.data.ordering.balancing.balance import Balance
+from penstock.data.ordering.balancing.balanced_order import Balance
 from penstock.data.ordering.epoch_plan import BatchPlan, EpochRemainder, WorkerBatches
 from penstock.data.ordering.order_file import FiledOrder, OrderFile
 from penstock.data.ordering.order_states import ORDER_FILE
