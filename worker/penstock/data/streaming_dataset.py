@@ -9,7 +9,6 @@ import contextlib
 import copy
 import grp
 import hashlib
-import operator
 import os
 import weakref
 from bisect import bisect_right
@@ -39,6 +38,7 @@ from penstock.data.formats.readers import open_block, open_shard
 from penstock.data.formats.shards import BlockReader, ReadOptions, Shard, ShardReader, rows_of
 from penstock.data.ordering.permutation import Ints
 from penstock.data.remote.folders import RemoteFolder, joined
+from penstock.data.sample_numbers import many_numbers, one_number
 from penstock.data.stop_iteration import stop_iteration_error
 from penstock.data.writing.uploads import local_folder
 from penstock.proto.errors import DatasetError, InvalidArgumentError
@@ -248,24 +248,26 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name}: {len(self)} samples in {len(self._shards)} shards>"
 
-    def __getitem__(self, index: SupportsIndex) -> dict[str, Any]:
-        """Return a sample. Waits for its shard.
+    def __getitem__(self, index: Any) -> Any:
+        """Return a sample; for a slice, a list or an array of numbers, the list of these samples. Waits for shards.
 
         Raises:
             IndexError: `index` is out of range.
-            ShardUnavailableError, ShardCorruptError: the sample's shard cannot be fetched or read.
+            ShardUnavailableError, ShardCorruptError: a sample's shard cannot be fetched or read.
         """
-        at = operator.index(index)
-        if at < 0:
-            at += len(self)
-        if not 0 <= at < len(self):
-            raise IndexError(f"{self.name}: a sample's number must be at least 0 and below {len(self)}, got {index}")
+        several = many_numbers(index, len(self), self.name)
+        if several is not None:
+            return self._read_many(np.array(several, np.int64))
+        at = one_number(index, len(self), self.name)
         shard = bisect_right(self._starts, at) - 1
         return self._open.get(shard, self._opened)[at - self._starts[shard]]
 
-    def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
-        """Return the samples of a batch, for torch's DataLoader."""
-        return [self[index] for index in indices]
+    def __getitems__(self, indices: Sequence[SupportsIndex]) -> list[dict[str, Any]]:
+        """Return the samples of a batch, for torch's DataLoader and Subset."""
+        if self.is_overridden:
+            return [self[index] for index in indices]
+        samples: list[dict[str, Any]] = self[list(indices)]
+        return samples
 
     @property
     def is_overridden(self) -> bool:
@@ -276,6 +278,9 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         """Return the samples with these numbers, without checking that the numbers are in range."""
         if self.is_overridden:
             return [self._overridden(index) for index in samples.tolist()]
+        return self._read_many(samples)
+
+    def _read_many(self, samples: Ints) -> list[dict[str, Any]]:
         shards = np.searchsorted(self._bounds, samples, side="right") - 1
         offsets = samples - self._bounds[shards]
         get, opened = self._open.get, self._opened
@@ -299,7 +304,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         """Return a sample by calling a subclass's `__getitem__`, which may raise any exception."""
         what = f"{type(self).__qualname__} for sample {index}"
         try:
-            return self[index]
+            sample: dict[str, Any] = self[index]
+            return sample
         except StopIteration as error:
             raise stop_iteration_error(what) from error
         except Exception as error:
