@@ -1,5 +1,6 @@
 """Sources of training data with an exact position, for an input_fn or a plain torch DataLoader."""
 
+from penstock.data.converting.convert import Converted, convert_dataset
 from penstock.data.formats.lance.lance_rows import LanceRows
 from penstock.data.formats.megatron.token_documents import MegatronDocuments
 from penstock.data.loading.map_loader import MapLoader
@@ -26,6 +27,7 @@ from penstock.data.writing.writers import MDSWriter
 __all__ = [
     "CSVWriter",
     "Chunked",
+    "Converted",
     "Cursor",
     "Filtered",
     "Grouped",
@@ -51,6 +53,7 @@ __all__ = [
     "TSVWriter",
     "WindowShuffled",
     "XSVWriter",
+    "convert_dataset",
     "index_folder",
     "index_parquet",
     "megatron_blend",

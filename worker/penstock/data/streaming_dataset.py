@@ -22,7 +22,6 @@ from typing import Any, Literal, SupportsIndex
 import numpy as np
 import numpy.typing as npt
 import torch.utils.data
-import xxhash
 
 from penstock.data.arguments import byte_count, sample_count, whole
 from penstock.data.cache.block_footers import BlockFooters
@@ -31,8 +30,9 @@ from penstock.data.cache.index_watch import IndexWatch
 from penstock.data.cache.open_shards import MIN_OPEN, OpenShards
 from penstock.data.cache.shard_cache import HeldShard, ShardCache
 from penstock.data.formats.decoded_blocks import MEMORY
-from penstock.data.formats.index import read_index
+from penstock.data.formats.index import index_notes, read_index
 from penstock.data.formats.mds import columns_of
+from penstock.data.formats.order_layout import OrderLayout, joint_fingerprint, mean_sample_bytes
 from penstock.data.formats.parquet.parquet_ranges import block_shard, has_ranges
 from penstock.data.formats.readers import open_block, open_shard
 from penstock.data.formats.shards import BlockReader, ReadOptions, Shard, ShardReader, rows_of
@@ -197,20 +197,22 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
                 except DatasetError as error:
                     raise DatasetError(f"{name}: {error.message}") from None
         self._shards = [(number, shard) for number, own in enumerate(shards) for shard in own]
-        units = [len(shard.units) for _, shard in self._shards]
-        self._file_of = np.repeat(np.arange(len(units)), units)
-        """Number of the file that each unit of `sizes` lies in."""
-        self.has_blocks = any(shard.blocks for _, shard in self._shards)
-        """True if any shard has blocks that are decoded as a whole."""
-        known = [shard for _, shard in self._shards if shard.decoded_bytes]
-        self.sample_bytes = sum(shard.decoded_bytes for shard in known) / max(1, sum(shard.samples for shard in known))
-        """Mean number of bytes that a sample takes in a decoded row group; 0 if it is unknown."""
         self._footers = BlockFooters()
-        self.sizes: list[Ints] = [
-            np.array([samples for shard in own for samples in shard.units], np.int64) for own in shards
+        self.layouts = [
+            OrderLayout.noted(index_notes(index), own, name)
+            for index, own, (_, _, name) in zip(indexes, shards, remotes, strict=True)
         ]
-        """Number of samples in each unit that is read as a whole, for each stream: a row group, or else a shard."""
-        self._unit_sizes = np.concatenate(self.sizes)
+        """Units of each stream's samples that decide their order; the numbers of units below count through them."""
+        own_layout = OrderLayout.of([shard for _, shard in self._shards])
+        self._file_of, self._unit_sizes = own_layout.files, own_layout.units
+        """File of each unit that is read as a whole, and the number of samples in it: a row group, or else a shard."""
+        self.has_blocks = own_layout.blocks
+        """True if any shard has blocks that are decoded as a whole."""
+        self.sample_bytes = mean_sample_bytes([own_layout])
+        """Mean number of bytes that a sample takes in a decoded row group; 0 if it is unknown."""
+        bounds = [np.concatenate([[0], np.cumsum(units)]) for units in (self._unit_sizes, self._order_sizes())]
+        self._unit_bounds, self._order_bounds = (None, None) if all(each.own for each in self.layouts) else bounds
+        """First sample of each unit that is read, and of each unit of `layouts`; None if they are the same units."""
         by_unit = np.array(
             [has_ranges(one) and self._caches[own].fetches_ranges(one) for own, one in self._shards], bool
         )
@@ -229,18 +231,17 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
             raise DatasetError(
                 f"{self.name}: the index lists no samples: write the dataset to its end, or give another folder"
             )
-        for stream, sizes, (_, _, name) in zip(self.streams, self.sizes, remotes, strict=True):
-            if (stream.proportion or stream.repeat or stream.choose) and not sizes.sum():
+        for stream, layout, (_, _, name) in zip(self.streams, self.layouts, remotes, strict=True):
+            if (stream.proportion or stream.repeat or stream.choose) and not layout.units.sum():
                 raise DatasetError(f"{name}: the index lists no samples, but an epoch needs some of this stream")
-        self.fingerprint = _fingerprint(shards)
-        """Digest of all shards. It changes with the data, and does not depend on where they are stored."""
+        self.fingerprint = joint_fingerprint(self.layouts)
+        """Digest of all data. It changes with them, and does not depend on where they are stored, nor on the format to
+        which `penstock data convert` converted them."""
 
     @property
-    def files(self) -> list[Ints] | None:
-        """Number of the file that each unit of `sizes` lies in, for each stream; None if no file has blocks."""
-        if not self.has_blocks:
-            return None
-        return np.split(self._file_of, np.cumsum([len(sizes) for sizes in self.sizes])[:-1])
+    def sizes(self) -> list[Ints]:
+        """Number of samples in each unit of `layouts`, for each stream."""
+        return [layout.units for layout in self.layouts]
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -313,9 +314,9 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
             raise
 
     def fetch_ahead(self, shards: Ints) -> None:
-        """Fetch the shards of these units (see `sizes`) in the background, in this order. The list replaces the one of
-        the call before."""
-        opened = self._opened_of[shards]
+        """Fetch the shards of these units (see `layouts`) in the background, in this order. The list replaces the one
+        of the call before."""
+        opened = self._opened_of[self._own_units(shards)]
         _, firsts = np.unique(opened, return_index=True)
         opened = opened[np.sort(firsts)]
         self._open.most = max(MIN_OPEN, len(opened))
@@ -327,21 +328,35 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
             cache.fetch_ahead(ahead)
 
     def decode_ahead(self, units: Ints) -> None:
-        """Decode these units (see `sizes`) in the background, in this order, as far as half of the memory for decoded
+        """Decode these units (see `layouts`) in the background, in this order, as far as half of the memory for decoded
         row groups lasts. The list replaces the one of the call before. Does nothing if the index lists no row
         groups."""
         if not self.has_blocks:
             return
+        units = self._own_units(units)
         needed = np.cumsum(self._unit_sizes[units]) * self.sample_bytes
         limit = max(MEMORY.limit, self.decoded_limit or 0) // 2
         self._decoder.want(units[needed <= limit].tolist())
 
     def forget(self, units: Ints) -> None:
         """Let the memory of these decoded units be freed, because their samples are not needed soon."""
-        for unit in units.tolist():
+        for unit in self._own_units(units).tolist():
             reader = self._open.peek(int(self._opened_of[unit]))
             if isinstance(reader, BlockReader):
                 reader.forget(self._block_of(unit))
+
+    def _order_sizes(self) -> Ints:
+        return np.concatenate(self.sizes)
+
+    def _own_units(self, units: Ints) -> Ints:
+        """Return the units that are read for these units of `layouts`, in their order."""
+        if self._unit_bounds is None or self._order_bounds is None:
+            return units
+        first = np.searchsorted(self._unit_bounds, self._order_bounds[units], side="right") - 1
+        end = np.searchsorted(self._unit_bounds, self._order_bounds[units + 1], side="left")
+        counts = np.maximum(end - first, 0)
+        begins = np.cumsum(counts) - counts
+        return np.repeat(first - begins, counts) + np.arange(int(counts.sum()))
 
     def _decode(self, unit: int) -> None:
         reader = self._open.get(int(self._opened_of[unit]), self._opened)
@@ -541,15 +556,3 @@ def _apportioned(weights: Sequence[float], total: int) -> list[int]:
     for number in by_rest[: total - sum(shares)]:
         shares[number] += 1
     return shares
-
-
-def _fingerprint(streams: Sequence[Sequence[Shard]]) -> str:
-    digest = xxhash.xxh3_128()
-    for shards in streams:
-        digest.update(f"stream of {len(shards)}\n".encode())
-        for shard in shards:
-            files = [(file.raw.name, file.raw.size, sorted(file.raw.hashes.items())) for file in shard.files]
-            digest.update(f"{shard.format} {shard.samples} {files}\n".encode())
-            if shard.blocks:  # the order depends on them
-                digest.update(f"blocks {shard.blocks} of {shard.decoded_bytes} bytes\n".encode())
-    return digest.hexdigest()

@@ -20,10 +20,12 @@ from penstock.data.formats.format_table import FORMATS
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.proto.errors import DatasetError
 
-__all__ = ["INDEX", "join_indexes", "read_index", "write_index"]
+__all__ = ["INDEX", "index_notes", "join_indexes", "read_index", "write_index"]
 
 INDEX = "index.json"
 VERSION = 2
+NOTES = "penstock"
+"""Name of the index's entry that holds the notes; it is the first one, because entries are sorted."""
 MAX_NUMBER = 1 << 44
 """Largest size of a file in bytes, and largest number of samples in it. With this limit, sums over all shards stay
 below 64 bits."""
@@ -58,10 +60,25 @@ def read_index(data: bytes, where: str) -> list[Shard]:
     return shards
 
 
-def write_index(shards: Iterable[Shard]) -> bytes:
-    """Return the index as mosaicml-streaming writes it, byte for byte."""
-    index = {"version": VERSION, "shards": [_entry(shard) for shard in shards]}
+def write_index(shards: Iterable[Shard], notes: Mapping[str, Any] | None = None) -> bytes:
+    """Return the index as mosaicml-streaming writes it, byte for byte. `notes`: entries for Penstock alone (see
+    `index_notes`), which its reader ignores."""
+    index: dict[str, Any] = {"version": VERSION, "shards": [_entry(shard) for shard in shards]}
+    if notes:
+        index[NOTES] = dict(notes)
     return json.dumps(index, sort_keys=True).encode()
+
+
+def index_notes(data: bytes) -> dict[str, Any]:
+    """Return the notes that `write_index` put into an index; empty without any. The list of shards is not parsed."""
+    begin = f'{{"{NOTES}": '
+    if not data.startswith(begin.encode()):
+        return {}
+    try:
+        notes, _ = json.JSONDecoder().raw_decode(data.decode(), len(begin))
+    except (ValueError, RecursionError):
+        return {}
+    return notes if isinstance(notes, dict) else {}
 
 
 def join_indexes(parts: Iterable[tuple[str, Iterable[Shard]]]) -> list[Shard]:

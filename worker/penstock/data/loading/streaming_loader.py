@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, get_args
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from penstock.data.arguments import byte_count, one_of, sample_count, whole
 from penstock.data.formats.decoded_blocks import MEMORY
+from penstock.data.formats.order_layout import OrderLayout, joined_files, mean_sample_bytes
 from penstock.data.loading.collating import checked_collate
 from penstock.data.loading.fetching import ReadAhead, check_threads, in_threads
 from penstock.data.loading.map_reading import MapReader
@@ -152,7 +153,8 @@ class StreamingLoader(PositionLoader):
         )
         one_of("interleave", interleave, get_args(Interleave))
         seed = identity.seed if seed is None else seed
-        shares = dataset.shares(epoch_size)
+        shares, layouts = dataset.shares(epoch_size), dataset.layouts
+        inner = _inner_block(layouts, shuffle_memory, partitions)
         if interleave == "batches":
             _check_batches(batch, partitions, tail, sum(shares), skip)
         order = ShardedOrder(
@@ -164,8 +166,8 @@ class StreamingLoader(PositionLoader):
             partitions=partitions,
             interleave=interleave,
             batch=batch,
-            files=dataset.files,
-            inner=_inner_block(dataset, shuffle_memory, partitions),
+            files=joined_files(layouts),
+            inner=inner,
         )
         reader = _reader(
             dataset,
@@ -187,8 +189,9 @@ class StreamingLoader(PositionLoader):
             "batch": batch if mixed and interleave == "batches" else None,
             "tail": tail,
         }
-        if shuffle and dataset.has_blocks:
+        if shuffle and any(layout.blocks for layout in layouts):
             described["shuffle_memory"] = shuffle_memory or "all"
+        if shuffle and dataset.has_blocks:
             _check_memory(dataset, shuffle_block, shuffle_memory)
         filed = None
         if order_file is not None:
@@ -203,7 +206,6 @@ class StreamingLoader(PositionLoader):
         self.dataset, self._shards, self._filed, self._reader = dataset, order, filed, reader
         self._threads = fetch_threads
         self._shuffle = shuffle
-        inner = _inner_block(dataset, shuffle_memory, partitions)
         self._decoded: Ints = np.zeros(0, np.int64)
         """Row groups that were needed for the batches of the call of `_decode_ahead` before."""
         self._decoded_ahead = partitions * inner if shuffle and inner else DECODED_AHEAD
@@ -303,12 +305,13 @@ def _reader(
     )
 
 
-def _inner_block(dataset: StreamingDataset, shuffle_memory: int | None, partitions: int) -> int | None:
+def _inner_block(layouts: Sequence[OrderLayout], shuffle_memory: int | None, partitions: int) -> int | None:
     """Return the number of samples of a partition that are shuffled with each other in files with several row groups;
     None: as many as in a block of files. It depends only on the data and on settings that a state holds."""
-    if shuffle_memory is None or not dataset.sample_bytes:
+    sample_bytes = mean_sample_bytes(layouts)
+    if shuffle_memory is None or not sample_bytes:
         return None
-    return max(1, int(shuffle_memory / dataset.sample_bytes) // partitions)
+    return max(1, int(shuffle_memory / sample_bytes) // partitions)
 
 
 def _check_memory(dataset: StreamingDataset, shuffle_block: int | None, shuffle_memory: int | None) -> None:

@@ -84,10 +84,14 @@ class Uploads:
         finally:
             self._free.release()
 
-    def finish(self, index: bytes) -> None:
-        """Wait for all uploads, then write the index. Raises ShardUnavailableError."""
+    def wait(self) -> None:
+        """Wait for all uploads. Raises ShardUnavailableError."""
         for future in self._sent:
             future.result()
+
+    def finish(self, index: bytes) -> None:
+        """Wait for all uploads, then write the index. Raises ShardUnavailableError."""
+        self.wait()
         self._remote.write(INDEX, index, deadline_s=self._timeout_s)
 
     def close(self) -> None:

@@ -109,6 +109,8 @@ class Writer(ABC):
             pack(b"", self.compression)  # raises an error if the compression is unknown, or its package is missing
         for algorithm in self.hashes:
             digest_of(b"", algorithm)
+        self.notes: Mapping[str, Any] = {}
+        """Notes that the index gets, see `write_index`."""
         self._shards: list[Shard] = []
         self._samples: list[bytes] = []
         self._written = 0
@@ -154,16 +156,28 @@ class Writer(ABC):
         """Write the remaining samples and the index; return the shards of the index. Leaving the context does the
         same."""
         if not self._ended:
-            if self._samples:
-                self._flush()
+            self.flush()
             self._ended = True
-            index = write_index(self._shards)
+            index = write_index(self._shards, self.notes)
             if self._uploads is not None:
                 self._uploads.finish(index)
             if self._uploads is None or self._keeps:
                 write_whole(self.out / INDEX, index)
             self._clean_up()
         return self._shards
+
+    def flush(self) -> list[Shard]:
+        """Write the remaining samples, and wait for all uploads; return the shards so far."""
+        if self._samples:
+            self._flush()
+        if self._uploads is not None:
+            self._uploads.wait()
+        return self._shards
+
+    def abandon(self) -> None:
+        """Stop without an index, as leaving the context with an error does. Does nothing after `close`."""
+        self._ended = True
+        self._clean_up()
 
     def _clean_up(self) -> None:
         if self._uploads is None:
@@ -185,8 +199,7 @@ class Writer(ABC):
             if error is None:
                 self.close()
         finally:
-            self._ended = True
-            self._clean_up()
+            self.abandon()
 
     @abstractmethod
     def _settings(self) -> dict[str, Any]:
