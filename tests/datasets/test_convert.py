@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
@@ -366,6 +367,10 @@ def test_other_files_are_never_touched(tmp_path: Path) -> None:
     for change in ({"compression": "zstd"}, {"columns": ["number"], "types": {"number": "str_int"}}):
         with pytest.raises(DatasetError, match="has parts of a conversion of other data, or with other settings"):
             to_mds(tmp_path / "from", tmp_path / "begun", **change)
+    with (tmp_path / "begun" / convert.JOURNAL).open() as journal:
+        fcntl.flock(journal, fcntl.LOCK_EX)
+        with pytest.raises(DatasetError, match="must have one writer, but another process converts into it"):
+            to_mds(tmp_path / "from", tmp_path / "begun")
     os.utime(next((tmp_path / "from").glob("shard.*")))
     with pytest.raises(DatasetError, match="has parts of a conversion of other data"):
         to_mds(tmp_path / "from", tmp_path / "begun")

@@ -211,8 +211,9 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         self.sample_bytes = mean_sample_bytes([own_layout])
         """Mean number of bytes that a sample takes in a decoded row group; 0 if it is unknown."""
         bounds = [np.concatenate([[0], np.cumsum(units)]) for units in (self._unit_sizes, self._order_sizes())]
-        self._unit_bounds, self._order_bounds = (None, None) if all(each.own for each in self.layouts) else bounds
-        """First sample of each unit that is read, and of each unit of `layouts`; None if they are the same units."""
+        self._bounds_of_units = None if all(each.own for each in self.layouts) else bounds
+        """First sample of each unit that is read, and of each unit of `layouts`, with the number of all samples at the
+        end; None if they are the same units."""
         by_unit = np.array(
             [has_ranges(one) and self._caches[own].fetches_ranges(one) for own, one in self._shards], bool
         )
@@ -350,10 +351,11 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
     def _own_units(self, units: Ints) -> Ints:
         """Return the units that are read for these units of `layouts`, in their order."""
-        if self._unit_bounds is None or self._order_bounds is None:
+        if self._bounds_of_units is None:
             return units
-        first = np.searchsorted(self._unit_bounds, self._order_bounds[units], side="right") - 1
-        end = np.searchsorted(self._unit_bounds, self._order_bounds[units + 1], side="left")
+        own, wanted = self._bounds_of_units
+        first = np.searchsorted(own, wanted[units], side="right") - 1
+        end = np.searchsorted(own, wanted[units + 1], side="left")
         counts = np.maximum(end - first, 0)
         begins = np.cumsum(counts) - counts
         return np.repeat(first - begins, counts) + np.arange(int(counts.sum()))

@@ -62,7 +62,8 @@ class ConversionPlan:
     def key(self) -> str:
         """Digest of everything that decides the result's content. Parts with this key need not be made again."""
         chosen = (self.to, self.schema, self.encoded, self.settings, self.data)
-        text = json.dumps([chosen, [asdict(each) for each in (*self.columns, *self.parts)]], sort_keys=True)
+        columns, parts = [asdict(each) for each in self.columns], [asdict(each) for each in self.parts]
+        text = json.dumps([chosen, columns, parts], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def folder_of(self, part: int) -> str:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.data.arguments import at_least_one, byte_count, one_of
+from penstock.data.cache.file_locks import take
 from penstock.data.cache.shard_cache import ShardCache
 from penstock.data.converting.conversion_plan import JOB, ConversionPlan, parts_of
 from penstock.data.converting.convert_part import PartConverter, data_of, source_of
@@ -179,9 +180,9 @@ def _choose(
         for each in shards
     }
     if to == "mds" and all(shard.format == "mds" for shard in shards) and len(plain) == 1 and not types:
-        [(names, encodings)] = plain
-        known = dict(zip(names, encodings, strict=True))
-        return [TargetColumn(each, known[each]) for each in _chosen(columns, names, types, name)], "", True
+        [(stored, encodings)] = plain
+        known = dict(zip(stored, encodings, strict=True))
+        return [TargetColumn(each, known[each]) for each in _chosen(columns, stored, types, name)], "", True
     samples = _sampled(cache, shards)
     names = _chosen(columns, list(samples[0]), types, name)
     if to == "parquet":
@@ -245,6 +246,16 @@ class _Conversion:
         if finished is not None:
             self._clean_up()
             return finished
+        lock = None if self.remote.local is None else take(str(self.remote.local), JOURNAL, shared=False)
+        if self.remote.local is not None and lock is None:
+            raise DatasetError(f"{self.remote.url} must have one writer, but another process converts into it: wait")
+        try:
+            return self._run(processes)
+        finally:
+            if lock is not None:
+                lock.release()
+
+    def _run(self, processes: int) -> Converted:
         parts = self._journaled()
         missing = [number for number in range(len(self.plan.parts)) if number not in parts]
         if missing:

@@ -97,10 +97,10 @@ class ReadOptions:
     images: Literal["pil", "array", "file"] = "pil"
     """Kind of value for images: images of Pillow, arrays, or files as bytes: the stored one, a PNG file for raw pixels.
     With "file" pickles are bytes, too."""
-    encoded: bool = False
-    """True if the values of MDS columns are bytes, as they are stored."""
     columns: Sequence[str] | None = None
     """Names of the columns that samples have; None: all."""
+    encoded: bool = False
+    """True if the values of MDS columns are bytes, as they are stored."""
 
 
 DEFAULT_OPTIONS = ReadOptions()
