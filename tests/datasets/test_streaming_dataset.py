@@ -21,7 +21,8 @@ from shardsets import numbers
 
 from penstock.data.loading.map_loader import MapLoader
 from penstock.data.loading.streaming_loader import StreamingLoader
-from penstock.data.streaming_dataset import Stream, StreamingDataset
+from penstock.data.streaming_dataset import StreamingDataset
+from penstock.data.streams import Stream
 from penstock.data.synthetic_dataset import SyntheticDataset
 from penstock.data.writing.writers import MDSWriter
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError, ShardUnavailableError

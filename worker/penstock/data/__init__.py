@@ -16,7 +16,8 @@ from penstock.data.sharded.shard_loader import ShardLoader
 from penstock.data.sharded.sources.lines import LineFile
 from penstock.data.sharded.sources.logical_shards import LogicalShards
 from penstock.data.sharded.sources.savable import Savable
-from penstock.data.streaming_dataset import Stream, StreamingDataset
+from penstock.data.streaming_dataset import StreamingDataset
+from penstock.data.streams import Stream
 from penstock.data.synthetic_dataset import SyntheticDataset
 from penstock.data.writing.index_folder import index_folder
 from penstock.data.writing.index_parquet import index_parquet

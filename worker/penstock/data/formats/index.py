@@ -20,9 +20,20 @@ from penstock.data.formats.format_table import FORMATS
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.proto.errors import DatasetError
 
-__all__ = ["INDEX", "index_notes", "join_indexes", "read_index", "write_index"]
+__all__ = [
+    "INDEX",
+    "PRECEDED_NOTE",
+    "VERSION_NOTE",
+    "index_notes",
+    "join_indexes",
+    "read_index",
+    "version_index",
+    "write_index",
+]
 
 INDEX = "index.json"
+VERSION_NOTE = "dataset_version"
+"""Note of the number of the dataset's version that an index is of, see cache/dataset_versions.py."""
 VERSION = 2
 NOTES = "penstock"
 """Name of the index's entry that holds the notes; it is the first one, because entries are sorted."""
@@ -30,13 +41,16 @@ MAX_NUMBER = 1 << 44
 """Largest size of a file in bytes, and largest number of samples in it. With this limit, sums over all shards stay
 below 64 bits."""
 
+PRECEDED_NOTE = "preceded_by"
+"""Note, in the index of version 1, of the digest of the index that the dataset had before it had versions."""
+
 _OWN = {"version", "format", "samples", "compression", "hashes", "blocks", "decoded_bytes", "ranges"}
 _OWN |= {f"{form}_{part}" for form in ("raw", "zip") for part in ("data", "meta")}
 """Fields of a shard's entry in the index that do not go into `Shard.settings`."""
 
 _STEP = r"(?!\.{1,2}(?:/|\Z))[^/\\\0]+"
 _PLAIN_PATH = re.compile(f"{_STEP}(?:/{_STEP})*")
-_OURS = re.compile(r"(?:.*/)?(?:index\.json|\.penstock(?:/.*)?)", re.DOTALL | re.IGNORECASE)
+_OURS = re.compile(r"(?:.*/)?(?:index(?:-\d{6,})?\.json|\.penstock(?:/.*)?)", re.DOTALL | re.IGNORECASE)
 """Names of files in a cache's folder that are not shards. A shard with such a name would overwrite the cache's own
 state, which decides which of the user's files are removed."""
 _HEXADECIMAL = re.compile(r"[0-9a-fA-F]+")
@@ -67,6 +81,11 @@ def write_index(shards: Iterable[Shard], notes: Mapping[str, Any] | None = None)
     if notes:
         index[NOTES] = dict(notes)
     return json.dumps(index, sort_keys=True).encode()
+
+
+def version_index(version: int) -> str:
+    """Return the name of the index of a version of a dataset."""
+    return f"index-{version:06}.json"
 
 
 def index_notes(data: bytes) -> dict[str, Any]:

@@ -41,11 +41,11 @@ class OrderLayout:
     """True if the units are those of the dataset's own shards."""
 
     @staticmethod
-    def of(shards: Sequence[Shard]) -> OrderLayout:
-        """Return the layout of a dataset's own shards."""
+    def of(shards: Sequence[Shard], fingerprint: str | None = None) -> OrderLayout:
+        """Return the layout of a dataset's own shards. `fingerprint`: that of other data; None: that of the shards."""
         known = [shard for shard in shards if shard.decoded_bytes]
         return OrderLayout(
-            _fingerprint(shards),
+            _fingerprint(shards) if fingerprint is None else fingerprint,
             np.array([samples for shard in shards for samples in shard.units], np.int64),
             np.repeat(np.arange(len(shards)), [len(shard.units) for shard in shards]).astype(np.int64),
             any(shard.blocks for shard in shards),

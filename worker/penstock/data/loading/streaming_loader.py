@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, get_args
 
@@ -21,7 +21,14 @@ from penstock.data.loading.position_loader import Fetcher, PositionLoader, check
 from penstock.data.loading.worker_identity import WorkerIdentity, global_batch
 from penstock.data.ordering.epoch_plan import BatchPlan, EpochRemainder, WorkerBatches
 from penstock.data.ordering.order_file import FiledOrder, OrderFile
-from penstock.data.ordering.order_states import ORDER_FILE
+from penstock.data.ordering.order_states import (
+    ORDER_FILE,
+    VERSIONS,
+    OrderProgress,
+    epoch_to_begin,
+    progress_of,
+    state_of,
+)
 from penstock.data.ordering.partition import Tail
 from penstock.data.ordering.permutation import Ints
 from penstock.data.ordering.sharded_order import Interleave, ShardedOrder
@@ -135,11 +142,15 @@ class StreamingLoader(PositionLoader):
 
         Raises InvalidArgumentError or DatasetError for invalid arguments.
         """
+        self._settings = {
+            name: value for name, value in locals().items() if name not in ("self", "dataset", "__class__")
+        }
         partitions, epoch_size = whole("partitions", partitions), sample_count("epoch_size", epoch_size)
         shuffle_block = sample_count("shuffle_block", shuffle_block)
         predownload = sample_count("predownload", predownload)
         shuffle_memory = byte_count("shuffle_memory", shuffle_memory)
         seed, skip, fetch_threads = whole("seed", seed), list(skip), whole("fetch_threads", fetch_threads)
+        self._settings["skip"] = skip
         check_threads(fetch_threads, reseed)
         if not isinstance(dataset, StreamingDataset):
             raise InvalidArgumentError(
@@ -189,6 +200,8 @@ class StreamingLoader(PositionLoader):
             "batch": batch if mixed and interleave == "batches" else None,
             "tail": tail,
         }
+        if any(version is not None for version in dataset.versions):
+            described[VERSIONS] = dataset.versions
         if shuffle and any(layout.blocks for layout in layouts):
             described["shuffle_memory"] = shuffle_memory or "all"
         if shuffle and dataset.has_blocks:
@@ -216,6 +229,55 @@ class StreamingLoader(PositionLoader):
         super().__init__(
             dataset.name, filed or order, described, identity=identity, batch=batch, tail=tail, skip=skip, keys=keys
         )
+
+    # ---- versions of the data
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
+        """Go to the position of a state, as every PositionLoader does. If the dataset was opened without a `version`,
+        go to the version of the state first; with "newest", and a state between two epochs, go on with the newest
+        one."""
+        super().load_state_dict(self._follow(state_dict, moves=True), strict)
+
+    def deaggregate_state_dict(self, aggregated: Any, strict: bool = True) -> dict[str, Any]:
+        """Return this worker's part of an aggregated state, after going to its version as `load_state_dict` does."""
+        return super().deaggregate_state_dict(self._follow(aggregated, moves=True), strict)
+
+    def aggregate_state_dict(self, worker_states: list[Any]) -> dict[str, Any]:
+        """Merge the states of all workers, after going to their version of the data."""
+        for state in worker_states[:1]:
+            self._follow(state, moves=False)
+        return super().aggregate_state_dict(worker_states)
+
+    def _follow(self, state: Any, *, moves: bool) -> Any:
+        """Go to the version of the data that a state is of, and return the state; or, if the newest version was asked
+        for and an epoch begins at the state's position, return the state of this version's epoch. `moves`: False if the
+        loader must not go to another version than the state's."""
+        own = self.dataset.versions
+        order = state.get("order") if isinstance(state, Mapping) else None
+        if not isinstance(order, Mapping) or not order or all(version is None for version in own):
+            return state
+        # The data were given versions after the state was saved: what was there became version 1.
+        saved = order.get(VERSIONS, [version and 1 for version in own])
+        if not isinstance(saved, list) or len(saved) != len(own) or saved == own:
+            return state
+        if VERSIONS not in order:
+            state = {**state, "order": {**order, VERSIONS: saved}}
+        asked = self.dataset.asked_versions
+        if moves and "newest" in asked:
+            epoch = epoch_to_begin(state, self._epochs.tail)
+            if epoch is not None and not self._epochs.skip and ORDER_FILE not in order:
+                return self._begun(state, epoch)
+        if any(isinstance(version, int) and version != old for version, old in zip(asked, saved, strict=True)):
+            return state  # whose order is refused
+        StreamingLoader.__init__(self, self.dataset.at_versions(saved), **self._settings)
+        return state
+
+    def _begun(self, state: Mapping[str, Any], epoch: int) -> dict[str, Any]:
+        """Return the state at an epoch's beginning in the order of this loader. `state`: the one at the end of the
+        epoch before, in the order of another version."""
+        topology = progress_of(state).topology
+        begun = state_of(OrderProgress(epoch, 0, 0, topology), self._described)
+        return {**begun, **{name: state[name] for name in ("workers", "others") if name in state}}
 
     def _read_samples(self, plan: BatchPlan) -> list[Any]:
         return self._reader.samples(plan)
