@@ -96,7 +96,7 @@ class Downloads:
         self._folder = folder
         self._validate = validate
         self._keep_packed = keep_packed
-        self._index = RemoteIndex(remote, index, folder, f"{STATE}/{index}") if remote and not remote.local else None
+        self._index = RemoteIndex(remote, folder, f"{STATE}/{index}") if remote and not remote.local else None
 
     def before_index_fetch(self) -> None:
         """Record the version of the remote's index. Called before the index is fetched."""

@@ -99,13 +99,16 @@ class RemoteIndex:
     """Index file of a dataset at a remote; a cache has a copy of it."""
 
     remote: RemoteFolder
-    name: str
-    """Name of the index file there."""
     folder: Path
     """Folder of the cache."""
     record: str
     """Path, relative to `folder`, of the file that records the fetched index's version for all processes of the
-    host."""
+    host. It is named like the index."""
+
+    @property
+    def name(self) -> str:
+        """Name of the index file at the remote."""
+        return self.record.rpartition("/")[2]
 
     def record_version(self) -> None:
         """Record the current version of the remote's index. Called before the index is fetched, so that a replacement
