@@ -63,9 +63,7 @@ class PartConverter:
                 for begin in range(part.begin, part.end, ROWS):
                     rows = rows_of(reader, range(begin, min(begin + ROWS, part.end)))
                     stored = stored_rows(rows, self.plan.columns)
-                    for row in stored:
-                        digest.add(row)
-                    files.write(stored)
+                    files.write(stored, [digest.add(row) for row in stored])
             shards = files.finish()
             if self.plan.verify:
                 self._verify(folder, shards, digest)

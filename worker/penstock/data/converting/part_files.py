@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from penstock.data.converting.row_digest import value_bytes
 from penstock.data.converting.target_columns import TargetColumn
 from penstock.data.formats.index import INDEX, write_index
 from penstock.data.formats.parquet.parquet_shards import parquet_shards
@@ -30,8 +29,8 @@ PARQUET_FILE = "shard.00000.parquet"
 class PartFiles(Protocol):
     """Files of one part, being written."""
 
-    def write(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Add rows. Raises DatasetError for a value that cannot be stored; OSError."""
+    def write(self, rows: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> None:
+        """Add rows of these sizes in bytes. Raises DatasetError for a value that cannot be stored; OSError."""
 
     def finish(self) -> list[Shard]:
         """Write everything but the index; return the part's shards."""
@@ -54,7 +53,8 @@ class MDSPart:
         """
         self._writer = MDSWriter(folder, {each.name: each.type for each in columns}, exist_ok=True, **settings)
 
-    def write(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    def write(self, rows: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> None:
+        del sizes  # the writer counts bytes itself
         for row in rows:
             self._writer.write(row)
 
@@ -104,10 +104,10 @@ class ParquetPart:
             self._path, schema, compression=compression or "none", write_page_checksum=True
         )
 
-    def write(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        for row in rows:
+    def write(self, rows: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> None:
+        for row, size in zip(rows, sizes, strict=True):
             self._rows.append(row)
-            self._size += sum(len(value_bytes(value)) for value in row.values())
+            self._size += size
             if self._size >= self._group_bytes:
                 self._flush()
 

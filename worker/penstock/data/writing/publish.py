@@ -60,13 +60,13 @@ def publish(remote: RemoteFolder, added: Sequence[Shard], *, timeout_s: float) -
             remote.write(version_index(1), write_index(shards, notes), deadline_s=timeout_s)
         number = number or 0
         if new or text is None:
-            number, shards = number + 1, [*shards, *new]
+            names, shards, number = set(remote.names(deadline_s=timeout_s)), [*shards, *new], number + 1
+            while version_index(number) in names:  # a process was killed before it published this one
+                number += 1
+            remote.write(version_index(number), write_index(shards, {VERSION_NOTE: number}), deadline_s=timeout_s)
         elif version_of(text) is not None:
             return number, shards
-        content = write_index(shards, {VERSION_NOTE: number})
-        if number > 1 or text is None:
-            remote.write(version_index(number), content, deadline_s=timeout_s)
-        remote.write(INDEX, content, deadline_s=timeout_s)
+        remote.write(INDEX, write_index(shards, {VERSION_NOTE: number}), deadline_s=timeout_s)
         return number, shards
 
 
