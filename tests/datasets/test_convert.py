@@ -156,7 +156,7 @@ def test_values_that_would_change_are_refused(tmp_path: Path) -> None:
     index_folder(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(convert, "SAMPLED_ROWS", 4)
-        with pytest.raises(DatasetError, match=r"a.jsonl, samples 0 to 99: .*sample 77, column 'a', 'int': TypeError"):
+        with pytest.raises(DatasetError, match=r"samples 0 to 99: .*sample 77, column 'a', 'int': .*--as NAME=TYPE"):
             to_mds(tmp_path, tmp_path / "mds")
         with pytest.raises(DatasetError, match=r"its reader|does not hold all of its values.*--as NAME=TYPE"):
             to_parquet(tmp_path, tmp_path / "parquet")
@@ -331,7 +331,7 @@ def test_parts_are_shared_by_processes(tmp_path: Path, monkeypatch: pytest.Monke
     stat = (tmp_path / "b.jsonl").stat()
     (tmp_path / "b.jsonl").write_bytes(damaged.replace(b'{"n": 70,', b'("n": 70,'))
     os.utime(tmp_path / "b.jsonl", ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    with pytest.raises(ShardCorruptError, match=r"b.jsonl, samples \d+ to \d+: .*sample 70 must be a line of JSON"):
+    with pytest.raises(ShardCorruptError, match=r"part of samples \d+ to \d+: .*sample 70 must be a line"):
         to_mds(tmp_path, tmp_path / "to", processes=3)
     assert not (tmp_path / "to" / INDEX).exists()
     before = finished(tmp_path / "to")
@@ -394,6 +394,35 @@ def test_arguments_that_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="to must be one of mds, parquet, got 'csv'"):
         convert_dataset(tmp_path / "from", tmp_path / "to", "csv")
     assert not (tmp_path / "to").exists()
+
+
+def test_types_of_parquet_are_kept(tmp_path: Path) -> None:
+    """Also those that the samples that are looked at do not show."""
+    columns = {
+        "small": pyarrow.array([1, None, 3], pyarrow.int8()),
+        "large": pyarrow.array([1 << 63, 1, 2], pyarrow.uint64()),
+        "cents": pyarrow.array([1, 2, 3], pyarrow.decimal128(12, 4)),
+        "nothing": pyarrow.array([None] * 3, pyarrow.list_(pyarrow.int16())),
+        "map": pyarrow.array([[("a", 1)]] * 3, pyarrow.map_(pyarrow.string(), pyarrow.int64())),
+        "time": pyarrow.array([1, 2, None], pyarrow.timestamp("ns")),
+        "span": pyarrow.array([1, 2, 3], pyarrow.duration("ns")),
+        "words": pyarrow.array(["a", "b", "a"]).dictionary_encode(),
+    }
+    table = pyarrow.table(columns)
+    (tmp_path / "from").mkdir()
+    pyarrow.parquet.write_table(table, tmp_path / "from" / "a.parquet", row_group_size=1)
+    index_parquet(tmp_path / "from")
+    assert to_parquet(tmp_path / "from", tmp_path / "to").parts == 1
+    made = pyarrow.parquet.read_table(tmp_path / "to" / "part-000000" / "shard.00000.parquet")
+    assert made == table.set_column(7, "words", columns["words"].cast(pyarrow.string()))
+    with pytest.raises(DatasetError, match="column 'span' must have values that MDS can store, got timedelta64"):
+        to_mds(tmp_path / "from", tmp_path / "mds")
+    assert to_mds(tmp_path / "from", tmp_path / "mds", columns=["time"]).columns == {"time": "json"}
+    assert [row["time"] for row in rows_in(tmp_path / "mds")] == [
+        "1970-01-01T00:00:00.000000001",
+        "1970-01-01T00:00:00.000000002",
+        None,
+    ]
 
 
 @pytest.mark.parametrize("to", ["mds", "parquet"])

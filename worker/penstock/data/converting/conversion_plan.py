@@ -91,13 +91,11 @@ def parts_of(shards: Sequence[Shard]) -> list[Part]:
     found = []
     for number, shard in enumerate(shards):
         pieces = -(-shard.size // PART_BYTES)
-        bounds = {0, shard.samples, *(shard.samples * piece // pieces for piece in range(1, pieces))}
+        bounds = {shard.samples * piece // pieces for piece in range(1, pieces)}
         if shard.blocks:
-            ends, at = set(), 0
-            for rows in shard.blocks:
-                at += rows
-                ends.add(at)
-            bounds = {0, shard.samples, *(min(ends, key=lambda end: abs(end - bound)) for bound in bounds)}
+            ends = list(itertools.accumulate(shard.blocks))
+            bounds = {min(ends, key=lambda end: abs(end - bound)) for bound in bounds}
+        bounds |= {0, shard.samples}
         ordered = sorted(bounds)
         found += [Part(number, begin, end) for begin, end in itertools.pairwise(ordered) if begin < end]
     return found

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import json
 import os
 import sys
@@ -51,6 +52,8 @@ PARQUET_GROUP = 16 << 20
 """Default number of bytes of a row group's values."""
 SIZE_LIMIT = 64 << 20
 """Default size of a raw MDS shard, in bytes."""
+ARROW_FILE = b"ARROW1"
+"""Beginning of a file of Arrow IPC; a stream has none."""
 QUIET_S = 2.0
 """Seconds between lines of progress."""
 THREADS = 16
@@ -186,7 +189,7 @@ def _choose(
     samples = _sampled(cache, shards)
     names = _chosen(columns, list(samples[0]), types, name)
     if to == "parquet":
-        made, schema = parquet_columns(samples, names, types)
+        made, schema = parquet_columns(samples, names, types, _declared(cache, shards[0]))
         return made, schema.serialize().to_pybytes().hex(), False
     images = _image_types(shards, names)
     return mds_columns(samples, names, {**images, **types}), "", False
@@ -201,6 +204,21 @@ def _chosen(columns: Sequence[str] | None, known: Sequence[str], types: Mapping[
                 f"{name}: {argument} must be some of {', '.join(known)}, got {', '.join(missing) or 'none'}"
             )
     return names
+
+
+def _declared(cache: ShardCache, shard: Shard) -> dict[str, Any]:
+    """Return pyarrow's types of a source's columns by name, if its files have them."""
+    if shard.format not in ("parquet", "arrow"):
+        return {}
+    arrow, parquet = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))
+    with cache.hold(shard) as held, held.paths[0].open("rb") as file:
+        if shard.format == "parquet":
+            schema = parquet.read_schema(file)
+        else:
+            begin = file.read(len(ARROW_FILE))
+            file.seek(0)
+            schema = (arrow.ipc.open_file if begin == ARROW_FILE else arrow.ipc.open_stream)(file).schema
+        return {field.name: field.type for field in schema}
 
 
 def _image_types(shards: Sequence[Shard], names: Sequence[str]) -> dict[str, str]:

@@ -77,7 +77,7 @@ class PartConverter:
                 "run the command again"
             ) from error
         except DatasetError as error:
-            where = f"{shard.name}, samples {part.begin} to {part.end - 1}"
+            where = f"{shard.name}, part of samples {part.begin} to {part.end - 1}"
             raise type(error)(f"{where}: {error.message}") from error
         finally:
             files.abandon()

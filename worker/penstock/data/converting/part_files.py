@@ -55,8 +55,13 @@ class MDSPart:
 
     def write(self, rows: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> None:
         del sizes  # the writer counts bytes itself
-        for row in rows:
-            self._writer.write(row)
+        try:
+            for row in rows:
+                self._writer.write(row)
+        except DatasetError as error:
+            raise DatasetError(
+                f"{error.message}. Give the column another type with --as NAME=TYPE, such as NAME=json"
+            ) from error
 
     def finish(self) -> list[Shard]:
         return self._writer.flush()

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from penstock.data.converting.row_digest import value_bytes
-from penstock.data.formats.encodings import check_encoding
+from penstock.data.formats.encodings import ENCODINGS, check_encoding
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 
 __all__ = ["TargetColumn", "mds_columns", "parquet_columns", "stored_rows"]
@@ -149,8 +149,9 @@ def _mds_column(name: str, values: Sequence[Any], given: str | None) -> TargetCo
     known = _mds_encoding(kinds, values)
     if known:
         return TargetColumn(name, known)
-    if kinds and all(issubclass(kind, _TIMES) for kind in kinds):
-        return TargetColumn(name, "str", "time")
+    times = kinds - {type(None)}
+    if times and all(issubclass(kind, _TIMES) for kind in times):
+        return TargetColumn(name, "str" if times == kinds else "json", "time")
     if all(map(_is_json, values)):
         return TargetColumn(name, "json", "listed")
     raise DatasetError(
@@ -187,7 +188,7 @@ def _mds_encoding(kinds: set[type], values: Sequence[Any]) -> str | None:
         return "int" if all(value in INT64 for value in values) else "str_int"
     if kind is np.ndarray:
         return _array_encoding(values)
-    if issubclass(kind, np.number) and kind is not np.longdouble:
+    if issubclass(kind, np.integer | np.floating) and np.dtype(kind).name in ENCODINGS:
         return np.dtype(kind).name
     if hasattr(values[0], "mode") and hasattr(values[0], "tobytes"):
         return "pil"
@@ -217,20 +218,26 @@ def _names(kinds: set[type]) -> str:
 
 
 def parquet_columns(
-    samples: Sequence[Mapping[str, Any]], names: Sequence[str], given: Mapping[str, str]
+    samples: Sequence[Mapping[str, Any]],
+    names: Sequence[str],
+    given: Mapping[str, str],
+    declared: Mapping[str, Any] | None = None,
 ) -> tuple[list[TargetColumn], Any]:
-    """Return the columns of Parquet files, and their pyarrow schema. The arguments are those of `mds_columns`; a given
-    type is "json" or a name that pyarrow knows, such as "int32"."""
+    """Return the columns of Parquet files, and their pyarrow schema. The first arguments are those of `mds_columns`; a
+    given type is "json" or a name that pyarrow knows, such as "int32". `declared`: pyarrow's types of the source's
+    columns, if it has them."""
     arrow = importlib.import_module("pyarrow")
     columns, fields = [], []
     for name in names:
-        column, kind = _parquet_column(arrow, name, _values(samples, name), given.get(name))
+        column, kind = _parquet_column(arrow, name, _values(samples, name), given.get(name), (declared or {}).get(name))
         columns.append(column)
         fields.append(arrow.field(name, kind))
     return columns, arrow.schema(fields)
 
 
-def _parquet_column(arrow: Any, name: str, values: list[Any], given: str | None) -> tuple[TargetColumn, Any]:
+def _parquet_column(
+    arrow: Any, name: str, values: list[Any], given: str | None, declared: Any
+) -> tuple[TargetColumn, Any]:
     if given == "json":
         return TargetColumn(name, "string", "json"), arrow.string()
     if given is not None:
@@ -239,6 +246,10 @@ def _parquet_column(arrow: Any, name: str, values: list[Any], given: str | None)
         except ValueError as error:
             raise InvalidArgumentError(f"column {name!r}: its type must be one of Arrow, or json: {error}") from None
         return TargetColumn(name, str(kind)), kind
+    if declared is not None:
+        kind = declared.value_type if arrow.types.is_dictionary(declared) else declared
+        if _unchanged(arrow, kind, values):
+            return TargetColumn(name, str(kind)), kind
     present = [value for value in values if value is not None]
     kinds = {type(value) for value in present}
     if len(kinds) > 1 and kinds <= {int, float}:
@@ -267,22 +278,24 @@ def _arrow_type(arrow: Any, kinds: set[type], present: Sequence[Any]) -> Any:
             for _ in range(ndim):
                 kind = arrow.list_(kind)
             return kind
-        return arrow.array(present).type
+        if kinds == {int} and max(present) > INT64[-1]:
+            return arrow.uint64()
+        kind = arrow.array(present).type
+        return arrow.decimal128(38, kind.scale) if arrow.types.is_decimal128(kind) else kind
     except (ValueError, TypeError, OverflowError, arrow.ArrowException):
         return None
 
 
 def _unchanged(arrow: Any, kind: Any, values: Sequence[Any]) -> bool:
     """Return True if values come back from an Arrow array of this type as they were."""
+    times = (np.datetime64, np.timedelta64)
+    if any(isinstance(value, times) for value in values):  # pyarrow needs pandas to return nanoseconds
+        return all(value is None or isinstance(value, times) for value in values)
     try:
         back = arrow.array(_arrow_values(values), kind).to_pylist()
     except (ValueError, TypeError, OverflowError, arrow.ArrowException):
         return False
-    times = (np.datetime64, np.timedelta64)
-    return all(
-        isinstance(one, times) or value_bytes(one) == value_bytes(other)
-        for one, other in zip(values, back, strict=True)
-    )
+    return all(value_bytes(one) == value_bytes(other) for one, other in zip(values, back, strict=True))
 
 
 def _arrow_values(values: Sequence[Any]) -> list[Any]:
