@@ -210,7 +210,7 @@ def _is_json(value: Any) -> bool:
         return all(map(_is_json, value))
     if isinstance(value, np.ndarray):
         return value.dtype.kind in "biuf"
-    return isinstance(value, (*_JSON_TYPES, np.number, np.bool_))
+    return isinstance(value, (*_JSON_TYPES, np.number, np.bool_)) and not isinstance(value, np.timedelta64)
 
 
 def _names(kinds: set[type]) -> str:
