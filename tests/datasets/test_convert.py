@@ -206,9 +206,9 @@ def test_state_goes_on_over_the_result(write: Callable[[Path], None], to: str, t
 
         return make
 
-    whole = AllWorkers(made("from"), (1, 1)).take(40)  # an epoch, and most of another
+    whole = AllWorkers(made("from"), (1, 1)).take(25)  # an epoch, and the beginning of another
     got, fleet = [], None
-    for folder, topology, steps in (("from", (1, 2), 7), ("to", (2, 2), 9), ("from", (3, 1), 5), ("to", (1, 1), 19)):
+    for folder, topology, steps in (("from", (1, 2), 7), ("to", (2, 1), 6), ("from", (1, 1), 5), ("to", (1, 1), 7)):
         fleet = AllWorkers(made(folder), topology, fleet)
         got += fleet.take(steps)
     assert got == whole

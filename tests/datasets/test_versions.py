@@ -48,19 +48,19 @@ def read(place: str, cache: Path, **settings: Any) -> list[int]:
 @pytest.mark.parametrize("hashes", [[], ["sha1"]])
 def test_reader_of_a_version_is_not_disturbed(place: str, hashes: list[str], tmp_path: Path) -> None:
     """Not even one that opened the dataset before it had versions."""
-    write(place, 100, hashes=hashes)
-    unversioned = StreamingDataset(place, tmp_path / "a", cache_limit=1000)
+    write(place, 30, hashes=hashes)
+    unversioned = StreamingDataset(place, tmp_path / "a", cache_limit=500)
     assert unversioned[0] == {"number": 0}
-    assert append(place, 100, hashes=hashes) == 2
+    assert append(place, 30, 10, hashes=hashes) == 2
     first = StreamingDataset(place, tmp_path / "b", version=1)
-    assert append(place, 120, hashes=hashes) == 3
+    assert append(place, 40, 10, hashes=hashes) == 3
     for dataset in (unversioned, first):
-        assert [sample["number"] for sample in dataset[:]] == list(range(100))
+        assert [sample["number"] for sample in dataset[:]] == list(range(30))
         dataset.close()
     assert unversioned.fingerprint == first.fingerprint
     assert (unversioned.versions, first.versions) == ([None], [1])
-    assert read(place, tmp_path / "c") == list(range(140))
-    assert read(place, tmp_path / "c", version=2) == list(range(120))
+    assert read(place, tmp_path / "c") == list(range(50))
+    assert read(place, tmp_path / "c", version=2) == list(range(40))
     with pytest.raises(DatasetError, match=r"must have version 4: .*index-000004.json"):
         read(place, tmp_path / "c", version=4)
 
@@ -74,23 +74,24 @@ def loader(place: str, cache: Path, version: Any = None, **settings: Any) -> Cal
     return make
 
 
-@pytest.mark.parametrize("asked", [None, "newest", 1])
+@pytest.mark.parametrize(("place", "asked"), [("local", "newest"), ("remote", None)], indirect=["place"])
 def test_state_in_an_epoch_keeps_its_version(place: str, asked: Any, tmp_path: Path) -> None:
     assert append(place, 0, 60) == 1
     make = loader(place, tmp_path / "cache", asked)
-    whole = AllWorkers(make, (1, 1)).take(25)  # two epochs and a half
-    fleet = AllWorkers(make, (2, 2))
+    whole = AllWorkers(make, (1, 1)).take(14)  # an epoch and a half
+    fleet = AllWorkers(make, (2, 1))
     got = fleet.take(4)
     assert append(place, 60, 30) == 2
-    for topology, steps in (((1, 3), 3), ((3, 1), 2), ((1, 1), 16)):
+    for topology, steps in (((1, 2), 3), ((1, 1), 7)):
         fleet = AllWorkers(make, topology, fleet)
         assert fleet.workers[0].dataset.versions == [1]
         got += fleet.take(steps)
     assert got == whole, "also over epochs that begin in a run"
 
 
-@pytest.mark.parametrize("topology", [(1, 1), (2, 2)])
-@pytest.mark.parametrize("steps", [0, 10])
+@pytest.mark.parametrize(
+    ("place", "topology", "steps"), [("local", (1, 1), 0), ("remote", (2, 1), 10)], indirect=["place"]
+)
 def test_newest_version_begins_with_an_epoch(place: str, topology: Any, steps: int, tmp_path: Path) -> None:
     append(place, 0, 60)
     fleet = AllWorkers(loader(place, tmp_path / "cache", "newest"), topology)

@@ -54,6 +54,8 @@ SIZE_LIMIT = 64 << 20
 """Default size of a raw MDS shard, in bytes."""
 ARROW_FILE = b"ARROW1"
 """Beginning of a file of Arrow IPC; a stream has none."""
+PROCESS_BYTES = 128 << 20
+"""Bytes of data for which a process more is worth the seconds that it takes to start."""
 QUIET_S = 2.0
 """Seconds between lines of progress."""
 THREADS = 16
@@ -114,14 +116,14 @@ def convert_dataset(
         keep_order: True: the result has the order of the source, and states taken over the source go on over it. False:
             it has an order of its own, by its own shards.
         verify: True: read each part back, and compare its rows with those of the source.
-        processes: number of processes; None: one for each processor.
+        processes: number of processes; None: one for each processor, but no more than one for each 128 MiB of data.
         source_options, dest_options: keyword arguments for fsspec's filesystems.
         timeout_s: seconds for each file of a remote.
 
     Raises InvalidArgumentError, DatasetError, ShardCorruptError, ShardUnavailableError.
     """
     one_of("to", to, ("mds", "parquet"))
-    workers = at_least_one("processes", len(os.sched_getaffinity(0)) if processes is None else processes)
+    workers = None if processes is None else at_least_one("processes", processes)
     settings = _settings(to, compression, hashes, size_limit)
     remote = writable_remote(os.fspath(dest), dest_options)
     with tempfile.TemporaryDirectory(prefix="penstock-convert-") as scratch, contextlib.closing(remote):
@@ -129,6 +131,8 @@ def convert_dataset(
         try:
             text = origin.index()
             shards = read_index(text, os.fspath(source))
+            size = sum(shard.size for shard in shards)
+            workers = workers or max(1, min(len(os.sched_getaffinity(0)), size // PROCESS_BYTES))
             chosen = _choose(origin, shards, to, columns, types or {}, os.fspath(source))
         finally:
             origin.close()

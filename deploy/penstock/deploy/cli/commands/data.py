@@ -117,7 +117,8 @@ def data_convert(
         typer.Option("--size-limit", metavar="BYTES", help="Size of an MDS shard (64mb) or a row group (16mb)."),
     ] = None,
     processes: Annotated[
-        int | None, typer.Option("--processes", metavar="N", min=1, help="Default: one for each processor.")
+        int | None,
+        typer.Option("--processes", metavar="N", min=1, help="Default: one for each processor, or 128 MiB of data."),
     ] = None,
     own_order: Annotated[
         bool, typer.Option("--own-order", help="Give the result an order of its own; states do not go on over it.")
