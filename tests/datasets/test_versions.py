@@ -80,8 +80,12 @@ def test_state_in_an_epoch_keeps_its_version(place: str, asked: Any, tmp_path: P
     make = loader(place, tmp_path / "cache", asked)
     whole = AllWorkers(make, (1, 1)).take(14)  # an epoch and a half
     fleet = AllWorkers(make, (2, 1))
-    got = fleet.take(4)
+    got = fleet.take(3)
     assert append(place, 60, 30) == 2
+    fleet.lose(0)
+    fleet.lose(1)
+    assert [worker.dataset.versions for worker in fleet.workers] == [[1], [1]]
+    got += fleet.take(1)
     for topology, steps in (((1, 2), 3), ((1, 1), 7)):
         fleet = AllWorkers(make, topology, fleet)
         assert fleet.workers[0].dataset.versions == [1]

@@ -157,7 +157,8 @@ class StreamingLoader(PositionLoader):
                 f"dataset must be a StreamingDataset, made of a folder or URL, got {type(dataset).__qualname__}. For "
                 "other datasets of samples by number use MapLoader"
             )
-        identity = WorkerIdentity.now(rank)
+        # `_follow` makes the loader again, perhaps where nothing says any more which worker this is.
+        identity = getattr(self, "_identity", None) or WorkerIdentity.now(rank)
         batch = global_batch(batch_size, global_batch_size, identity.boxes)
         check_settings(
             tail, partitions=partitions, shuffle_block=shuffle_block, epoch_size=epoch_size, predownload=predownload
