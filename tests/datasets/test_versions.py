@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from all_workers import AllWorkers, saved
 from forked import join_all
 from fsspec.implementations.memory import MemoryFileSystem
 from shardsets import numbers
 
+from penstock.client import DataExecutor, DataLoader
+from penstock.client.testing import FakeAppliance, LostWorker
 from penstock.data import JSONWriter, MDSWriter, Stream, StreamingDataset, StreamingLoader, merge_index
 from penstock.data.formats.index import INDEX
 from penstock.data.remote.folders import RemoteFolder
@@ -91,6 +94,28 @@ def test_state_in_an_epoch_keeps_its_version(place: str, asked: Any, tmp_path: P
         assert fleet.workers[0].dataset.versions == [1]
         got += fleet.take(steps)
     assert got == whole, "also over epochs that begin in a run"
+
+
+@pytest.mark.filterwarnings("ignore:.*was recovered:UserWarning")
+def test_new_runner_keeps_the_version(tmp_path: Path) -> None:
+    """A worker that starts again at the beginning of its stream, after the next version was published."""
+    append(tmp_path, 0, 60)
+
+    def streamed(publish: bool) -> list[list[int]]:
+        got = []
+        with FakeAppliance(num_workers_per_box=2, faults=[LostWorker(8, 0)]) as appliance:
+            made = DataLoader(loader(str(tmp_path), tmp_path, collate_fn=number_tensor))
+            for batch in DataExecutor(made, num_steps=25, appliance=appliance):
+                got.append(batch.tolist())
+                if publish and len(got) == 5:
+                    append(tmp_path, 60, 30)
+        return got
+
+    assert streamed(publish=False) == streamed(publish=True)
+
+
+def number_tensor(samples: list[Any]) -> torch.Tensor:
+    return torch.tensor([sample["number"] for sample in samples])
 
 
 @pytest.mark.parametrize(
