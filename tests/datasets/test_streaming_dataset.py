@@ -21,7 +21,9 @@ from shardsets import numbers
 
 from penstock.data.loading.map_loader import MapLoader
 from penstock.data.loading.streaming_loader import StreamingLoader
-from penstock.data.streaming_dataset import Stream, StreamingDataset
+from penstock.data.streaming_dataset import StreamingDataset
+from penstock.data.streams import Stream
+from penstock.data.synthetic_dataset import SyntheticDataset
 from penstock.data.writing.writers import MDSWriter
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError, ShardUnavailableError
 
@@ -39,6 +41,57 @@ def test_samples_by_number(dataset: StreamingDataset) -> None:
     for at in (100, -101):
         with pytest.raises(IndexError, match=f"below 100, got {at}"):
             dataset[at]
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        *(
+            slice(*ends)
+            for ends in ((3,), (0, 3), (-5, None), (8, 23, 7), (None, None, -1), (95, 300), (7, 2), (-300, 4))
+        ),
+        *(
+            [],
+            [3, 55, 3, -1],
+            np.array([9, 10], np.uint8),
+            torch.tensor([4, 99]),
+            np.arange(100) % 30 == 9,
+            range(9, 2, -3),
+        ),
+    ],
+    ids=str,
+)
+def test_several_samples_like_a_lists(dataset: StreamingDataset, index: Any) -> None:
+    numbers = list(range(100))
+    expected = (
+        numbers[index]
+        if isinstance(index, slice)
+        else np.array(numbers)[np.asarray(index, None if len(index) else int)].tolist()
+    )
+    for found in (dataset[index], SyntheticDataset(lambda number, generator: {"number": number}, 100)[index]):
+        assert found == [{"number": number} for number in expected]
+
+
+def test_wrong_numbers_of_several_are_refused(dataset: StreamingDataset) -> None:
+    for index, error, words in (
+        ([0, 100], IndexError, "below 100, got 100"),
+        (np.array([-101]), IndexError, "below 100, got -101"),
+        (np.ones(99, bool), IndexError, "one for each of 100 samples, got 99"),
+        ([1.0], TypeError, "float"),
+        (slice(0.5), TypeError, "slice indices"),
+        ("3", TypeError, "str"),
+        ((1, 2), TypeError, "tuple"),
+    ):
+        with pytest.raises(error, match=words):
+            dataset[index]
+
+
+def test_subsets_read_batches(dataset: StreamingDataset) -> None:
+    subset: Any = torch.utils.data.Subset(dataset, [40, 7, 99])
+    assert [sample["number"] for sample in subset.__getitems__([2, 0])] == [99, 40]
+    assert subset[1] == {"number": 7}
+    part, _ = torch.utils.data.random_split(dataset, [10, 90])
+    assert len(next(iter(torch.utils.data.DataLoader(part, batch_size=10)))["number"]) == 10
 
 
 def test_in_torch_s_loader_with_its_own_sampler(dataset: StreamingDataset) -> None:

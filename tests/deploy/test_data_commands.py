@@ -1,4 +1,4 @@
-"""`penstock data index`, `inspect` and `verify`, as a user calls them."""
+"""`penstock data index`, `inspect`, `verify` and `convert`, as a user calls them."""
 
 from __future__ import annotations
 
@@ -83,3 +83,29 @@ def test_folder_without_index_says_the_command(tmp_path: Path) -> None:
         code, said = call(command, tmp_path)
         assert (code, f"write it with `penstock data index {tmp_path}`" in said) == (28, True)
     assert call("index", tmp_path / "none")[0] == 28
+
+
+def test_folder_is_converted_once(lines: Path, tmp_path: Path) -> None:
+    call("index", lines)
+    arguments = (
+        "convert",
+        lines,
+        tmp_path / "made",
+        "--to",
+        "parquet",
+        "--columns",
+        "n",
+        "--as",
+        "n=int32",
+        "--processes",
+        "1",
+    )
+    code, found = asked(*arguments)
+    assert (code, found["samples"], found["parts_made_now"], found["columns"]) == (0, 10, 2, {"n": "int32"})
+    again = asked(*arguments)[1]
+    assert (again["rows_digest"], again["parts_made_now"]) == (found["rows_digest"], 0)
+    assert [sample["n"] for sample in asked("inspect", tmp_path / "made")[1]["first_samples"]] == ["0", "1", "2"]
+    code, said = call(*arguments[:-4], "--as", "n")
+    assert (code, "--as must be NAME=TYPE, got 'n'" in said) == (2, True)
+    code, said = call("convert", lines, tmp_path / "made", "--to", "mds")
+    assert (code, "must be empty, but it has a dataset" in said) == (28, True)

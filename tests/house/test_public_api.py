@@ -62,6 +62,8 @@ NAMES = {
         "TSVWriter",
         "WindowShuffled",
         "XSVWriter",
+        "Converted",
+        "convert_dataset",
         "index_folder",
         "index_parquet",
         "megatron_blend",
@@ -132,7 +134,7 @@ SIGNATURES = {
     "penstock.data:StreamingLoader.set_epoch": "(self, epoch)",
     "penstock.data:StreamingLoader.state_after": "(self, batches)",
     "penstock.data:index_parquet": "(folder, *, storage_options=None, out=None, ranges=True, timeout_s=600.0)",
-    "penstock.data:merge_index": "(folder, parts=None, *, storage_options=None, timeout_s=600.0)",
+    "penstock.data:merge_index": "(folder, parts=None, *, storage_options=None, timeout_s=600.0, append=False)",
 }
 """module:name -> its parameters, without annotations."""
 

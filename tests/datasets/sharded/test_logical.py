@@ -164,7 +164,7 @@ class Recording(StreamingDataset):
         self.asked.append(shards.tolist())
         super().fetch_ahead(shards)
 
-    def __getitem__(self, index: Any) -> dict[str, Any]:
+    def __getitem__(self, index: Any) -> Any:
         self.touched.append(int(index) // 10)
         return super().__getitem__(index)
 

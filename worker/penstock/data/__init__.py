@@ -1,5 +1,6 @@
 """Sources of training data with an exact position, for an input_fn or a plain torch DataLoader."""
 
+from penstock.data.converting.convert import Converted, convert_dataset
 from penstock.data.formats.lance.lance_rows import LanceRows
 from penstock.data.formats.megatron.token_documents import MegatronDocuments
 from penstock.data.loading.map_loader import MapLoader
@@ -16,7 +17,8 @@ from penstock.data.sharded.shard_loader import ShardLoader
 from penstock.data.sharded.sources.lines import LineFile
 from penstock.data.sharded.sources.logical_shards import LogicalShards
 from penstock.data.sharded.sources.savable import Savable
-from penstock.data.streaming_dataset import Stream, StreamingDataset
+from penstock.data.streaming_dataset import StreamingDataset
+from penstock.data.streams import Stream
 from penstock.data.synthetic_dataset import SyntheticDataset
 from penstock.data.writing.index_folder import index_folder
 from penstock.data.writing.index_parquet import index_parquet
@@ -28,6 +30,7 @@ __all__ = [
     "Balance",
     "CSVWriter",
     "Chunked",
+    "Converted",
     "Cursor",
     "Filtered",
     "Grouped",
@@ -53,6 +56,7 @@ __all__ = [
     "TSVWriter",
     "WindowShuffled",
     "XSVWriter",
+    "convert_dataset",
     "index_folder",
     "index_parquet",
     "megatron_blend",

@@ -7,74 +7,39 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import grp
-import hashlib
-import operator
 import os
 import weakref
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from fractions import Fraction
-from numbers import Real
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, SupportsIndex
+from typing import Any, Literal, Self, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
 import torch.utils.data
-import xxhash
 
-from penstock.data.arguments import byte_count, sample_count, whole
+from penstock.data.arguments import byte_count
 from penstock.data.cache.block_footers import BlockFooters
+from penstock.data.cache.dataset_versions import Version, check_version, open_version
 from penstock.data.cache.decode_ahead import DecodeAhead
 from penstock.data.cache.index_watch import IndexWatch
 from penstock.data.cache.open_shards import MIN_OPEN, OpenShards
 from penstock.data.cache.shard_cache import HeldShard, ShardCache
 from penstock.data.formats.decoded_blocks import MEMORY
-from penstock.data.formats.index import read_index
+from penstock.data.formats.index import index_notes, read_index
 from penstock.data.formats.mds import columns_of
+from penstock.data.formats.order_layout import OrderLayout, joint_fingerprint, mean_sample_bytes
 from penstock.data.formats.parquet.parquet_ranges import block_shard, has_ranges
 from penstock.data.formats.readers import open_block, open_shard
 from penstock.data.formats.shards import BlockReader, ReadOptions, Shard, ShardReader, rows_of
 from penstock.data.ordering.permutation import Ints
-from penstock.data.remote.folders import RemoteFolder, joined
+from penstock.data.sample_numbers import many_numbers, one_number
 from penstock.data.stop_iteration import stop_iteration_error
-from penstock.data.writing.uploads import local_folder
+from penstock.data.streams import Stream, apportioned, check_weights, group, remote_of, with_plain_values
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 
-__all__ = ["Stream", "StreamingDataset"]
-
-
-@dataclass(frozen=True)
-class Stream:
-    """Dataset among several that a StreamingDataset reads together. Give at most one of proportion, repeat and
-    choose, and the same one for all streams."""
-
-    remote: str | os.PathLike[str] | None = None
-    """Folder of the dataset: a path, or any URL that fsspec opens (http://, s3://, ...). None: the data is in
-    `local`."""
-    local: str | os.PathLike[str] | None = None
-    """Folder on this machine that caches the dataset's files; None: a folder for this remote in the user's cache
-    directory."""
-    split: str | None = None
-    """Name of a subfolder that is appended to `remote` and `local`."""
-    proportion: float | None = None
-    """Weight of this stream's samples in an epoch, relative to the other streams'."""
-    repeat: float | None = None
-    """Number of times that an epoch takes each sample of this stream."""
-    choose: int | str | None = None
-    """Number of samples that an epoch takes of this stream, or a text such as "100k"."""
-    storage_options: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments for fsspec's filesystem: keys, endpoint, headers."""
-    validate_hash: str | Literal[False] | None = None
-    """Hash algorithm that verifies files, as in StreamingDataset; None: the dataset's setting."""
-    keep_zip: bool | None = None
-    """True to keep compressed files in the cache beside the decompressed ones; None: the dataset's setting."""
-    timeout_s: float | None = None
-    """Seconds to wait for a shard; None: the dataset's setting."""
-    columns: Sequence[str] | None = None
-    """Names of the columns to read; None: the dataset's setting."""
+__all__ = ["StreamingDataset"]
 
 
 class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
@@ -109,6 +74,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         columns: Sequence[str] | None = None,
         decoded_limit: int | str | None = None,
         storage_options: Mapping[str, Any] | None = None,
+        version: int | Literal["newest"] | None = None,
     ) -> None:
         """
         Args:
@@ -135,6 +101,9 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
             decoded_limit: largest number of bytes, or a text such as "1gb", of decoded row groups that this process
                 keeps in memory; the least recently used ones are dropped first. All datasets of a process share one
                 limit, the largest that any of them was given. None: 256 MiB.
+            version: number of the version to read, if the dataset has versions (docs/datasets.md). None: the newest
+                one; a StreamingLoader that loads a state goes to the version of the state. "newest": the same, but at
+                an epoch's end the loader goes on with the newest one.
 
         Raises:
             ShardUnavailableError: an index cannot be fetched.
@@ -146,12 +115,12 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         if streams and (split is not None or storage_options is not None):
             raise InvalidArgumentError("with streams, split and storage_options must be given in each Stream")
         given = tuple(streams) or (Stream(remote, local, split, storage_options=storage_options or {}),)
-        self.streams = tuple(_with_plain_weights(number, stream) for number, stream in enumerate(given))
-        _check_weights(self.streams)
+        self.streams = tuple(with_plain_values(number, stream) for number, stream in enumerate(given))
+        check_weights(self.streams)
         limit = byte_count("cache_limit", cache_limit)
         self.decoded_limit = byte_count("decoded_limit", decoded_limit)
         """Bytes of decoded row groups that this dataset asks the process to keep; None: the default."""
-        remotes = [_remote_of(stream) for stream in self.streams]
+        remotes = [remote_of(stream) for stream in self.streams]
         self.name = ", ".join(name for _, _, name in remotes[:3]) + (", ..." if len(remotes) > 3 else "")
         """Name of the dataset, for errors."""
         if images not in ("pil", "array"):
@@ -166,23 +135,48 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
             )
             for number, stream in enumerate(self.streams)
         ]
-        self._caches = [
-            ShardCache(
-                remote,
-                folder,
-                limit=None if limit is None else max(1, limit // len(remotes)),
-                validate=validate_hash if stream.validate_hash is None else stream.validate_hash,
-                keep_packed=keep_zip if stream.keep_zip is None else stream.keep_zip,
-                timeout_s=timeout_s if stream.timeout_s is None else stream.timeout_s,
-                threads=download_threads,
-                group=_group(cache_group),
-            )
-            for stream, (remote, folder, _) in zip(self.streams, remotes, strict=True)
+        self._cache_settings: list[dict[str, Any]] = [
+            {
+                "limit": None if limit is None else max(1, limit // len(remotes)),
+                "validate": validate_hash if stream.validate_hash is None else stream.validate_hash,
+                "keep_packed": keep_zip if stream.keep_zip is None else stream.keep_zip,
+                "timeout_s": timeout_s if stream.timeout_s is None else stream.timeout_s,
+                "threads": download_threads,
+                "group": group(cache_group),
+            }
+            for stream in self.streams
         ]
+        self.asked_versions: list[Version] = [
+            version if stream.version is None else stream.version for stream in self.streams
+        ]
+        """Version of each stream that was asked for, see `version`."""
+        for asked in self.asked_versions:
+            check_version("version", asked)
+        self._open_versions(self.asked_versions)
+
+    def at_versions(self, versions: Sequence[int | None]) -> Self:
+        """Return a copy of this dataset that reads these versions of its streams; None for one without versions."""
+        other = copy.copy(self)
+        for cache in other._caches:
+            cache.close()
+        other._open_versions(versions)
+        return other
+
+    def _open_versions(self, versions: Sequence[Version]) -> None:
+        remotes = [remote_of(stream) for stream in self.streams]
+        opened = [
+            open_version(partial(_cache, stream, settings), version, name)
+            for stream, settings, version, (_, _, name) in zip(
+                self.streams, self._cache_settings, versions, remotes, strict=True
+            )
+        ]
+        self._caches = [cache for cache, _, _ in opened]
+        self.versions = [number for _, _, number in opened]
+        """Number of the version of each stream that is read; None for a dataset without versions."""
         self._open = OpenShards()
         self._decoder = DecodeAhead(self._decode)
         self._relieve_caches()
-        indexes = [cache.index() for cache in self._caches]
+        indexes = [index for _, index, _ in opened]
         shards = [read_index(index, name) for index, (_, _, name) in zip(indexes, remotes, strict=True)]
         self._indexes = [
             IndexWatch.of(cache.index_path, index, hashed=_hashed(own), in_place=cache.in_place)
@@ -197,20 +191,23 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
                 except DatasetError as error:
                     raise DatasetError(f"{name}: {error.message}") from None
         self._shards = [(number, shard) for number, own in enumerate(shards) for shard in own]
-        units = [len(shard.units) for _, shard in self._shards]
-        self._file_of = np.repeat(np.arange(len(units)), units)
-        """Number of the file that each unit of `sizes` lies in."""
-        self.has_blocks = any(shard.blocks for _, shard in self._shards)
-        """True if any shard has blocks that are decoded as a whole."""
-        known = [shard for _, shard in self._shards if shard.decoded_bytes]
-        self.sample_bytes = sum(shard.decoded_bytes for shard in known) / max(1, sum(shard.samples for shard in known))
-        """Mean number of bytes that a sample takes in a decoded row group; 0 if it is unknown."""
         self._footers = BlockFooters()
-        self.sizes: list[Ints] = [
-            np.array([samples for shard in own for samples in shard.units], np.int64) for own in shards
+        self.layouts = [
+            OrderLayout.noted(index_notes(index), own, name)
+            for index, own, (_, _, name) in zip(indexes, shards, remotes, strict=True)
         ]
-        """Number of samples in each unit that is read as a whole, for each stream: a row group, or else a shard."""
-        self._unit_sizes = np.concatenate(self.sizes)
+        """Units of each stream's samples that decide their order; the numbers of units below count through them."""
+        own_layout = OrderLayout.of([shard for _, shard in self._shards], "")
+        self._file_of, self._unit_sizes = own_layout.files, own_layout.units
+        """File of each unit that is read as a whole, and the number of samples in it: a row group, or else a shard."""
+        self.has_blocks = own_layout.blocks
+        """True if any shard has blocks that are decoded as a whole."""
+        self.sample_bytes = mean_sample_bytes([own_layout])
+        """Mean number of bytes that a sample takes in a decoded row group; 0 if it is unknown."""
+        bounds = [np.concatenate([[0], np.cumsum(units)]) for units in (self._unit_sizes, self._order_sizes())]
+        self._bounds_of_units = None if all(each.own for each in self.layouts) else bounds
+        """First sample of each unit that is read, and of each unit of `layouts`, with the number of all samples at the
+        end; None if they are the same units."""
         by_unit = np.array(
             [has_ranges(one) and self._caches[own].fetches_ranges(one) for own, one in self._shards], bool
         )
@@ -229,18 +226,17 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
             raise DatasetError(
                 f"{self.name}: the index lists no samples: write the dataset to its end, or give another folder"
             )
-        for stream, sizes, (_, _, name) in zip(self.streams, self.sizes, remotes, strict=True):
-            if (stream.proportion or stream.repeat or stream.choose) and not sizes.sum():
+        for stream, layout, (_, _, name) in zip(self.streams, self.layouts, remotes, strict=True):
+            if (stream.proportion or stream.repeat or stream.choose) and not layout.units.sum():
                 raise DatasetError(f"{name}: the index lists no samples, but an epoch needs some of this stream")
-        self.fingerprint = _fingerprint(shards)
-        """Digest of all shards. It changes with the data, and does not depend on where they are stored."""
+        self.fingerprint = joint_fingerprint(self.layouts)
+        """Digest of all data. It changes with them, and does not depend on where they are stored, nor on the format to
+        which `penstock data convert` converted them."""
 
     @property
-    def files(self) -> list[Ints] | None:
-        """Number of the file that each unit of `sizes` lies in, for each stream; None if no file has blocks."""
-        if not self.has_blocks:
-            return None
-        return np.split(self._file_of, np.cumsum([len(sizes) for sizes in self.sizes])[:-1])
+    def sizes(self) -> list[Ints]:
+        """Number of samples in each unit of `layouts`, for each stream."""
+        return [layout.units for layout in self.layouts]
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -248,24 +244,26 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name}: {len(self)} samples in {len(self._shards)} shards>"
 
-    def __getitem__(self, index: SupportsIndex) -> dict[str, Any]:
-        """Return a sample. Waits for its shard.
+    def __getitem__(self, index: Any) -> Any:
+        """Return a sample; for a slice, a list or an array of numbers, the list of these samples. Waits for shards.
 
         Raises:
             IndexError: `index` is out of range.
-            ShardUnavailableError, ShardCorruptError: the sample's shard cannot be fetched or read.
+            ShardUnavailableError, ShardCorruptError: a sample's shard cannot be fetched or read.
         """
-        at = operator.index(index)
-        if at < 0:
-            at += len(self)
-        if not 0 <= at < len(self):
-            raise IndexError(f"{self.name}: a sample's number must be at least 0 and below {len(self)}, got {index}")
+        several = many_numbers(index, len(self), self.name)
+        if several is not None:
+            return self._read_many(np.array(several, np.int64))
+        at = one_number(index, len(self), self.name)
         shard = bisect_right(self._starts, at) - 1
         return self._open.get(shard, self._opened)[at - self._starts[shard]]
 
-    def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
-        """Return the samples of a batch, for torch's DataLoader."""
-        return [self[index] for index in indices]
+    def __getitems__(self, indices: Sequence[SupportsIndex]) -> list[dict[str, Any]]:
+        """Return the samples of a batch, for torch's DataLoader and Subset."""
+        if self.is_overridden:
+            return [self[index] for index in indices]
+        samples: list[dict[str, Any]] = self[list(indices)]
+        return samples
 
     @property
     def is_overridden(self) -> bool:
@@ -276,6 +274,9 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         """Return the samples with these numbers, without checking that the numbers are in range."""
         if self.is_overridden:
             return [self._overridden(index) for index in samples.tolist()]
+        return self._read_many(samples)
+
+    def _read_many(self, samples: Ints) -> list[dict[str, Any]]:
         shards = np.searchsorted(self._bounds, samples, side="right") - 1
         offsets = samples - self._bounds[shards]
         get, opened = self._open.get, self._opened
@@ -299,7 +300,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         """Return a sample by calling a subclass's `__getitem__`, which may raise any exception."""
         what = f"{type(self).__qualname__} for sample {index}"
         try:
-            return self[index]
+            sample: dict[str, Any] = self[index]
+            return sample
         except StopIteration as error:
             raise stop_iteration_error(what) from error
         except Exception as error:
@@ -307,9 +309,9 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
             raise
 
     def fetch_ahead(self, shards: Ints) -> None:
-        """Fetch the shards of these units (see `sizes`) in the background, in this order. The list replaces the one of
-        the call before."""
-        opened = self._opened_of[shards]
+        """Fetch the shards of these units (see `layouts`) in the background, in this order. The list replaces the one
+        of the call before."""
+        opened = self._opened_of[self._own_units(shards)]
         _, firsts = np.unique(opened, return_index=True)
         opened = opened[np.sort(firsts)]
         self._open.most = max(MIN_OPEN, len(opened))
@@ -321,21 +323,36 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
             cache.fetch_ahead(ahead)
 
     def decode_ahead(self, units: Ints) -> None:
-        """Decode these units (see `sizes`) in the background, in this order, as far as half of the memory for decoded
+        """Decode these units (see `layouts`) in the background, in this order, as far as half of the memory for decoded
         row groups lasts. The list replaces the one of the call before. Does nothing if the index lists no row
         groups."""
         if not self.has_blocks:
             return
+        units = self._own_units(units)
         needed = np.cumsum(self._unit_sizes[units]) * self.sample_bytes
         limit = max(MEMORY.limit, self.decoded_limit or 0) // 2
         self._decoder.want(units[needed <= limit].tolist())
 
     def forget(self, units: Ints) -> None:
         """Let the memory of these decoded units be freed, because their samples are not needed soon."""
-        for unit in units.tolist():
+        for unit in self._own_units(units).tolist():
             reader = self._open.peek(int(self._opened_of[unit]))
             if isinstance(reader, BlockReader):
                 reader.forget(self._block_of(unit))
+
+    def _order_sizes(self) -> Ints:
+        return np.concatenate(self.sizes)
+
+    def _own_units(self, units: Ints) -> Ints:
+        """Return the units that are read for these units of `layouts`, in their order."""
+        if self._bounds_of_units is None:
+            return units
+        own, wanted = self._bounds_of_units
+        first = np.searchsorted(own, wanted[units], side="right") - 1
+        end = np.searchsorted(own, wanted[units + 1], side="left")
+        counts = np.maximum(end - first, 0)
+        begins = np.cumsum(counts) - counts
+        return np.repeat(first - begins, counts) + np.arange(int(counts.sum()))
 
     def _decode(self, unit: int) -> None:
         reader = self._open.get(int(self._opened_of[unit]), self._opened)
@@ -368,7 +385,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
             weights: list[float] = [*totals]
         else:
             weights = [stream.proportion or 0.0 for stream in self.streams]
-        return _apportioned(weights, sum(totals) if epoch_size is None else epoch_size)
+        return apportioned(weights, sum(totals) if epoch_size is None else epoch_size)
 
     def close(self) -> None:
         """Release all shards and stop fetching. Samples that were read stay valid."""
@@ -429,6 +446,11 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         return f"{remote.url_of(shard.name)} ({path}: remove it to have it fetched again)"
 
 
+def _cache(stream: Stream, settings: Mapping[str, Any], index: str) -> ShardCache:
+    remote, folder, _ = remote_of(stream)
+    return ShardCache(remote, folder, index=index, **settings)
+
+
 def _begins(numbers: Ints) -> npt.NDArray[np.bool_]:
     """Return for each of these ascending numbers whether it is the first of its kind."""
     return np.append(True, numbers[1:] != numbers[:-1])[: len(numbers)]
@@ -458,92 +480,3 @@ def _check_columns(shards: Sequence[Shard], columns: Sequence[str] | None, where
 def _hashed(shards: Sequence[Shard]) -> bool:
     """Return True if the index has a hash of each file, in its raw or packed form."""
     return all(file.raw.hashes or (file.packed and file.packed.hashes) for shard in shards for file in shard.files)
-
-
-def _remote_of(stream: Stream) -> tuple[RemoteFolder | None, Path, str]:
-    """Return the (remote folder, cache folder, name for errors) of a stream."""
-    below = stream.split or ""
-    if Path(below).is_absolute() or ".." in Path(below).parts:
-        raise InvalidArgumentError(f"split must be a folder below the dataset's, got {stream.split!r}")
-    if stream.remote is None:
-        if stream.local is None:
-            raise InvalidArgumentError("a Stream must have remote, local or both, got neither")
-        folder = local_folder("local", stream.local) / below
-        return None, folder, str(folder)
-    url = os.fspath(stream.remote)
-    remote = RemoteFolder(joined(url, below) if below else url, stream.storage_options)
-    if stream.local is not None:
-        return remote, local_folder("local", stream.local) / below, remote.url
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return remote, Path(cache) / "penstock" / hashlib.sha256(remote.identity.encode()).hexdigest()[:16], remote.url
-
-
-def _with_plain_weights(number: int, stream: Stream) -> Stream:
-    """Return a stream whose weights are Python numbers. A saved state contains them, and must not contain numpy
-    types."""
-    name = f"stream {number}: "
-    choose = sample_count(f"{name}choose", stream.choose)
-    proportion, repeat = _real(f"{name}proportion", stream.proportion), _real(f"{name}repeat", stream.repeat)
-    return replace(stream, proportion=proportion, repeat=repeat, choose=choose)
-
-
-def _real(name: str, value: float | None) -> float | None:
-    if value is None:
-        return None
-    if not isinstance(value, Real):
-        raise InvalidArgumentError(f"{name} must be a number >= 0, got {value!r}")
-    return float(value)
-
-
-def _group(group: str | int | None) -> int | None:
-    """Return the ID of a Unix group, given by name or ID."""
-    if not isinstance(group, str):
-        return whole("cache_group", group)
-    try:
-        return grp.getgrnam(group).gr_gid
-    except KeyError as error:
-        raise InvalidArgumentError(
-            f"cache_group must be a group of this machine, got {group!r}: see getent group"
-        ) from error
-
-
-def _check_weights(streams: Sequence[Stream]) -> None:
-    kinds = {
-        tuple(name for name in ("proportion", "repeat", "choose") if getattr(stream, name) is not None)
-        for stream in streams
-    }
-    if len(kinds) > 1 or len(next(iter(kinds))) > 1:
-        raise InvalidArgumentError(
-            "all streams must use the same one of proportion, repeat and choose, or none of them"
-        )
-    for number, stream in enumerate(streams):
-        for name in ("proportion", "repeat", "choose"):
-            value = getattr(stream, name)
-            if value is not None and not 0 <= value < float("inf"):
-                raise InvalidArgumentError(f"stream {number}: {name} must be a number >= 0, got {value}")
-
-
-def _apportioned(weights: Sequence[float], total: int) -> list[int]:
-    """Divide `total` into whole numbers in proportion to `weights`, by the method of largest remainders."""
-    exact_weights = [Fraction(weight) for weight in weights]
-    together = sum(exact_weights)
-    if together <= 0:
-        raise InvalidArgumentError("at least one stream must have a proportion above 0")
-    exact = [total * weight / together for weight in exact_weights]
-    shares = [int(share) for share in exact]
-    by_rest = sorted(range(len(shares)), key=lambda number: (shares[number] - exact[number], number))
-    for number in by_rest[: total - sum(shares)]:
-        shares[number] += 1
-    return shares
-
-
-def _fingerprint(streams: Sequence[Sequence[Shard]]) -> str:
-    digest = xxhash.xxh3_128()
-    for shards in streams:
-        digest.update(f"stream of {len(shards)}\n".encode())
-        for shard in shards:
-            files = [(file.raw.name, file.raw.size, sorted(file.raw.hashes.items())) for file in shard.files]
-            digest.update(f"{shard.format} {shard.samples} {files}\n".encode())
-            if shard.blocks:  # the order depends on them
-                digest.update(f"blocks {shard.blocks} of {shard.decoded_bytes} bytes\n".encode())
-    return digest.hexdigest()

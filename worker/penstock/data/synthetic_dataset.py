@@ -10,6 +10,7 @@ import torch
 import torch.utils.data
 
 from penstock.data.arguments import at_least_one, whole
+from penstock.data.sample_numbers import many_numbers, one_number
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.state.generators import derive_seed
 
@@ -50,11 +51,12 @@ class SyntheticDataset(torch.utils.data.Dataset[Any]):
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, index: int) -> Any:
-        at = whole("index", index)
-        at += self._length if at < 0 else 0
-        if not 0 <= at < self._length:
-            raise IndexError(f"a sample's number must be at least 0 and below {self._length}, got {index}")
+    def __getitem__(self, index: Any) -> Any:
+        """Return a sample; for a slice, a list or an array of numbers, the list of these samples. Raises IndexError."""
+        several = many_numbers(index, self._length, "SyntheticDataset")
+        if several is not None:
+            return [self[number] for number in several]
+        at = one_number(index, self._length, "SyntheticDataset")
         return _made(self._spec, at, np.random.default_rng(derive_seed(self._seed, "synthetic", at)))
 
 

@@ -13,14 +13,14 @@ from typing import Any
 
 import typer
 
-from penstock.data import StreamingDataset, index_folder
+from penstock.data import StreamingDataset, convert_dataset, index_folder
 from penstock.data.formats.index import INDEX, read_index
 from penstock.data.formats.shards import Shard
 from penstock.deploy.console.exit_codes import exit_code
 from penstock.proto.errors import DatasetError
 from penstock.runtime.telemetry.logs import printable
 
-__all__ = ["show_index", "show_inspection", "show_verification"]
+__all__ = ["show_conversion", "show_index", "show_inspection", "show_verification"]
 
 LONGEST_VALUE = 60
 """Largest number of characters of a value that is shown."""
@@ -31,6 +31,19 @@ VERIFIED_AT_ONCE = 64
 def show_index(folder: Path, format: str | None, as_json: bool) -> None:
     """Write a folder's index, and print what was found."""
     _print(_counts(folder, index_folder(folder, format)), as_json)
+
+
+def show_conversion(source: str, dest: str, to: str, as_json: bool, **settings: Any) -> None:
+    """Convert a dataset, and print what was made."""
+    done = convert_dataset(source, dest, to, **settings)
+    found: dict[str, Any] = {
+        **_counts(dest, done.shards),
+        "parts": done.parts,
+        "parts_made_now": done.made,
+        "rows_digest": done.digest,
+        "columns": dict(done.columns),
+    }
+    _print(found, as_json)
 
 
 def show_inspection(folder: Path, samples: int, as_json: bool) -> None:
@@ -87,7 +100,7 @@ def _shards(folder: Path) -> list[Shard]:
         raise DatasetError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _counts(folder: Path, shards: Sequence[Shard]) -> dict[str, Any]:
+def _counts(folder: str | Path, shards: Sequence[Shard]) -> dict[str, Any]:
     return {
         "folder": str(folder),
         "formats": dict(Counter(shard.format for shard in shards)),

@@ -21,7 +21,6 @@ from penstock.data.cache.file_hashes import digest_of, fastest_of
 from penstock.data.cache.index_watch import RemoteIndex
 from penstock.data.cache.shard_versions import ShardVersion, file_stat, origin_of
 from penstock.data.formats.compressed_files import unpack
-from penstock.data.formats.index import INDEX
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.data.remote.folders import RemoteFolder
 from penstock.data.remote.transfer import unwritable
@@ -80,17 +79,24 @@ class Downloads:
     """Downloads of a dataset's shards into one cache folder."""
 
     def __init__(
-        self, remote: RemoteFolder | None, folder: Path, *, validate: str | Literal[False] | None, keep_packed: bool
+        self,
+        remote: RemoteFolder | None,
+        folder: Path,
+        index: str,
+        *,
+        validate: str | Literal[False] | None,
+        keep_packed: bool,
     ) -> None:
         """
         Args:
+            index: name of the index file.
             validate: as in ShardCache.
         """
         self._remote = remote
         self._folder = folder
         self._validate = validate
         self._keep_packed = keep_packed
-        self._index = RemoteIndex(remote, folder, f"{STATE}/{INDEX}") if remote and not remote.local else None
+        self._index = RemoteIndex(remote, folder, f"{STATE}/{index}") if remote and not remote.local else None
 
     def before_index_fetch(self) -> None:
         """Record the version of the remote's index. Called before the index is fetched."""

@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from penstock.data.cache.file_locks import LONGEST_TEXT
-from penstock.data.formats.index import INDEX
+from penstock.data.formats.index import PRECEDED_NOTE, index_notes, version_index
 from penstock.data.remote.folders import LARGEST_READ, RemoteFolder
 from penstock.proto.errors import DatasetError, PenstockError
 from penstock.runtime.files.atomic_files import write_whole
 from penstock.runtime.files.inner_paths import parent_of
 from penstock.runtime.files.plain_files import read_plain
 
-__all__ = ["IndexWatch", "RemoteIndex"]
+__all__ = ["IndexWatch", "RemoteIndex", "index_digest"]
 
 VERSION_TIMEOUT_S = 10.0
 """Seconds to wait for the remote's answer about its index's version."""
@@ -67,7 +67,7 @@ class IndexWatch:
                 self._refuse(self.path, "written again")
             if not self.hashed and self.older_ns is None:
                 self.older_ns = self.seen[1]
-            self.seen = seen
+            self.seen = _file_version(self.path)
         if self.older_ns is not None:
             for path in shard:
                 found = _file_version(path)
@@ -82,9 +82,16 @@ class IndexWatch:
 
     def _is_same(self) -> bool:
         try:
-            return _digest(read_plain(self.path, LARGEST_READ)) == self.digest
+            if _digest(read_plain(self.path, LARGEST_READ)) == self.digest:
+                return True
+            first = self.path.with_name(version_index(1))
+            if not _preceded(read_plain(first, LARGEST_READ), self.digest):
+                return False
         except OSError:
             return False
+        # A writer appended to the dataset: this one is version 1 now.
+        self.path, self.digest = first, _digest(read_plain(first, LARGEST_READ))
+        return True
 
 
 @dataclass(frozen=True)
@@ -96,7 +103,12 @@ class RemoteIndex:
     """Folder of the cache."""
     record: str
     """Path, relative to `folder`, of the file that records the fetched index's version for all processes of the
-    host."""
+    host. It is named like the index."""
+
+    @property
+    def name(self) -> str:
+        """Name of the index file at the remote."""
+        return self.record.rpartition("/")[2]
 
     def record_version(self) -> None:
         """Record the current version of the remote's index. Called before the index is fetched, so that a replacement
@@ -113,23 +125,42 @@ class RemoteIndex:
         except FileNotFoundError:
             return
         now = self._version() if before else ""
-        if now is not None and now != before:
+        if now is not None and now != before and not self._became_first_version():
             raise DatasetError(
-                f"{self.remote.url_of(INDEX)} was {'written again' if now else 'removed'} since it was fetched into "
-                f"{self.folder}, and without hashes old and new shards cannot be told apart. "
+                f"{self.remote.url_of(self.name)} was {'written again' if now else 'removed'} since it was fetched "
+                f"into {self.folder}, and without hashes old and new shards cannot be told apart. "
                 "Write new data to a new address, with hashes; or use another cache folder to read the new data"
             )
+
+    def _became_first_version(self) -> bool:
+        """Return True if the index was replaced because a writer appended to the dataset."""
+        try:
+            cached = read_plain(self.folder / self.name, LARGEST_READ)
+            first = self.remote.read(version_index(1), deadline_s=VERSION_TIMEOUT_S)
+        except (OSError, DatasetError):
+            return False
+        return _preceded(first, _digest(cached))
 
     def _version(self) -> str | None:
         """Return the version of the remote's index; "" if there is no index, None if the version is unknown."""
         try:
-            return self.remote.version(INDEX, deadline_s=VERSION_TIMEOUT_S)
+            return self.remote.version(self.name, deadline_s=VERSION_TIMEOUT_S)
         except FileNotFoundError:
             return ""
         except PenstockError:
             raise
         except Exception:
             return None
+
+
+def index_digest(content: bytes) -> str:
+    """Return the digest of an index's content, in hexadecimal."""
+    return _digest(content).hex()
+
+
+def _preceded(first_version: bytes, digest: bytes) -> bool:
+    """Return True if the index of version 1 says that the index with this digest was the dataset's before."""
+    return index_notes(first_version).get(PRECEDED_NOTE) == digest.hex()
 
 
 def _digest(content: bytes) -> bytes:

@@ -98,6 +98,7 @@ class ShardCache:
         threads: int = 4,
         on_pressure: Callable[[], object] | None = None,
         group: int | None = None,
+        index: str = INDEX,
     ) -> None:
         """
         Args:
@@ -113,6 +114,7 @@ class ShardCache:
             on_pressure: called when a shard would exceed the limit, so that the owner releases shards that it does not
                 need now.
             group: ID of the Unix group whose members share the folder; None: this user alone.
+            index: name of the index file.
         """
         if limit is not None and limit <= 0:
             raise InvalidArgumentError(f"the limit of a cache must be above 0 bytes, got {limit}")
@@ -135,8 +137,9 @@ class ShardCache:
         self._timeout_s = timeout_s
         self._threads = threads
         self._group = group
+        self._index_name = index
         self._root = str(self.folder)
-        self._downloads = Downloads(remote, self.folder, validate=self._validate, keep_packed=keep_packed)
+        self._downloads = Downloads(remote, self.folder, index, validate=self._validate, keep_packed=keep_packed)
         in_place = self.folder if remote is None else remote.local
         self._in_place = str(in_place) if in_place else ""
         """Folder whose files are used where they lie, and not copied into the cache; "" for none."""
@@ -161,6 +164,7 @@ class ShardCache:
             "timeout_s": self._timeout_s,
             "threads": self._threads,
             "group": self._group,
+            "index": self._index_name,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -171,7 +175,7 @@ class ShardCache:
     @property
     def index_path(self) -> Path:
         """Path of the index file that `index` reads."""
-        return Path(self._in_place or self.folder, INDEX)
+        return Path(self._in_place or self.folder, self._index_name)
 
     @property
     def in_place(self) -> bool:
@@ -193,7 +197,7 @@ class ShardCache:
             try:
                 return read_plain(self.index_path, LARGEST_READ)
             except FileNotFoundError:
-                what = f"{self._in_place} must be a dataset's folder: it has no {INDEX}{self._remedy()}"
+                what = f"{self._in_place} must be a dataset's folder: it has no {self._index_name}{self._remedy()}"
                 raise ShardUnavailableError(what) from None
             except OSError as error:
                 raise ShardUnavailableError(f"{self.index_path} cannot be read: {error.strerror}") from error
@@ -204,12 +208,20 @@ class ShardCache:
         while True:
             with contextlib.suppress(FileNotFoundError):
                 return read_plain(path, LARGEST_READ)
-            with self._state.fetching(INDEX, until, INDEX) as temporary:
+            name = self._index_name
+            with self._state.fetching(name, until, name) as temporary:
                 if file_stat(str(path)) is None:
                     self._downloads.before_index_fetch()
-                    data = self.remote.read(INDEX, deadline_s=until - time.monotonic())
+                    data = self.remote.read(name, deadline_s=until - time.monotonic())
                     self._check_index(data)
-                    put(data, temporary("raw"), self.folder, INDEX, self.remote.url_of(INDEX))
+                    put(data, temporary("raw"), self.folder, name, self.remote.url_of(name))
+
+    def newest_index(self) -> bytes:
+        """Return the content of the index file at the remote now, which may be newer than the cache's copy. Raises
+        ShardUnavailableError."""
+        if self._in_place or self.remote is None:
+            return self.index()
+        return self.remote.read(self._index_name, deadline_s=self._timeout_s)
 
     def _remedy(self) -> str:
         """Return the remedy that the error for a folder without an index gives. Looks only one folder down: there may
@@ -229,7 +241,8 @@ class ShardCache:
             is_index = False
         if not is_index:
             raise DatasetError(
-                f"{self.remote.url_of(INDEX)} must be the index of a dataset, got a file that begins with {data[:40]!r}"
+                f"{self.remote.url_of(self._index_name)} must be the index of a dataset, got a file that begins with "
+                f"{data[:40]!r}"
             )
 
     # One shard

@@ -26,7 +26,7 @@ import numpy as np
 from penstock.data.formats.media import images
 from penstock.proto.errors import DatasetError
 
-__all__ = ["ENCODINGS", "Encoding", "check_encoding", "encoding_of"]
+__all__ = ["ENCODINGS", "Encoding", "as_bytes", "check_encoding", "encoding_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,8 @@ class Encoding:
     unchanged."""
     decode_array: Callable[[bytes, int, int], Any] | None = None
     """Decoder of images to arrays; None for values that are no images."""
+    decode_file: Callable[[bytes, int, int], Any] | None = None
+    """Decoder of images to their files, and of pickles to bytes; None for other values."""
 
 
 def encoding_of(name: str, *, allow_unsafe_types: bool = False) -> Encoding:
@@ -74,7 +76,8 @@ def _typed(value: Any, kind: type | tuple[type, ...], what: str) -> None:
         raise TypeError(f"the value must be {what}, got {type(value).__name__}")
 
 
-def _slice(sample: bytes, begin: int, end: int) -> bytes:
+def as_bytes(sample: bytes, begin: int, end: int) -> bytes:
+    """Return a value as it is stored."""
     return sample[begin:end]
 
 
@@ -236,20 +239,31 @@ def _unpickle(sample: bytes, begin: int, end: int) -> Any:
 UNSAFE = {"pkl"}
 
 
-def _image(decode: images.Decode, encode: images.Encode, decode_array: images.Decode | None = None) -> Encoding:
-    return Encoding(None, decode, encode, decode_array or images.array_decoder(decode))
+def _image(
+    decode: images.Decode,
+    encode: images.Encode,
+    decode_array: images.Decode | None = None,
+    decode_file: images.Decode = as_bytes,
+) -> Encoding:
+    return Encoding(None, decode, encode, decode_array or images.array_decoder(decode), decode_file)
 
 
-def _images(decode: images.Decode, encode: images.Encode, decode_array: images.Decode | None = None) -> Encoding:
-    """Return the encoding of a list of images."""
-    arrays = decode_array or images.array_decoder(decode)
-    return Encoding(None, images.list_decoder(decode), images.list_encoder(encode), images.list_decoder(arrays))
+def _images(one: Encoding, encode: images.Encode) -> Encoding:
+    """Return the encoding of a list of images. `one`: encoding of an image."""
+    decoders = (one.decode, one.decode_array or one.decode, one.decode_file or as_bytes)
+    pil, array, file = map(images.list_decoder, decoders)
+    return Encoding(None, pil, images.list_encoder(encode), array, file)
 
 
-_JPEG_ARRAY = Encoding(None, images.decode_files, images.encode_files, images.decode_file_arrays)
+_PIL = _image(images.decode_raw, images.encode_raw, decode_file=images.raw_to_png)
+_JPEG = _image(images.decode_jpeg, images.encode_jpeg, images.decode_jpeg_array)
+_PNG = _image(images.decode_png, images.encode_png)
+_JPEG_ARRAY = Encoding(
+    None, images.decode_files, images.encode_files, images.decode_file_arrays, images.file_list_decoder(as_bytes)
+)
 
 ENCODINGS: dict[str, Encoding] = {
-    "bytes": Encoding(None, _slice, _encode_bytes),
+    "bytes": Encoding(None, as_bytes, _encode_bytes),
     "str": Encoding(None, _decode_str, _encode_str),
     "int": Encoding(8, _decode_int, _encode_int),
     "ndarray": Encoding(None, partial(_decode_array, None, None), partial(_encode_array, None, None)),
@@ -257,15 +271,15 @@ ENCODINGS: dict[str, Encoding] = {
     "str_int": _text(int),
     "str_float": _text(float),
     "str_decimal": _text(Decimal),
-    "pil": _image(images.decode_raw, images.encode_raw),
-    "jpeg": _image(images.decode_jpeg, images.encode_jpeg, images.decode_jpeg_array),
+    "pil": _PIL,
+    "jpeg": _JPEG,
     "jpeg_array": _JPEG_ARRAY,
     "jpegarray": _JPEG_ARRAY,
-    "png": _image(images.decode_png, images.encode_png),
-    "list[pil]": _images(images.decode_raw, images.encode_raw),
-    "list[jpeg]": _images(images.decode_jpeg, images.encode_jpeg, images.decode_jpeg_array),
-    "list[png]": _images(images.decode_png, images.encode_png),
-    "pkl": Encoding(None, _unpickle, pickle.dumps),
+    "png": _PNG,
+    "list[pil]": _images(_PIL, images.encode_raw),
+    "list[jpeg]": _images(_JPEG, images.encode_jpeg),
+    "list[png]": _images(_PNG, images.encode_png),
+    "pkl": Encoding(None, _unpickle, pickle.dumps, decode_file=as_bytes),
     "json": Encoding(None, _decode_json, _encode_json),
 }
 """Encodings by name. "ndarray" may be followed by ":dtype" or ":dtype:shape"."""

@@ -20,13 +20,29 @@ from penstock.data.formats.format_table import FORMATS
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.proto.errors import DatasetError
 
-__all__ = ["INDEX", "join_indexes", "read_index", "write_index"]
+__all__ = [
+    "INDEX",
+    "PRECEDED_NOTE",
+    "VERSION_NOTE",
+    "index_notes",
+    "join_indexes",
+    "read_index",
+    "version_index",
+    "write_index",
+]
 
 INDEX = "index.json"
+VERSION_NOTE = "dataset_version"
+"""Note of the number of the dataset's version that an index is of, see cache/dataset_versions.py."""
 VERSION = 2
+NOTES = "penstock"
+"""Name of the index's entry that holds the notes; it is the first one, because entries are sorted."""
 MAX_NUMBER = 1 << 44
 """Largest size of a file in bytes, and largest number of samples in it. With this limit, sums over all shards stay
 below 64 bits."""
+
+PRECEDED_NOTE = "preceded_by"
+"""Note, in the index of version 1, of the digest of the index that the dataset had before it had versions."""
 
 _OWN = {"version", "format", "samples", "compression", "hashes", "blocks", "decoded_bytes", "ranges"}
 _OWN |= {f"{form}_{part}" for form in ("raw", "zip") for part in ("data", "meta")}
@@ -34,7 +50,7 @@ _OWN |= {f"{form}_{part}" for form in ("raw", "zip") for part in ("data", "meta"
 
 _STEP = r"(?!\.{1,2}(?:/|\Z))[^/\\\0]+"
 _PLAIN_PATH = re.compile(f"{_STEP}(?:/{_STEP})*")
-_OURS = re.compile(r"(?:.*/)?(?:index\.json|\.penstock(?:/.*)?)", re.DOTALL | re.IGNORECASE)
+_OURS = re.compile(r"(?:.*/)?(?:index(?:-\d{6,})?\.json|\.penstock(?:/.*)?)", re.DOTALL | re.IGNORECASE)
 """Names of files in a cache's folder that are not shards. A shard with such a name would overwrite the cache's own
 state, which decides which of the user's files are removed."""
 _HEXADECIMAL = re.compile(r"[0-9a-fA-F]+")
@@ -58,10 +74,30 @@ def read_index(data: bytes, where: str) -> list[Shard]:
     return shards
 
 
-def write_index(shards: Iterable[Shard]) -> bytes:
-    """Return the index as mosaicml-streaming writes it, byte for byte."""
-    index = {"version": VERSION, "shards": [_entry(shard) for shard in shards]}
+def write_index(shards: Iterable[Shard], notes: Mapping[str, Any] | None = None) -> bytes:
+    """Return the index as mosaicml-streaming writes it, byte for byte. `notes`: entries for Penstock alone (see
+    `index_notes`), which its reader ignores."""
+    index: dict[str, Any] = {"version": VERSION, "shards": [_entry(shard) for shard in shards]}
+    if notes:
+        index[NOTES] = dict(notes)
     return json.dumps(index, sort_keys=True).encode()
+
+
+def version_index(version: int) -> str:
+    """Return the name of the index of a version of a dataset."""
+    return f"index-{version:06}.json"
+
+
+def index_notes(data: bytes) -> dict[str, Any]:
+    """Return the notes that `write_index` put into an index; empty without any. The list of shards is not parsed."""
+    begin = f'{{"{NOTES}": '
+    if not data.startswith(begin.encode()):
+        return {}
+    try:
+        notes, _ = json.JSONDecoder().raw_decode(data.decode(), len(begin))
+    except (ValueError, RecursionError):
+        return {}
+    return notes if isinstance(notes, dict) else {}
 
 
 def join_indexes(parts: Iterable[tuple[str, Iterable[Shard]]]) -> list[Shard]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.data.formats.encodings import check_encoding, encoding_of
+from penstock.data.formats.encodings import as_bytes, check_encoding, encoding_of
 from penstock.data.formats.fields import InvalidField, column_encodings
 from penstock.data.formats.raw_files import SampleFile
 from penstock.data.formats.shards import DEFAULT_OPTIONS, ReadOptions, Shard
@@ -34,14 +34,15 @@ def columns_of(shard: Shard, options: ReadOptions = DEFAULT_OPTIONS) -> list[tup
     stores them. Raises DatasetError for pickles unless the options allow them."""
     settings = shard.settings
     columns = []
+    as_stored = options.encoded or options.images == "file"  # pickles are not loaded
     triples = zip(settings["column_names"], settings["column_encodings"], settings["column_sizes"], strict=True)
     for name, encoding, size in triples:
         try:
-            known = encoding_of(encoding, allow_unsafe_types=options.allow_unsafe_types)
+            known = encoding_of(encoding, allow_unsafe_types=options.allow_unsafe_types or as_stored)
         except DatasetError as error:
             raise DatasetError(f"{shard.name}: column {name!r}: {error.message}") from error
-        decode = known.decode_array if options.images == "array" else None
-        columns.append((name, decode or known.decode, size or 0))
+        decode = {"array": known.decode_array, "file": known.decode_file}.get(options.images)
+        columns.append((name, as_bytes if options.encoded else decode or known.decode, size or 0))
     return columns
 
 

@@ -94,10 +94,13 @@ class ReadOptions:
 
     allow_unsafe_types: bool = False
     """True if columns of pickles may be read, which can run any code."""
-    images: Literal["pil", "array"] = "pil"
-    """Kind of value for images: images of Pillow, or arrays."""
+    images: Literal["pil", "array", "file"] = "pil"
+    """Kind of value for images: images of Pillow, arrays, or files as bytes: the stored one, a PNG file for raw pixels.
+    With "file" pickles are bytes, too."""
     columns: Sequence[str] | None = None
     """Names of the columns that samples have; None: all."""
+    encoded: bool = False
+    """True if the values of MDS columns are bytes, as they are stored."""
 
 
 DEFAULT_OPTIONS = ReadOptions()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, get_args
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from penstock.data.arguments import byte_count, one_of, sample_count, whole
 from penstock.data.formats.decoded_blocks import MEMORY
+from penstock.data.formats.order_layout import OrderLayout, joined_files, mean_sample_bytes
 from penstock.data.loading.collating import checked_collate
 from penstock.data.loading.fetching import ReadAhead, check_threads, in_threads
 from penstock.data.loading.map_reading import MapReader
@@ -21,7 +22,14 @@ from penstock.data.loading.worker_identity import WorkerIdentity, global_batch
 from penstock.data.ordering.balancing.balanced_order import Balance
 from penstock.data.ordering.epoch_plan import BatchPlan, EpochRemainder, WorkerBatches
 from penstock.data.ordering.order_file import FiledOrder, OrderFile
-from penstock.data.ordering.order_states import ORDER_FILE
+from penstock.data.ordering.order_states import (
+    ORDER_FILE,
+    VERSIONS,
+    OrderProgress,
+    epoch_to_begin,
+    progress_of,
+    state_of,
+)
 from penstock.data.ordering.partition import Tail
 from penstock.data.ordering.permutation import Ints
 from penstock.data.ordering.sharded_order import Interleave, ShardedOrder
@@ -140,25 +148,31 @@ class StreamingLoader(PositionLoader):
 
         Raises InvalidArgumentError or DatasetError for invalid arguments.
         """
+        self._settings = {
+            name: value for name, value in locals().items() if name not in ("self", "dataset", "__class__")
+        }
         partitions, epoch_size = whole("partitions", partitions), sample_count("epoch_size", epoch_size)
         shuffle_block = sample_count("shuffle_block", shuffle_block)
         predownload = sample_count("predownload", predownload)
         shuffle_memory = byte_count("shuffle_memory", shuffle_memory)
         seed, skip, fetch_threads = whole("seed", seed), list(skip), whole("fetch_threads", fetch_threads)
+        self._settings["skip"] = skip
         check_threads(fetch_threads, reseed)
         if not isinstance(dataset, StreamingDataset):
             raise InvalidArgumentError(
                 f"dataset must be a StreamingDataset, made of a folder or URL, got {type(dataset).__qualname__}. For "
                 "other datasets of samples by number use MapLoader"
             )
-        identity = WorkerIdentity.now(rank)
+        # `_follow` makes the loader again, perhaps where nothing says any more which worker this is.
+        identity = getattr(self, "_identity", None) or WorkerIdentity.now(rank)
         batch = global_batch(batch_size, global_batch_size, identity.boxes)
         check_settings(
             tail, partitions=partitions, shuffle_block=shuffle_block, epoch_size=epoch_size, predownload=predownload
         )
         one_of("interleave", interleave, get_args(Interleave))
         seed = identity.seed if seed is None else seed
-        shares = dataset.shares(epoch_size)
+        shares, layouts = dataset.shares(epoch_size), dataset.layouts
+        inner = _inner_block(layouts, shuffle_memory, partitions)
         if interleave == "batches":
             _check_batches(batch, partitions, tail, sum(shares), skip)
         order = ShardedOrder(
@@ -170,8 +184,8 @@ class StreamingLoader(PositionLoader):
             partitions=partitions,
             interleave=interleave,
             batch=batch,
-            files=dataset.files,
-            inner=_inner_block(dataset, shuffle_memory, partitions),
+            files=joined_files(layouts),
+            inner=inner,
         )
         reader = _reader(
             dataset,
@@ -193,8 +207,11 @@ class StreamingLoader(PositionLoader):
             "batch": batch if mixed and interleave == "batches" else None,
             "tail": tail,
         }
-        if shuffle and dataset.has_blocks:
+        if any(version is not None for version in dataset.versions):
+            described[VERSIONS] = dataset.versions
+        if shuffle and any(layout.blocks for layout in layouts):
             described["shuffle_memory"] = shuffle_memory or "all"
+        if shuffle and dataset.has_blocks:
             _check_memory(dataset, shuffle_block, shuffle_memory)
         filed = None
         if order_file is not None:
@@ -214,7 +231,6 @@ class StreamingLoader(PositionLoader):
         self.dataset, self._shards, self._filed, self._reader = dataset, order, filed, reader
         self._threads = fetch_threads
         self._shuffle = shuffle
-        inner = _inner_block(dataset, shuffle_memory, partitions)
         self._decoded: Ints = np.zeros(0, np.int64)
         """Row groups that were needed for the batches of the call of `_decode_ahead` before."""
         self._decoded_ahead = partitions * inner if shuffle and inner else DECODED_AHEAD
@@ -233,6 +249,55 @@ class StreamingLoader(PositionLoader):
             keys=keys,
             balance=balanced,
         )
+
+    # ---- versions of the data
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
+        """Go to the position of a state, as every PositionLoader does. If the dataset was opened without a `version`,
+        go to the version of the state first; with "newest", and a state between two epochs, go on with the newest
+        one."""
+        super().load_state_dict(self._follow(state_dict, moves=True), strict)
+
+    def deaggregate_state_dict(self, aggregated: Any, strict: bool = True) -> dict[str, Any]:
+        """Return this worker's part of an aggregated state, after going to its version as `load_state_dict` does."""
+        return super().deaggregate_state_dict(self._follow(aggregated, moves=True), strict)
+
+    def aggregate_state_dict(self, worker_states: list[Any]) -> dict[str, Any]:
+        """Merge the states of all workers, after going to their version of the data."""
+        for state in worker_states[:1]:
+            self._follow(state, moves=False)
+        return super().aggregate_state_dict(worker_states)
+
+    def _follow(self, state: Any, *, moves: bool) -> Any:
+        """Go to the version of the data that a state is of, and return the state; or, if the newest version was asked
+        for and an epoch begins at the state's position, return the state of this version's epoch. `moves`: False if the
+        loader must not go to another version than the state's."""
+        own = self.dataset.versions
+        order = state.get("order") if isinstance(state, Mapping) else None
+        if not isinstance(order, Mapping) or not order or all(version is None for version in own):
+            return state
+        # The data were given versions after the state was saved: what was there became version 1.
+        saved = order.get(VERSIONS, [version and 1 for version in own])
+        if not isinstance(saved, list) or len(saved) != len(own) or saved == own:
+            return state
+        if VERSIONS not in order:
+            state = {**state, "order": {**order, VERSIONS: saved}}
+        asked = self.dataset.asked_versions
+        if moves and "newest" in asked:
+            epoch = epoch_to_begin(state, self._epochs.tail)
+            if epoch is not None and not self._epochs.skip and ORDER_FILE not in order:
+                return self._begun(state, epoch)
+        if any(isinstance(version, int) and version != old for version, old in zip(asked, saved, strict=True)):
+            return state  # whose order is refused
+        StreamingLoader.__init__(self, self.dataset.at_versions(saved), **self._settings)
+        return state
+
+    def _begun(self, state: Mapping[str, Any], epoch: int) -> dict[str, Any]:
+        """Return the state at an epoch's beginning in the order of this loader. `state`: the one at the end of the
+        epoch before, in the order of another version."""
+        topology = progress_of(state).topology
+        begun = state_of(OrderProgress(epoch, 0, 0, topology), self._described)
+        return {**begun, **{name: state[name] for name in ("workers", "others") if name in state}}
 
     def _read_samples(self, plan: BatchPlan) -> list[Any]:
         return self._reader.samples(plan)
@@ -327,12 +392,13 @@ def _reader(
     )
 
 
-def _inner_block(dataset: StreamingDataset, shuffle_memory: int | None, partitions: int) -> int | None:
+def _inner_block(layouts: Sequence[OrderLayout], shuffle_memory: int | None, partitions: int) -> int | None:
     """Return the number of samples of a partition that are shuffled with each other in files with several row groups;
     None: as many as in a block of files. It depends only on the data and on settings that a state holds."""
-    if shuffle_memory is None or not dataset.sample_bytes:
+    sample_bytes = mean_sample_bytes(layouts)
+    if shuffle_memory is None or not sample_bytes:
         return None
-    return max(1, int(shuffle_memory / dataset.sample_bytes) // partitions)
+    return max(1, int(shuffle_memory / sample_bytes) // partitions)
 
 
 def _check_memory(dataset: StreamingDataset, shuffle_block: int | None, shuffle_memory: int | None) -> None:

@@ -22,18 +22,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.data.ordering.epoch_plan import EpochPlan, EpochRemainder
-from penstock.data.ordering.partition import WorkerTurn
+from penstock.data.ordering.partition import Tail, WorkerTurn
 from penstock.data.ordering.skips import Ranges, added_before
 from penstock.proto.errors import InvalidArgumentError, StateCorruptError, StateMismatchError, StateVersionError
 
 __all__ = [
     "ORDER_FILE",
+    "VERSIONS",
     "OrderProgress",
     "Topology",
     "aggregated",
     "check_format",
     "check_order",
     "deaggregated",
+    "epoch_to_begin",
     "others_of",
     "progress_of",
     "replanned",
@@ -45,6 +47,8 @@ FORMAT = 3
 """Version of the format of these states."""
 ORDER_FILE = "order_file"
 """Name of the setting that names an order file."""
+VERSIONS = "versions"
+"""Name of the setting with the versions of the data."""
 NUMBER_LIMIT = 1 << 62
 """Exclusive upper bound of every number in a state."""
 
@@ -143,6 +147,19 @@ def skip_of(state: Mapping[str, Any]) -> Ranges:
     return skip
 
 
+def epoch_to_begin(state: Mapping[str, Any], tail: Tail) -> int | None:
+    """Return the epoch that begins at a state's position, between two epochs; None for any other position, for the
+    state of one of several workers, and for one that skipped samples. `tail`: that of the loader."""
+    progress, samples = progress_of(state), state["order"].get("samples")
+    several = progress.topology.workers > 1 and "others" not in state
+    if several or skip_of(state) or others_of(state, {}) or not isinstance(samples, list | int):
+        return None
+    length = samples if isinstance(samples, int) else sum(samples)
+    epochs = EpochPlan(length, tail)
+    epoch, start = _remainder(progress, epochs).position_after(progress.done)
+    return epoch if start == 0 else None
+
+
 def check_format(state: Any, loader: str, *names: str) -> None:
     """Raise StateMismatchError unless `state` comes from the kind of loader called `loader`. Raise StateVersionError
     for a state of another format version, and StateCorruptError for a damaged one. `names`: entries that such states
@@ -161,10 +178,10 @@ def check_format(state: Any, loader: str, *names: str) -> None:
         )
 
 
-def others_of(state: Mapping[str, Any]) -> Mapping[str, Any]:
+def others_of(state: Mapping[str, Any], default: Any = None) -> Mapping[str, Any]:
     """Return the states that an aggregated state contains of those workers that are not at the common position, by
     global_worker_id."""
-    others = state.get("others")
+    others = state.get("others", default)
     if not isinstance(others, Mapping):
         raise StateCorruptError(f"the loader's state is damaged: others must be a dict, got {others!r:.200}")
     return others

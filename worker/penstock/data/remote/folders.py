@@ -173,6 +173,11 @@ class RemoteFolder:
         RemoteFolder.__init__(self, state["url"], state["options"], tries=state["tries"], stall_s=state["stall_s"])
 
     @property
+    def address(self) -> str:
+        """Address as it was given, which may hold credentials: not for messages."""
+        return self._url
+
+    @property
     def url(self) -> str:
         """Address without credentials and query, for messages."""
         return scrubbed(self._url)

@@ -10,6 +10,7 @@ from typing import Any
 from penstock.data.formats.index import INDEX, join_indexes, read_index, write_index
 from penstock.data.formats.shards import Shard
 from penstock.data.remote.folders import RemoteFolder
+from penstock.data.writing.publish import check_no_versions, publish
 from penstock.data.writing.uploads import local_folder, writable_remote
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 
@@ -24,6 +25,7 @@ def merge_index(
     *,
     storage_options: Mapping[str, Any] | None = None,
     timeout_s: float = 600.0,
+    append: bool = False,
 ) -> list[Shard]:
     """Merge the indexes of all datasets below `folder` into one index there, in the order of their paths; return its
     shards.
@@ -39,6 +41,8 @@ def merge_index(
             one. Give them for an object store with millions of shards, because otherwise all files are listed.
         storage_options: keyword arguments for fsspec's filesystem.
         timeout_s: seconds for each file.
+        append: True: publish a version of the dataset in `folder` that has its shards, and after them those of the
+            parts that it does not have.
 
     Raises DatasetError if there is no index, or one cannot be read; ShardUnavailableError.
     """
@@ -48,6 +52,8 @@ def merge_index(
     text = os.fspath(folder)
     remote = writable_remote(text if "://" in text else str(local_folder("folder", folder)), storage_options)
     try:
+        if not append:
+            check_no_versions(remote.names(deadline_s=timeout_s), remote.url)
         below = _all_below(remote, timeout_s) if parts is None else [_below(text, os.fspath(part)) for part in parts]
         if not below:
             raise DatasetError(f"{remote.url}: no folder below it has an {INDEX}")
@@ -55,7 +61,9 @@ def merge_index(
             (name, read_index(remote.read(f"{name}/{INDEX}", deadline_s=timeout_s), remote.url_of(f"{name}/{INDEX}")))
             for name in below
         )
-        for each in (remote, local):
+        if append:
+            _, shards = publish(remote, shards, timeout_s=timeout_s)
+        for each in (local,) if append else (remote, local):
             if each is not None:
                 each.write(INDEX, write_index(shards), deadline_s=timeout_s)
     finally:

@@ -7,7 +7,9 @@ error or a killed process leaves there are never read as if they were complete.
 from __future__ import annotations
 
 import re
+import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -15,10 +17,13 @@ from typing import Any
 
 from penstock.data.formats.index import INDEX
 from penstock.data.remote.folders import RemoteFolder
+from penstock.data.writing.publish import check_no_versions
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 
 __all__ = ["Uploads", "local_folder", "writable_remote"]
 
+QUIET_S = 2.0
+"""Seconds between lines of progress."""
 _SCHEME_LOST_A_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
@@ -44,15 +49,21 @@ def writable_remote(url: str, storage_options: Any = None) -> RemoteFolder:
 class Uploads:
     """Uploads of one dataset's files. Threads send them; `send` waits while two files for each thread are pending."""
 
-    def __init__(self, remote: RemoteFolder, *, keep_local: bool, threads: int, timeout_s: float) -> None:
+    def __init__(
+        self, remote: RemoteFolder, *, keep_local: bool, threads: int, timeout_s: float, progress: bool = False
+    ) -> None:
         """
         Args:
+            progress: True to print on standard error what was uploaded.
             timeout_s: seconds for each file.
         """
         self._remote, self._keep_local, self._timeout_s = remote, keep_local, timeout_s
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="penstock-upload")
         self._free = threading.Semaphore(2 * threads)
         self._sent: list[Future[None]] = []
+        self._progress, self._counting = progress, threading.Lock()
+        self._files = self._bytes = 0
+        self._shown = time.monotonic()
 
     def clear(self, is_shard: Callable[[str], Any], *, exist_ok: bool) -> None:
         """Remove the dataset that exists at the remote, if any. Raises DatasetError if the folder has files, unless
@@ -61,8 +72,9 @@ class Uploads:
         if names and not exist_ok:
             raise DatasetError(
                 f"{self._remote.url} must be empty: give another folder, or pass exist_ok=True, which replaces the "
-                "dataset in it and keeps other files"
+                "dataset in it and keeps other files; append=True publishes a version with more samples"
             )
+        check_no_versions(names, self._remote.url)
         for name in sorted(names, key=lambda name: name != INDEX):  # the index first
             if name == INDEX or is_shard(name):
                 self._remote.remove(name, deadline_s=self._timeout_s)
@@ -78,17 +90,35 @@ class Uploads:
 
     def _send(self, path: Path) -> None:
         try:
+            size = path.stat().st_size
             self._remote.upload(path.name, path, deadline_s=self._timeout_s)
+            self._count(size)
             if not self._keep_local:
                 path.unlink()
         finally:
             self._free.release()
 
-    def finish(self, index: bytes) -> None:
-        """Wait for all uploads, then write the index. Raises ShardUnavailableError."""
+    def _count(self, size: int) -> None:
+        with self._counting:
+            self._files, self._bytes = self._files + 1, self._bytes + size
+            if self._progress and time.monotonic() - self._shown >= QUIET_S:
+                self._show()
+
+    def _show(self) -> None:
+        self._shown = time.monotonic()
+        print(f"{self._remote.url}: uploaded {self._files} files, {self._bytes} bytes", file=sys.stderr, flush=True)
+
+    def wait(self) -> None:
+        """Wait for all uploads. Raises ShardUnavailableError."""
         for future in self._sent:
             future.result()
+
+    def finish(self, index: bytes) -> None:
+        """Wait for all uploads, then write the index. Raises ShardUnavailableError."""
+        self.wait()
         self._remote.write(INDEX, index, deadline_s=self._timeout_s)
+        if self._progress:
+            self._show()
 
     def close(self) -> None:
         """End the threads. Files that are still waiting are not uploaded."""

@@ -33,9 +33,10 @@ from penstock.data.cache.file_hashes import digest_of
 from penstock.data.formats.compressed_files import extension_of, pack
 from penstock.data.formats.encodings import encoding_of
 from penstock.data.formats.format_table import FORMATS, MAX_BYTES
-from penstock.data.formats.index import INDEX, write_index
+from penstock.data.formats.index import INDEX, join_indexes, write_index
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
-from penstock.data.remote.folders import RemoteFolder
+from penstock.data.remote.folders import RemoteFolder, joined
+from penstock.data.writing.publish import check_columns, check_no_versions, newest_shards, publish
 from penstock.data.writing.uploads import Uploads, local_folder, writable_remote
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 from penstock.runtime.files.atomic_files import write_whole
@@ -60,12 +61,16 @@ class WriterSettings(TypedDict, total=False):
     """Largest size of a raw shard in bytes, or a text such as "64mb"; None puts all samples into one shard."""
     exist_ok: bool
     """True to replace a dataset that is already there."""
+    append: bool
+    """True to publish the next version of a dataset, with the samples of the newest one and these."""
     keep_local: bool
     """True to keep the local files of a dataset that is written to a remote."""
     storage_options: Mapping[str, Any] | None
     """Keyword arguments for fsspec's filesystem of the remote: keys, endpoint."""
     upload_threads: int
     """Number of files that are uploaded at a time."""
+    progress: bool
+    """True to print the progress of uploads on standard error."""
     timeout_s: float
     """Seconds for the upload of a file; temporary failures are tried again until then."""
 
@@ -89,13 +94,24 @@ class Writer(ABC):
         hashes: Collection[str] = (),
         size_limit: int | str | None = SIZE_LIMIT,
         exist_ok: bool = False,
+        append: bool = False,
         keep_local: bool = False,
         storage_options: Mapping[str, Any] | None = None,
         upload_threads: int = 4,
+        progress: bool = False,
         timeout_s: float = 600.0,
     ) -> None:
         self.out, remote = _destination(out, storage_options)
         """Local folder of the files. If there is a remote, they are uploaded from this folder."""
+        self._whole: RemoteFolder | None = None
+        """Folder of the dataset that is appended to."""
+        self._below, self._timeout_s = "", timeout_s
+        if append:
+            self._whole = remote or RemoteFolder(self.out)
+            self._below = f"appended-{os.urandom(4).hex()}"
+            if remote is None or isinstance(out, tuple | list):
+                self.out = self.out / self._below
+            remote = remote and RemoteFolder(joined(self._whole.address, self._below), storage_options)
         self.name = str(self.out) if remote is None else remote.url
         """Name of the dataset, for errors."""
         self.compression = compression or None
@@ -109,6 +125,10 @@ class Writer(ABC):
             pack(b"", self.compression)  # raises an error if the compression is unknown, or its package is missing
         for algorithm in self.hashes:
             digest_of(b"", algorithm)
+        self.version: int | None = None
+        """Number of the version that `close` published, with append=True."""
+        self.notes: Mapping[str, Any] = {}
+        """Notes that the index gets, see `write_index`."""
         self._shards: list[Shard] = []
         self._samples: list[bytes] = []
         self._written = 0
@@ -120,10 +140,14 @@ class Writer(ABC):
         if keep_local and (remote is None or self._temporary):
             raise InvalidArgumentError("keep_local=True needs out=(local folder to keep it in, remote)")
         threads = at_least_one("upload_threads", upload_threads)
+        if self._whole is not None:
+            self._check_appendable(self._whole)
         self._open_folder(exist_ok)
         self._uploads: Uploads | None = None
         if remote is not None:
-            self._uploads = Uploads(remote, keep_local=keep_local, threads=threads, timeout_s=timeout_s)
+            self._uploads = Uploads(
+                remote, keep_local=keep_local, threads=threads, timeout_s=timeout_s, progress=progress
+            )
             try:
                 self._uploads.clear(_SHARD_FILE.fullmatch, exist_ok=exist_ok)
             except BaseException:
@@ -154,16 +178,35 @@ class Writer(ABC):
         """Write the remaining samples and the index; return the shards of the index. Leaving the context does the
         same."""
         if not self._ended:
-            if self._samples:
-                self._flush()
+            self.flush()
             self._ended = True
-            index = write_index(self._shards)
+            if self._whole is not None:
+                added = join_indexes([(self._below, self._shards)])
+                self.version, self._shards = publish(self._whole, added, timeout_s=self._timeout_s)
+                self._clean_up()
+                return self._shards
+            index = write_index(self._shards, self.notes)
             if self._uploads is not None:
                 self._uploads.finish(index)
             if self._uploads is None or self._keeps:
                 write_whole(self.out / INDEX, index)
             self._clean_up()
         return self._shards
+
+    def flush(self) -> list[Shard]:
+        """Write the remaining samples, and wait for all uploads; return the shards so far."""
+        if self._samples:
+            self._flush()
+        if self._uploads is not None:
+            self._uploads.wait()
+        return self._shards
+
+    def abandon(self) -> None:
+        """Stop without an index, as leaving the context with an error does. Does nothing after `close`."""
+        if self._whole is not None and not self._ended:
+            shutil.rmtree(self.out, ignore_errors=True)  # nothing lists these shards
+        self._ended = True
+        self._clean_up()
 
     def _clean_up(self) -> None:
         if self._uploads is None:
@@ -185,8 +228,7 @@ class Writer(ABC):
             if error is None:
                 self.close()
         finally:
-            self._ended = True
-            self._clean_up()
+            self.abandon()
 
     @abstractmethod
     def _settings(self) -> dict[str, Any]:
@@ -263,6 +305,14 @@ class Writer(ABC):
     def _stored(self, name: str, data: bytes) -> StoredFile:
         return StoredFile(name, len(data), {algorithm: digest_of(data, algorithm) for algorithm in self.hashes})
 
+    def _check_appendable(self, whole: RemoteFolder) -> None:
+        """Raise DatasetError if samples of these columns cannot be appended to a dataset, before any are written."""
+        text, shards = newest_shards(whole, timeout_s=self._timeout_s)
+        if text is None and whole.names(deadline_s=self._timeout_s):
+            raise DatasetError(f"{whole.url} must be empty or have an {INDEX} to append to: give another folder")
+        sample = Shard(self.format, 0, (), settings=self._settings())
+        check_columns(whole.url, shards, [sample])
+
     def _open_folder(self, exist_ok: bool) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
         if not any(self.out.iterdir()):
@@ -270,8 +320,9 @@ class Writer(ABC):
         if not exist_ok:
             raise DatasetError(
                 f"{self.name} must be empty: give another folder, or pass exist_ok=True, which replaces the dataset "
-                "in it and keeps other files"
+                "in it and keeps other files; append=True publishes a version with more samples"
             )
+        check_no_versions([path.name for path in self.out.iterdir()], self.name)
         # Remove the index first, then the files that it lists.
         (self.out / INDEX).unlink(missing_ok=True)
         for path in self.out.iterdir():

@@ -281,11 +281,13 @@ class PositionedLoader(SlotLoader, ABC):
         """Bring the loader to the position of a restart point. May be called at any time.
 
         For the beginning of the stream a new loader is made and no state is loaded. Some loaders begin their epoch only
-        in the first next(). Their state from before does not record that the epoch was opened.
+        in the first next(). Their state from before does not record that the epoch was opened. A loader whose states
+        are exact gets its state, which may say what a new loader does not know: the version of its data.
         """
         self.learn(point)
         self.abort()
-        as_made = point.is_beginning and self.history.complete
+        exact = self.capabilities.exact_states and point.state is not None and not self.by_own_methods
+        as_made = point.is_beginning and self.history.complete and not exact
         if as_made:
             self.history = self.history.of(self._first_launch())
         anew = (

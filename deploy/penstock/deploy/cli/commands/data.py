@@ -1,4 +1,4 @@
-"""Commands `penstock data index`, `penstock data inspect` and `penstock data verify`."""
+"""Commands `penstock data index`, `inspect`, `verify` and `convert`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import typer
 from penstock.deploy.console.common_options import Group, subcommands
 from penstock.deploy.console.exit_codes import guarded
 from penstock.deploy.console.options import AsJson, Debug
+from penstock.proto.errors import InvalidArgumentError
 
 __all__ = ["data"]
 
@@ -20,13 +21,14 @@ data = subcommands(Group, no_args_is_help=True)
 
 @data.callback()
 def _data() -> None:
-    """Index files of other libraries, and look at a dataset.
+    """Index files of other libraries, look at a dataset, and convert it.
 
     \b
     Examples:
       penstock data index /data/web            JSON lines, CSV, tars, Parquet, Arrow, TFRecords, token files
       penstock data inspect /data/web          what is in it
       penstock data verify /data/web           read all of it
+      penstock data convert /data/web s3://bucket/web --to mds
     """
 
 
@@ -91,3 +93,67 @@ def data_verify(folder: Folder, as_json: AsJson = False, debug: Debug = False) -
     from penstock.deploy.datasets.dataset_folders import show_verification
 
     return show_verification(folder, as_json)
+
+
+@data.command("convert")
+@guarded
+def data_convert(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="Folder or URL of a dataset with an index.")],
+    dest: Annotated[str, typer.Argument(metavar="DEST", help="Folder or URL of the result; empty, or begun before.")],
+    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="mds or parquet.")],
+    columns: Annotated[
+        str | None, typer.Option("--columns", metavar="A,B", help="Columns to convert. Default: all.")
+    ] = None,
+    types: Annotated[
+        list[str] | None,
+        typer.Option("--as", metavar="NAME=TYPE", help="Type of a column: an MDS encoding or Arrow type. Repeatable."),
+    ] = None,
+    compression: Annotated[
+        str, typer.Option("--compression", metavar="NAME", help="none, zstd, ... Default: none for MDS, else zstd.")
+    ] = "default",
+    hashes: Annotated[str, typer.Option("--hashes", metavar="A,B", help="Hashes of MDS files.")] = "xxh64",
+    size_limit: Annotated[
+        str | None,
+        typer.Option("--size-limit", metavar="BYTES", help="Size of an MDS shard (64mb) or a row group (16mb)."),
+    ] = None,
+    processes: Annotated[
+        int | None,
+        typer.Option("--processes", metavar="N", min=1, help="Default: one for each processor, or 128 MiB of data."),
+    ] = None,
+    own_order: Annotated[
+        bool, typer.Option("--own-order", help="Give the result an order of its own; states do not go on over it.")
+    ] = False,
+    unverified: Annotated[bool, typer.Option("--unverified", help="Do not read the result back.")] = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Convert a dataset of any format that is read to MDS or Parquet. Samples keep their numbers and their order.
+
+    States that were saved over the source go on over the result. A run that was killed is continued by the same
+    command. What is written is read back and compared.
+
+    \b
+    Examples:
+      penstock data convert /data/web /data/web-mds --to mds --compression zstd
+      penstock data convert s3://bucket/mds /data/parquet --to parquet --columns tokens,label
+    """
+    from penstock.deploy.datasets.dataset_folders import show_conversion
+
+    pairs = [each.partition("=") for each in types or ()]
+    wrong = [name for name, mark, kind in pairs if not (name and mark and kind)]
+    if wrong:
+        raise InvalidArgumentError(f"--as must be NAME=TYPE, got {wrong[0]!r}")
+    show_conversion(
+        source,
+        dest,
+        to,
+        as_json,
+        columns=columns.split(",") if columns else None,
+        types={name: kind for name, _, kind in pairs},
+        compression=None if compression == "none" else compression,
+        hashes=[each for each in hashes.split(",") if each],
+        size_limit=size_limit,
+        processes=processes,
+        keep_order=not own_order,
+        verify=not unverified,
+    )

@@ -10,7 +10,6 @@ A call of the library takes some 0.2 ms, for one row or for many: read rows by b
 from __future__ import annotations
 
 import importlib
-import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, SupportsIndex
@@ -19,6 +18,7 @@ import torch.utils.data
 import xxhash
 
 from penstock.data.formats.parquet.parquet_columns import column_of
+from penstock.data.sample_numbers import many_numbers, one_number
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError
 
 __all__ = ["LanceRows"]
@@ -79,16 +79,20 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]]):
     def __repr__(self) -> str:
         return f"<LanceRows {self.uri}, version {self.version}: {self._rows} rows of {', '.join(self.columns)}>"
 
-    def __getitem__(self, index: SupportsIndex) -> dict[str, Any]:
-        """Return a row. Raises IndexError, ShardCorruptError."""
-        return self.__getitems__([operator.index(index)])[0]
+    def __getitem__(self, index: Any) -> Any:
+        """Return a row; for a slice, a list or an array of numbers, the list of these rows, read in one call of the
+        library. Raises IndexError, ShardCorruptError."""
+        several = many_numbers(index, self._rows, self.uri, "a row's number")
+        if several is not None:
+            return self._taken(several)
+        return self._taken([one_number(index, self._rows, self.uri, "a row's number")])[0]
 
-    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+    def __getitems__(self, indices: Sequence[SupportsIndex]) -> list[dict[str, Any]]:
         """Return several rows, read in one call of the library. Raises IndexError, ShardCorruptError."""
-        numbers = [index + self._rows if index < 0 else index for index in indices]
-        for number, index in zip(numbers, indices, strict=True):
-            if not 0 <= number < self._rows:
-                raise IndexError(f"{self.uri}: a row's number must be at least 0 and below {self._rows}, got {index}")
+        rows: list[dict[str, Any]] = self[list(indices)]
+        return rows
+
+    def _taken(self, numbers: list[int]) -> list[dict[str, Any]]:
         if not numbers:
             return []
         dataset = self._dataset()

@@ -33,8 +33,10 @@ __all__ = [
     "encode_jpeg",
     "encode_png",
     "encode_raw",
+    "file_list_decoder",
     "list_decoder",
     "list_encoder",
+    "raw_to_png",
 ]
 
 Decode = Callable[[bytes, int, int], Any]
@@ -148,6 +150,12 @@ def encode_png(value: Any) -> bytes:
     return _saved(value, "PNG")
 
 
+def raw_to_png(sample: bytes, begin: int, end: int) -> bytes:
+    """Return a raw image as a PNG file, or as TIFF if PNG has no such pixels."""
+    image = decode_raw(sample, begin, end)
+    return _saved(image, "PNG" if image.mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16") else "TIFF")
+
+
 def decode_files(sample: bytes, begin: int, end: int) -> list[Any]:
     """Decode a value of the encoding "jpeg_array": [count: 4] [length: 4] * count [file] * count."""
     return _not_empty(_decode_list(decode_jpeg, sample, begin, end))
@@ -156,6 +164,11 @@ def decode_files(sample: bytes, begin: int, end: int) -> list[Any]:
 def decode_file_arrays(sample: bytes, begin: int, end: int) -> list[Any]:
     """Decode a value of the encoding "jpeg_array" to arrays."""
     return _not_empty(_decode_list(decode_jpeg_array, sample, begin, end))
+
+
+def file_list_decoder(decode: Decode) -> Decode:
+    """Return the decoder of the encoding "jpeg_array". `decode`: decoder of one file."""
+    return lambda sample, begin, end: _not_empty(_decode_list(decode, sample, begin, end))
 
 
 def _not_empty(images: list[Any]) -> list[Any]:

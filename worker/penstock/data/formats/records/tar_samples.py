@@ -58,7 +58,7 @@ class TarReader(RecordFile):
 
     def __init__(self, shard: Shard, data: Path, offsets: Path, options: ReadOptions) -> None:
         super().__init__(shard, data, offsets)
-        self._as_arrays = options.images == "array"
+        self._images = options.images
 
     def _decoded(self, index: int, record: bytes) -> dict[str, Any]:
         sample: dict[str, Any] = {}
@@ -79,8 +79,8 @@ class TarReader(RecordFile):
 
     def _value(self, column: str, record: bytes, begin: int, end: int) -> Any:
         kind = column.rpartition(".")[2]
-        if kind in _IMAGES:
-            return _IMAGES[kind][self._as_arrays](record, begin, end)
+        if kind in _IMAGES and self._images != "file":
+            return _IMAGES[kind][self._images == "array"](record, begin, end)
         return _DECODERS.get(kind, bytes)(record[begin:end])
 
 

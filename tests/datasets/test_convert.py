@@ -1,0 +1,488 @@
+"""Conversion of datasets: values, order and states, kills and errors."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import os
+import signal
+import tarfile
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pyarrow
+import pyarrow.parquet
+import pytest
+from all_workers import AllWorkers, saved
+from forked import Child, join_all
+from format_folders import FOLDERS, plainly
+from fsspec.implementations.memory import MemoryFileSystem
+from shardsets import numbers
+from small_disk import small_disk_at
+
+from penstock.data import (
+    MDSWriter,
+    Stream,
+    StreamingDataset,
+    StreamingLoader,
+    convert_dataset,
+    index_folder,
+    index_parquet,
+    merge_index,
+)
+from penstock.data.converting import conversion_plan, convert, convert_part, part_process
+from penstock.data.formats.index import INDEX
+from penstock.data.remote.folders import RemoteFolder
+from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError, StateMismatchError
+
+
+def rows_in(folder: Any, **options: Any) -> list[Any]:
+    with closing(StreamingDataset(str(folder), **options)) as dataset:
+        return [plainly(sample) for sample in dataset[:]]
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def to_mds(source: Any, dest: Any, **settings: Any) -> Any:
+    return convert_dataset(source, dest, "mds", **{"processes": 1, **settings})
+
+
+def to_parquet(source: Any, dest: Any, **settings: Any) -> Any:
+    return convert_dataset(source, dest, "parquet", **{"processes": 1, **settings})
+
+
+# ---- values
+
+
+def listed(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row that == compares."""
+    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in row.items()}
+
+
+@pytest.mark.parametrize("name", ["arrow, compressed", "json_lines", "saved dataset", "megatron"])
+def test_parquet_has_the_same_values(name: str, tmp_path: Path) -> None:
+    (tmp_path / "from").mkdir()
+    samples = FOLDERS[name](tmp_path / "from")
+    done = to_parquet(tmp_path / "from", tmp_path / "to")
+    assert done.samples == len(samples)
+    with closing(StreamingDataset(str(tmp_path / "to"))) as dataset:
+        found = [listed(row) for row in dataset[:]]
+    expected = [listed(row) for row in samples]
+    assert found == expected
+
+
+def test_mds_has_values_or_their_json(tmp_path: Path) -> None:
+    """JSON stands for what MDS has no encoding for: missing values, bools, lists, arrays that may be empty."""
+    (tmp_path / "from").mkdir()
+    samples = FOLDERS["arrow"](tmp_path / "from")
+    done = to_mds(tmp_path / "from", tmp_path / "to", compression="zstd")
+    assert done.columns == {
+        **dict.fromkeys(("tokens", "text", "flag", "nested"), "json"),
+        "raw": "bytes",
+        "number": "float64",
+        "when": "str",
+    }
+    with closing(StreamingDataset(str(tmp_path / "to"), tmp_path / "cache")) as dataset:
+        for found, sample in zip(dataset[:], samples, strict=True):
+            tokens = sample["tokens"]
+            assert found == {
+                **sample,
+                "tokens": tokens if tokens is None else tokens.tolist(),
+                "when": sample["when"].isoformat(),
+            }
+
+
+def jpeg(value: int) -> bytes:
+    made = io.BytesIO()
+    PIL.Image.new("RGB", (8, 8), (value, 0, 0)).save(made, "JPEG")
+    return made.getvalue()
+
+
+def test_images_stay_their_files(tmp_path: Path) -> None:
+    """Through a tar, MDS, Parquet and MDS again; an image of a reader at the end has the first one's pixels."""
+    (tmp_path / "tar").mkdir()
+    with tarfile.open(tmp_path / "tar" / "a.tar", "w") as archive:
+        for number in range(5):
+            member = tarfile.TarInfo(f"{number}.jpg")
+            member.size = len(jpeg(number))
+            archive.addfile(member, io.BytesIO(jpeg(number)))
+    index_folder(tmp_path / "tar")
+    assert to_mds(tmp_path / "tar", tmp_path / "mds").columns["jpg"] == "jpeg"
+    to_parquet(tmp_path / "mds", tmp_path / "parquet")
+    assert [row["jpg"] for row in rows_in(tmp_path / "parquet")] == [jpeg(number) for number in range(5)]
+    to_mds(tmp_path / "parquet", tmp_path / "again", types={"jpg": "jpeg"})
+    for folder in ("mds", "again"):
+        with closing(StreamingDataset(str(tmp_path / folder))) as dataset:
+            image = dataset[3]["jpg"]
+            assert image.tobytes() == PIL.Image.open(io.BytesIO(jpeg(3))).tobytes()
+
+
+def test_mds_is_copied_as_it_is_stored(tmp_path: Path) -> None:
+    """Pickles are not loaded, and nothing is encoded anew."""
+    columns = {"pkl": "pkl", "png": "png", "small": "uint8", "array": "ndarray:int16:2", "text": "str"}
+    with MDSWriter(tmp_path / "from", columns, size_limit=2000) as writer:
+        for number in range(9):
+            writer.write(
+                {
+                    "pkl": b"no pickle",
+                    "png": b"no image",
+                    "small": number,
+                    "array": np.zeros(2, np.int16),
+                    "text": "x" * 300,
+                }
+            )
+    to_mds(tmp_path / "from", tmp_path / "to", columns=["pkl", "png", "small", "text"], hashes=[], size_limit=1 << 20)
+    read = {"pkl": "bytes", "png": "bytes", "small": "uint8", "text": "str"}
+    index = (tmp_path / "to" / INDEX).read_text()
+    (tmp_path / "to" / INDEX).write_text(index.replace('"pkl", "png", "uint8"', '"bytes", "bytes", "uint8"'))
+    assert [row["small"] for row in rows_in(tmp_path / "to")] == [("|u1", number) for number in range(9)]
+    assert rows_in(tmp_path / "to")[0].keys() == read.keys()
+    assert rows_in(tmp_path / "to")[5]["pkl"] == b"no pickle"
+
+
+def test_values_that_would_change_are_refused(tmp_path: Path) -> None:
+    """A sample that is unlike those that were looked at is named, and so is the remedy."""
+    rows = [{"a": 1, "b": {"x": 1}} for _ in range(100)]
+    rows[77] = {"a": None, "b": {"x": 1, "y": 2}}
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    index_folder(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(convert, "SAMPLED_ROWS", 4)
+        with pytest.raises(DatasetError, match=r"samples 0 to 99: .*sample 77, column 'a', 'int': .*--as NAME=TYPE"):
+            to_mds(tmp_path, tmp_path / "mds")
+        with pytest.raises(DatasetError, match=r"its reader|does not hold all of its values.*--as NAME=TYPE"):
+            to_parquet(tmp_path, tmp_path / "parquet")
+        to_mds(tmp_path, tmp_path / "mds2", types={"a": "json"})
+        to_parquet(tmp_path, tmp_path / "parquet2", types={"b": "json"})
+    assert rows_in(tmp_path / "mds2") == rows
+    assert rows_in(tmp_path / "parquet2")[77] == {"a": None, "b": json.dumps(rows[77]["b"])}
+
+
+# ---- order and states
+
+
+def mds(folder: Path) -> None:
+    numbers(folder, 100)
+
+
+def parquet(folder: Path) -> None:
+    """Files with row groups of several sizes."""
+    for name, begin, end in (("a", 0, 37), ("b", 37, 100)):
+        table = pyarrow.table({"number": pyarrow.array(range(begin, end))})
+        folder.mkdir(exist_ok=True)
+        pyarrow.parquet.write_table(table, folder / f"{name}.parquet", row_group_size=9)
+    index_parquet(folder)
+
+
+def lines(folder: Path) -> None:
+    folder.mkdir()
+    for name, begin, end in (("a", 0, 60), ("b", 60, 100)):
+        (folder / f"{name}.jsonl").write_text("".join(f'{{"number": {n}}}\n' for n in range(begin, end)))
+    index_folder(folder)
+
+
+@pytest.mark.parametrize(("write", "to"), [(mds, "parquet"), (parquet, "mds"), (lines, "parquet")])
+def test_state_goes_on_over_the_result(write: Callable[[Path], None], to: str, tmp_path: Path) -> None:
+    """Through topologies, over the source and the result by turns, with another dataset beside it."""
+    write(tmp_path / "from")
+    numbers(tmp_path / "other", 40, first=500)
+    convert_dataset(tmp_path / "from", tmp_path / "to", to, processes=1, size_limit=400)
+    assert rows_in(tmp_path / "to") == [{"number": number} for number in range(100)]
+
+    def made(folder: str) -> Callable[[], StreamingLoader]:
+        def make() -> StreamingLoader:
+            streams = [Stream(local=tmp_path / folder), Stream(local=tmp_path / "other")]
+            return StreamingLoader(
+                StreamingDataset(streams=streams), global_batch_size=6, shuffle=True, shuffle_block=30, collate_fn=list
+            )
+
+        return make
+
+    whole = AllWorkers(made("from"), (1, 1)).take(25)  # an epoch, and the beginning of another
+    got, fleet = [], None
+    for folder, topology, steps in (("from", (1, 2), 7), ("to", (2, 1), 6), ("from", (1, 1), 5), ("to", (1, 1), 7)):
+        fleet = AllWorkers(made(folder), topology, fleet)
+        got += fleet.take(steps)
+    assert got == whole
+    key = StreamingLoader(StreamingDataset(tmp_path / "from"), batch_size=1, shuffle=True, keys="key")
+    sample = next(iter(key))
+    again = StreamingLoader(StreamingDataset(tmp_path / "to"), batch_size=1, shuffle=True)
+    assert again.restore_sample(sample["key"][0])["number"] == int(sample["number"][0])
+
+
+def test_own_order_refuses_the_sources_states(tmp_path: Path) -> None:
+    mds(tmp_path / "from")
+    to_parquet(tmp_path / "from", tmp_path / "to", keep_order=False)
+    state = StreamingLoader(StreamingDataset(tmp_path / "from"), batch_size=3).state_dict()
+    with pytest.raises(StateMismatchError, match="data was"):
+        StreamingLoader(StreamingDataset(tmp_path / "to"), batch_size=3).load_state_dict(saved(state))
+
+
+def test_result_can_be_converted_and_merged(tmp_path: Path) -> None:
+    """A second conversion keeps the first source's order; a merged index is other data."""
+    parquet(tmp_path / "a")
+    to_mds(tmp_path / "a", tmp_path / "all" / "b")
+    to_parquet(tmp_path / "all" / "b", tmp_path / "c")
+    first, last = (StreamingDataset(tmp_path / name) for name in ("a", "c"))
+    assert first.fingerprint == last.fingerprint
+    merge_index(tmp_path / "all")
+    assert StreamingDataset(tmp_path / "all").fingerprint != first.fingerprint
+
+
+def test_damaged_notes_are_refused(tmp_path: Path) -> None:
+    mds(tmp_path / "from")
+    to_mds(tmp_path / "from", tmp_path / "to")
+    index = (tmp_path / "to" / INDEX).read_text()
+    (tmp_path / "to" / INDEX).write_text(index.replace('"units": [10,', '"units": [11,'))
+    with pytest.raises(DatasetError, match="notes of another dataset's order are damaged"):
+        StreamingDataset(tmp_path / "to")
+
+
+# ---- kills, errors, remotes
+
+
+@pytest.fixture
+def forked_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that are forked here instead of started: importing torch takes seconds."""
+
+    class Forked(Child):
+        def __init__(self, command: list[str], **options: Any) -> None:
+            super().__init__(lambda: os._exit(part_process.run(*map(int, command[-4:-1]))))
+            for fd in options["fds"]:
+                if not isinstance(fd, int):
+                    fd.close()
+
+        def result(self) -> int:
+            return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+        def end(self, grace_s: float) -> None:
+            """It has ended."""
+
+        def close(self) -> None:
+            os.close(self._said)
+
+    monkeypatch.setattr(convert, "spawn", Forked)
+
+
+def run_until(fsyncs: int, work: Callable[[], object]) -> None:
+    """Do the work, and kill this process at one of its fsyncs."""
+    plain, left = os.fsync, fsyncs
+
+    def fsync(fd: int) -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            os.kill(os.getpid(), signal.SIGKILL)
+        plain(fd)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        work()
+
+
+def finished(folder: Path) -> dict[str, int]:
+    """Inode of the shard in each part that has an index."""
+    return {path.parent.name: next(path.parent.glob("shard.*")).stat().st_ino for path in folder.glob(f"*/{INDEX}")}
+
+
+@pytest.mark.parametrize("to", ["mds", "parquet"])
+def test_killed_run_is_continued(to: str, tmp_path: Path) -> None:
+    """Kill every run after some writes, more from time to time, until one comes to its end."""
+    numbers(tmp_path / "from", 50)
+
+    def work(folder: str = "to") -> Any:
+        return convert_dataset(tmp_path / "from", tmp_path / folder, to, processes=1)
+
+    work("whole")
+    kept: dict[str, int] = {}
+    for runs in range(1, 60):
+        child = Child(partial(run_until, 2 + runs, work))
+        try:
+            child.join()
+            break
+        except AssertionError as error:
+            if "ended with 9" not in str(error):
+                raise
+        kept = {**kept, **finished(tmp_path / "to")}
+        assert (tmp_path / "to" / INDEX).exists() or kept.items() <= finished(tmp_path / "to").items()
+    assert runs > 3
+    assert {name: next((tmp_path / "to" / name).glob("shard.*")).stat().st_ino for name in kept} == kept
+    assert work().made == 0
+    assert files_in(tmp_path / "to") == files_in(tmp_path / "whole")
+
+
+@pytest.mark.usefixtures("forked_processes")
+def test_parts_are_shared_by_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part that fails ends the run; the others are kept, and the next run makes only the rest."""
+    monkeypatch.setattr(conversion_plan, "PART_BYTES", 500)
+    monkeypatch.setattr(convert, "SAMPLED_ROWS", 3)  # the damaged one is not looked at before
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"n": {n}, "name": "{name}"}}\n' for n in range(99)))
+    index_folder(tmp_path)
+    damaged = (tmp_path / "b.jsonl").read_bytes()
+    stat = (tmp_path / "b.jsonl").stat()
+    (tmp_path / "b.jsonl").write_bytes(damaged.replace(b'{"n": 70,', b'("n": 70,'))
+    os.utime(tmp_path / "b.jsonl", ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    with pytest.raises(ShardCorruptError, match=r"part of samples \d+ to \d+: .*sample 70 must be a line"):
+        to_mds(tmp_path, tmp_path / "to", processes=3)
+    assert not (tmp_path / "to" / INDEX).exists()
+    before = finished(tmp_path / "to")
+    (tmp_path / "b.jsonl").write_bytes(damaged)
+    os.utime(tmp_path / "b.jsonl", ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    done = to_mds(tmp_path, tmp_path / "to", processes=2)
+    assert (done.parts, done.made, done.samples) == (done.parts, done.parts - len(before), 198)
+    assert 8 < done.parts < 20
+    assert [row["n"] for row in rows_in(tmp_path / "to")] == [*range(99), *range(99)]
+
+
+@pytest.mark.usefixtures("forked_processes")
+def test_killed_process_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers(tmp_path / "from", 40)
+    monkeypatch.setattr(convert_part.PartConverter, "convert", lambda self, number: os.kill(os.getpid(), 9))
+    with pytest.raises(DatasetError, match="ended with status -9; finished parts are kept: run the command again"):
+        to_mds(tmp_path / "from", tmp_path / "to", processes=2)
+
+
+def test_other_files_are_never_touched(tmp_path: Path) -> None:
+    numbers(tmp_path / "from", 30)
+    (tmp_path / "to").mkdir()
+    (tmp_path / "to" / "mine").write_text("mine")
+    with pytest.raises(DatasetError, match="must be empty, got mine: give another folder"):
+        to_mds(tmp_path / "from", tmp_path / "to")
+    numbers(tmp_path / "other", 10)
+    before = files_in(tmp_path / "other")
+    with pytest.raises(DatasetError, match="must be empty, but it has a dataset"):
+        to_mds(tmp_path / "from", tmp_path / "other")
+    assert (files_in(tmp_path / "other"), names_in(tmp_path / "to")) == (before, ["mine"])
+    with pytest.raises(AssertionError, match="ended with 9"):
+        join_all(lambda: run_until(9, lambda: to_mds(tmp_path / "from", tmp_path / "begun")))
+    for change in ({"compression": "zstd"}, {"columns": ["number"], "types": {"number": "str_int"}}):
+        with pytest.raises(DatasetError, match="has parts of a conversion of other data, or with other settings"):
+            to_mds(tmp_path / "from", tmp_path / "begun", **change)
+    with (tmp_path / "begun" / convert.JOURNAL).open() as journal:
+        fcntl.flock(journal, fcntl.LOCK_EX)
+        with pytest.raises(DatasetError, match="must have one writer, but another process converts into it"):
+            to_mds(tmp_path / "from", tmp_path / "begun")
+    os.utime(next((tmp_path / "from").glob("shard.*")))
+    with pytest.raises(DatasetError, match="has parts of a conversion of other data"):
+        to_mds(tmp_path / "from", tmp_path / "begun")
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_arguments_that_do_not_fit(tmp_path: Path) -> None:
+    numbers(tmp_path / "from", 30)
+    for settings, words in (
+        ({"columns": ["none"]}, "columns must be some of number, got none"),
+        ({"types": {"none": "int"}}, "types must be some of number, got none"),
+        ({"types": {"number": "integer"}}, "column 'number': the encoding must be one of"),
+        ({"processes": 0}, "processes must be at least 1"),
+        ({"size_limit": "much"}, "size_limit must be"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=words):
+            to_mds(tmp_path / "from", tmp_path / "to", **settings)
+    with pytest.raises(InvalidArgumentError, match="to must be one of mds, parquet, got 'csv'"):
+        convert_dataset(tmp_path / "from", tmp_path / "to", "csv")
+    assert not (tmp_path / "to").exists()
+
+
+def test_types_of_parquet_are_kept(tmp_path: Path) -> None:
+    """Also those that the samples that are looked at do not show."""
+    columns = {
+        "small": pyarrow.array([1, None, 3], pyarrow.int8()),
+        "large": pyarrow.array([1 << 63, 1, 2], pyarrow.uint64()),
+        "cents": pyarrow.array([1, 2, 3], pyarrow.decimal128(12, 4)),
+        "nothing": pyarrow.array([None] * 3, pyarrow.list_(pyarrow.int16())),
+        "map": pyarrow.array([[("a", 1)]] * 3, pyarrow.map_(pyarrow.string(), pyarrow.int64())),
+        "time": pyarrow.array([1, 2, None], pyarrow.timestamp("ns")),
+        "span": pyarrow.array([1, 2, 3], pyarrow.duration("ns")),
+        "words": pyarrow.array(["a", "b", "a"]).dictionary_encode(),
+    }
+    table = pyarrow.table(columns)
+    (tmp_path / "from").mkdir()
+    pyarrow.parquet.write_table(table, tmp_path / "from" / "a.parquet", row_group_size=1)
+    index_parquet(tmp_path / "from")
+    assert to_parquet(tmp_path / "from", tmp_path / "to").parts == 1
+    made = pyarrow.parquet.read_table(tmp_path / "to" / "part-000000" / "shard.00000.parquet")
+    assert made == table.set_column(7, "words", columns["words"].cast(pyarrow.string()))
+    with pytest.raises(DatasetError, match="column 'span' must have values that MDS can store, got timedelta64"):
+        to_mds(tmp_path / "from", tmp_path / "mds")
+    assert to_mds(tmp_path / "from", tmp_path / "mds", columns=["time"]).columns == {"time": "json"}
+    assert [row["time"] for row in rows_in(tmp_path / "mds")] == [
+        "1970-01-01T00:00:00.000000001",
+        "1970-01-01T00:00:00.000000002",
+        None,
+    ]
+
+
+@pytest.mark.parametrize("to", ["mds", "parquet"])
+def test_full_disk_loses_nothing(to: str, tmp_path: Path) -> None:
+    with MDSWriter(tmp_path / "from", {"data": "bytes"}, size_limit="100kb") as writer:
+        for number in range(12):
+            writer.write({"data": np.random.default_rng(number).bytes(60_000)})
+    with small_disk_at(tmp_path / "disk", 400_000) as disk:
+        with pytest.raises(DatasetError, match=r"part-0000\d\d could not be written: No space left on device.*kept"):
+            convert_dataset(tmp_path / "from", disk / "to", to, processes=1)
+        assert 3 <= len(finished(disk / "to")) < 12
+        os.system(f"mount -o remount,size=2000000 {disk}")
+        done = convert_dataset(tmp_path / "from", disk / "to", to, processes=1)
+        assert 0 < done.made < 10
+        assert rows_in(disk / "to") == rows_in(tmp_path / "from")
+
+
+@pytest.fixture
+def bucket() -> Iterator[str]:
+    yield f"memory://{os.urandom(4).hex()}"
+    MemoryFileSystem.store.clear()
+
+
+@pytest.mark.parametrize("to", ["mds", "parquet"])
+def test_remote_to_remote(to: str, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An upload that fails ends the run; the next one makes the rest."""
+    numbers(f"{bucket}/from", 40, compression="zstd", hashes=["sha1"])  # type: ignore[arg-type]
+    plain, sent = MemoryFileSystem.put_file, 0
+
+    def put_file(self: Any, lpath: str, rpath: str, **keywords: Any) -> None:
+        nonlocal sent
+        sent += 1
+        if sent == 3:
+            raise PermissionError(rpath)
+        plain(self, lpath, rpath, **keywords)
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", put_file)
+    with pytest.raises(DatasetError, match=r"could not be written after 1 try"):
+        convert_dataset(f"{bucket}/from", f"{bucket}/to", to, processes=1)
+    done = convert_dataset(f"{bucket}/from", f"{bucket}/to", to, processes=1)
+    assert done.parts - done.made == 2
+    rows = rows_in(f"{bucket}/to", local=tmp_path / "cache")
+    assert [row["number"] for row in rows] == list(range(40))
+    names = RemoteFolder(f"{bucket}/to").find(deadline_s=9)
+    assert len([name for name in names if not name.startswith("part-")]) == 1, names
+
+
+def test_written_parts_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a disk changed is noticed before a part counts."""
+    numbers(tmp_path / "from", 30)
+    plain = convert_part.PartConverter._verify
+
+    def verify(self: Any, folder: str, shards: Any, digest: Any) -> None:
+        path = self._dest.local / folder / shards[0].name
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+        plain(self, folder, shards, digest)
+
+    monkeypatch.setattr(convert_part.PartConverter, "_verify", verify)
+    with pytest.raises(DatasetError, match=r"must have 10 rows with digest .* reading it back gives 10 with"):
+        to_mds(tmp_path / "from", tmp_path / "to")
+    assert not list((tmp_path / "to").rglob(INDEX))

@@ -1,0 +1,76 @@
+"""Versions of a dataset that grows: each has an index of its own, beside index.json, which is that of the newest one.
+
+    index.json               index of the newest version; its notes have the version's number
+    index-000001.json        index of version 1
+    index-000002.json        index of version 2: the shards of version 1, and those that were appended
+
+An index of a version never changes, and neither do the shards that it lists. So a job that reads a version is not
+disturbed when the next one is published (writing/publish.py). A dataset whose index has no such notes has no versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from penstock.data.cache.shard_cache import ShardCache
+from penstock.data.formats.index import INDEX, VERSION_NOTE, index_notes, version_index
+from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardUnavailableError
+
+__all__ = ["Version", "check_version", "open_version", "version_of"]
+
+Version = int | Literal["newest"] | None
+"""Version that a user asks for: a number; "newest" or None for the newest one."""
+
+
+def check_version(name: str, version: Version) -> None:
+    """Raise InvalidArgumentError for anything but a version. `name`: name of the argument."""
+    if version not in (None, "newest") and (type(version) is not int or version < 1):
+        raise InvalidArgumentError(f'{name} must be a number of at least 1, "newest" or None, got {version!r}')
+
+
+def version_of(index: bytes) -> int | None:
+    """Return the number of the version that an index is of; None if the dataset has no versions."""
+    number = index_notes(index).get(VERSION_NOTE)
+    return number if type(number) is int and number > 0 else None
+
+
+def open_version(
+    make: Callable[[str], ShardCache], version: Version, name: str
+) -> tuple[ShardCache, bytes, int | None]:
+    """Return the cache of a version, its index, and its number; None as the number if the dataset has no versions.
+
+    Args:
+        make: function that makes the dataset's cache for the index of this name.
+        name: name of the dataset, for errors.
+
+    Raises DatasetError for a version that does not exist, ShardUnavailableError if an index cannot be fetched.
+    """
+    if isinstance(version, int):
+        return _numbered(make, version, name)
+    newest = make(INDEX)
+    text = newest.index()
+    number = version_of(text)
+    if number is None:
+        return newest, text, None
+    try:
+        number = version_of(newest.newest_index()) or number
+    finally:
+        newest.close()
+    return _numbered(make, number, name)
+
+
+def _numbered(make: Callable[[str], ShardCache], version: int, name: str) -> tuple[ShardCache, bytes, int]:
+    cache = make(version_index(version))
+    try:
+        text = cache.index()
+    except ShardUnavailableError as error:
+        cache.close()
+        raise DatasetError(
+            f"{name} must have version {version}: {error.message}. Give version=None for the newest one; a writer with "
+            "append=True makes versions"
+        ) from error
+    if version_of(text) != version:
+        cache.close()
+        raise DatasetError(f"{name}: {version_index(version)} must be the index of version {version}, got another one")
+    return cache, text, version

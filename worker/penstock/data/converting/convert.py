@@ -1,0 +1,446 @@
+"""Conversion of a dataset of any format that is read to MDS or Parquet.
+
+Each shard of the source is a part of its own, or several if it is large. A part is written into a folder of its own,
+read back and compared, and then gets its index; several processes convert parts at a time. When all parts are there,
+the indexes become that of the whole. So a run may be killed at any moment, and the next one makes only the parts that
+are not finished.
+
+Samples keep their numbers. The index notes how the source's shards divided them (formats/order_layout.py), so the
+result has the source's order, and a state taken over the source goes on over the result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.data.arguments import at_least_one, byte_count, one_of
+from penstock.data.cache.file_locks import take
+from penstock.data.cache.shard_cache import ShardCache
+from penstock.data.converting.conversion_plan import JOB, ConversionPlan, parts_of
+from penstock.data.converting.convert_part import PartConverter, data_of, source_of
+from penstock.data.converting.target_columns import TargetColumn, mds_columns, parquet_columns
+from penstock.data.formats.index import INDEX, index_notes, join_indexes, read_index, write_index
+from penstock.data.formats.order_layout import OrderLayout
+from penstock.data.formats.readers import open_shard
+from penstock.data.formats.shards import ReadOptions, Shard, rows_of
+from penstock.data.remote.folders import RemoteFolder
+from penstock.data.writing.uploads import writable_remote
+from penstock.proto import errors
+from penstock.proto.errors import DatasetError, InvalidArgumentError, PenstockError
+from penstock.runtime.process.line_reader import LinePipe
+from penstock.runtime.process.spawn import Spawned, module, spawn
+from penstock.runtime.process.watch import wait_for_any
+
+__all__ = ["Converted", "convert_dataset"]
+
+JOURNAL = ".penstock-converting"
+"""File in the result's folder, while a conversion is not finished, that says which conversion it is."""
+SAMPLED_SHARDS, SAMPLED_ROWS = 8, 64
+"""Numbers of shards, and of rows of each, from which columns' types are chosen."""
+PARQUET_GROUP = 16 << 20
+"""Default number of bytes of a row group's values."""
+SIZE_LIMIT = 64 << 20
+"""Default size of a raw MDS shard, in bytes."""
+ARROW_FILE = b"ARROW1"
+"""Beginning of a file of Arrow IPC; a stream has none."""
+PROCESS_BYTES = 128 << 20
+"""Bytes of data for which a process more is worth the seconds that it takes to start."""
+QUIET_S = 2.0
+"""Seconds between lines of progress."""
+THREADS = 16
+"""Number of small files that are read or removed at a time."""
+END_S = 60.0
+"""Seconds that processes get to end by themselves."""
+
+
+@dataclass(frozen=True)
+class Converted:
+    """Result of a conversion."""
+
+    shards: list[Shard]
+    """Shards in the result's index."""
+    samples: int
+    digest: str
+    """Digest of all rows, part by part."""
+    parts: int
+    """Number of parts, of which `made` were made by this call."""
+    made: int
+    columns: Mapping[str, str]
+    """Type of each column: the encoding of MDS, or Arrow's type."""
+
+
+def convert_dataset(
+    source: str | os.PathLike[str],
+    dest: str | os.PathLike[str],
+    to: str,
+    *,
+    columns: Sequence[str] | None = None,
+    types: Mapping[str, str] | None = None,
+    compression: str | None = "default",
+    hashes: Collection[str] = ("xxh64",),
+    size_limit: int | str | None = None,
+    keep_order: bool = True,
+    verify: bool = True,
+    processes: int | None = None,
+    source_options: Mapping[str, Any] | None = None,
+    dest_options: Mapping[str, Any] | None = None,
+    timeout_s: float = 600.0,
+) -> Converted:
+    """Convert a dataset to MDS or Parquet, in parallel. A call continues one that was killed.
+
+        convert_dataset("/data/web", "s3://bucket/web", "mds")
+
+    Progress is printed on standard error from the third second on.
+
+    Args:
+        source: folder of the dataset, local or any URL that fsspec opens. It must have an index.
+        dest: folder of the result, local or a URL; empty, or with a conversion of the same data that was killed.
+        to: "mds" or "parquet".
+        columns: names of the columns to convert; None: all.
+        types: types of some columns, instead of those that are chosen from samples: MDS encodings, or Arrow's types by
+            name; "json" stores JSON.
+        compression: of the files: MDS as in MDSWriter, Parquet as pyarrow takes it; "default": none, and zstd.
+        hashes: hash algorithms of MDS files, as in MDSWriter.
+        size_limit: largest size of an MDS shard in bytes (64 MiB), or of the values in a row group of Parquet (16 MiB).
+        keep_order: True: the result has the order of the source, and states taken over the source go on over it. False:
+            it has an order of its own, by its own shards.
+        verify: True: read each part back, and compare its rows with those of the source.
+        processes: number of processes; None: one for each processor, but no more than one for each 128 MiB of data.
+        source_options, dest_options: keyword arguments for fsspec's filesystems.
+        timeout_s: seconds for each file of a remote.
+
+    Raises InvalidArgumentError, DatasetError, ShardCorruptError, ShardUnavailableError.
+    """
+    one_of("to", to, ("mds", "parquet"))
+    workers = None if processes is None else at_least_one("processes", processes)
+    settings = _settings(to, compression, hashes, size_limit)
+    remote = writable_remote(os.fspath(dest), dest_options)
+    with tempfile.TemporaryDirectory(prefix="penstock-convert-") as scratch, contextlib.closing(remote):
+        origin = source_of(os.fspath(source), source_options, scratch, limit=None, timeout_s=timeout_s)
+        try:
+            text = origin.index()
+            shards = read_index(text, os.fspath(source))
+            size = sum(shard.size for shard in shards)
+            workers = workers or max(1, min(len(os.sched_getaffinity(0)), size // PROCESS_BYTES))
+            chosen = _choose(origin, shards, to, columns, types or {}, os.fspath(source))
+        finally:
+            origin.close()
+        plan = ConversionPlan(
+            _address(source),
+            _address(dest),
+            to,
+            *chosen,
+            settings=settings,
+            data=hashlib.sha256(
+                "".join(data_of(shards, RemoteFolder(_address(source), source_options))).encode()
+            ).hexdigest(),
+            parts=parts_of(shards),
+            verify=verify,
+            timeout_s=timeout_s,
+            cache=scratch,
+            cache_limit=max(4 << 30, (workers + 1) * max((shard.size for shard in shards), default=0)),
+            source_options=dict(source_options or {}),
+            dest_options=dict(dest_options or {}),
+        )
+        layout = OrderLayout.noted(index_notes(text), shards, os.fspath(source)) if keep_order else None
+        return _Conversion(plan, remote, layout, timeout_s).run(min(workers, max(1, len(plan.parts))))
+
+
+def _address(folder: str | os.PathLike[str]) -> str:
+    text = os.fspath(folder)
+    return text if "://" in text else os.path.abspath(os.path.expanduser(text))
+
+
+def _settings(to: str, compression: str | None, hashes: Collection[str], limit: int | str | None) -> dict[str, Any]:
+    size = byte_count("size_limit", limit)
+    if to == "mds":
+        packed = None if compression == "default" else compression
+        return {"compression": packed, "hashes": sorted(hashes), "size_limit": size or SIZE_LIMIT}
+    return {"compression": "zstd" if compression == "default" else compression, "group_bytes": size or PARQUET_GROUP}
+
+
+def _choose(
+    cache: ShardCache,
+    shards: Sequence[Shard],
+    to: str,
+    columns: Sequence[str] | None,
+    types: Mapping[str, str],
+    name: str,
+) -> tuple[list[TargetColumn], str, bool]:
+    """Return the columns of the result, the Parquet schema in hexadecimal, and whether values are copied as they are
+    stored."""
+    if not any(shard.samples for shard in shards):
+        raise DatasetError(f"{name}: the index lists no samples: there is nothing to convert")
+    plain = {
+        (tuple(each.settings.get("column_names", ())), tuple(each.settings.get("column_encodings", ())))
+        for each in shards
+    }
+    if to == "mds" and all(shard.format == "mds" for shard in shards) and len(plain) == 1 and not types:
+        [(stored, encodings)] = plain
+        known = dict(zip(stored, encodings, strict=True))
+        return [TargetColumn(each, known[each]) for each in _chosen(columns, stored, types, name)], "", True
+    samples = _sampled(cache, shards)
+    names = _chosen(columns, list(samples[0]), types, name)
+    if to == "parquet":
+        made, schema = parquet_columns(samples, names, types, _declared(cache, shards[0]))
+        return made, schema.serialize().to_pybytes().hex(), False
+    images = _image_types(shards, names)
+    return mds_columns(samples, names, {**images, **types}), "", False
+
+
+def _chosen(columns: Sequence[str] | None, known: Sequence[str], types: Mapping[str, str], name: str) -> list[str]:
+    names = list(known) if columns is None else list(columns)
+    for argument, given in (("columns", names), ("types", list(types))):
+        missing = [each for each in given if each not in known]
+        if missing or not names:
+            raise InvalidArgumentError(
+                f"{name}: {argument} must be some of {', '.join(known)}, got {', '.join(missing) or 'none'}"
+            )
+    return names
+
+
+def _declared(cache: ShardCache, shard: Shard) -> dict[str, Any]:
+    """Return pyarrow's types of a source's columns by name, if its files have them."""
+    if shard.format not in ("parquet", "arrow"):
+        return {}
+    arrow, parquet = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))
+    with cache.hold(shard) as held, held.paths[0].open("rb") as file:
+        if shard.format == "parquet":
+            schema = parquet.read_schema(file)
+        else:
+            begin = file.read(len(ARROW_FILE))
+            file.seek(0)
+            schema = (arrow.ipc.open_file if begin == ARROW_FILE else arrow.ipc.open_stream)(file).schema
+        return {field.name: field.type for field in schema}
+
+
+def _image_types(shards: Sequence[Shard], names: Sequence[str]) -> dict[str, str]:
+    """Return the encodings of columns that are files of images in the source, and images for its reader."""
+    kinds = {"jpg": "jpeg", "jpeg": "jpeg", "png": "png"}
+    if shards[0].format == "webdataset":
+        return {name: kinds[end] for name in names if (end := name.rpartition(".")[2]) in kinds}
+    if shards[0].format == "mds":
+        pairs = zip(shards[0].settings["column_names"], shards[0].settings["column_encodings"], strict=True)
+        return {name: encoding for name, encoding in pairs if name in names}
+    return {}
+
+
+def _sampled(cache: ShardCache, shards: Sequence[Shard]) -> list[dict[str, Any]]:
+    """Return some rows of some shards, from which columns' types are chosen."""
+    filled = [shard for shard in shards if shard.samples]
+    step = -(-len(filled) // SAMPLED_SHARDS)
+    found: list[dict[str, Any]] = []
+    for shard in filled[::step]:
+        with cache.hold(shard) as held:
+            reader = open_shard(shard, held.paths, ReadOptions(images="file"))
+            try:
+                found += rows_of(reader, range(0, shard.samples, -(-shard.samples // SAMPLED_ROWS)))
+            finally:
+                reader.close()
+    return found
+
+
+@dataclass
+class _Conversion:
+    """One run of a conversion."""
+
+    plan: ConversionPlan
+    remote: RemoteFolder
+    layout: OrderLayout | None
+    timeout_s: float
+
+    def __post_init__(self) -> None:
+        self._shown = time.monotonic()
+
+    def run(self, processes: int) -> Converted:
+        finished = self._finished_before()
+        if finished is not None:
+            self._clean_up()
+            return finished
+        lock = None if self.remote.local is None else take(str(self.remote.local), JOURNAL, shared=False)
+        if self.remote.local is not None and lock is None:
+            raise DatasetError(f"{self.remote.url} must have one writer, but another process converts into it: wait")
+        try:
+            return self._run(processes)
+        finally:
+            if lock is not None:
+                lock.release()
+
+    def _run(self, processes: int) -> Converted:
+        parts = self._journaled()
+        missing = [number for number in range(len(self.plan.parts)) if number not in parts]
+        if missing:
+            self._convert(missing, min(processes, len(missing)), len(parts))
+            parts = self._journaled()
+        return self._finish(parts, len(missing))
+
+    # ---- what is there
+
+    def _finished_before(self) -> Converted | None:
+        """Return what an earlier run of this conversion finished, if it did. Raises DatasetError if the folder has
+        anything else than this conversion."""
+        names = [name for name in self.remote.names(deadline_s=self.timeout_s) if not name.startswith(f".{JOURNAL}.")]
+        if INDEX in names:
+            text = self.remote.read(INDEX, deadline_s=self.timeout_s)
+            notes = index_notes(text).get("convert", {})
+            if notes.get("key") != self.plan.key:
+                raise DatasetError(f"{self.remote.url} must be empty, but it has a dataset: give another folder")
+            return self._converted(read_index(text, self.remote.url), notes["digest"], 0)
+        if JOURNAL in names:
+            begun = self.remote.read(JOURNAL, deadline_s=self.timeout_s).decode(errors="replace").strip()
+            if begun != self.plan.key:
+                raise DatasetError(
+                    f"{self.remote.url} has parts of a conversion of other data, or with other settings: give another "
+                    "folder, or remove this one"
+                )
+        elif names:
+            raise DatasetError(f"{self.remote.url} must be empty, got {min(names)}: give another folder")
+        else:
+            self.remote.write(JOURNAL, self.plan.key.encode() + b"\n", deadline_s=self.timeout_s)
+        return None
+
+    def _journaled(self) -> dict[int, tuple[list[Shard], dict[str, Any]]]:
+        """Return the shards and notes of each part that is finished."""
+        present = {name for name in self.remote.find(deadline_s=self.timeout_s) if name.endswith(f"/{INDEX}")}
+        numbers = [n for n in range(len(self.plan.parts)) if f"{self.plan.folder_of(n)}/{INDEX}" in present]
+
+        def one(number: int) -> tuple[list[Shard], dict[str, Any]] | None:
+            name = f"{self.plan.folder_of(number)}/{INDEX}"
+            text = self.remote.read(name, deadline_s=self.timeout_s)
+            notes = index_notes(text).get("convert", {})
+            if (notes.get("key"), notes.get("part")) != (self.plan.key, number):
+                return None
+            return read_index(text, self.remote.url_of(name)), notes
+
+        with ThreadPoolExecutor(THREADS) as threads:
+            found = zip(numbers, threads.map(one, numbers), strict=True)
+            return {number: part for number, part in found if part is not None}
+
+    # ---- work
+
+    def _convert(self, missing: list[int], processes: int, done: int) -> None:
+        total = len(self.plan.parts)
+        if processes == 1:
+            converter = PartConverter(self.plan)
+            try:
+                for number in missing:
+                    converter.convert(number)
+                    done += 1
+                    self._progress(done, total)
+            finally:
+                converter.close()
+            return
+        for _ in _in_processes(self.plan, missing, processes):
+            done += 1
+            self._progress(done, total)
+
+    def _progress(self, done: int, total: int) -> None:
+        if time.monotonic() - self._shown >= QUIET_S:
+            self._shown = time.monotonic()
+            samples = sum(part.end - part.begin for part in self.plan.parts)
+            print(
+                f"{self.remote.url}: converted {done} of {total} parts of {samples} samples",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    # ---- the end
+
+    def _finish(self, parts: Mapping[int, tuple[list[Shard], dict[str, Any]]], made: int) -> Converted:
+        for number, part in enumerate(self.plan.parts):
+            if number not in parts or parts[number][1]["rows"] != part.end - part.begin:
+                raise DatasetError(
+                    f"{self.remote.url_of(self.plan.folder_of(number))} was changed or removed while the other parts "
+                    "were converted: run the command again"
+                )
+        shards = join_indexes((self.plan.folder_of(number), parts[number][0]) for number in sorted(parts))
+        digests = "".join(str(parts[number][1]["digest"]) for number in sorted(parts))
+        digest = hashlib.sha256(digests.encode()).hexdigest()[:32]
+        notes: dict[str, Any] = {"convert": {"key": self.plan.key, "digest": digest}}
+        if self.layout is not None:
+            notes["order"] = self.layout.note()
+        self.remote.write(INDEX, write_index(shards, notes), deadline_s=self.timeout_s)
+        self._clean_up()
+        return self._converted(shards, digest, made)
+
+    def _clean_up(self) -> None:
+        """Remove the parts' indexes, what killed runs left beside them, and then the journal: the dataset's index has
+        everything now."""
+        shards = read_index(self.remote.read(INDEX, deadline_s=self.timeout_s), self.remote.url)
+        needed = {(file.packed or file.raw).name for shard in shards for file in shard.files}
+        folders = {self.plan.folder_of(number) for number in range(len(self.plan.parts))}
+        names = [name for name in self.remote.find(deadline_s=self.timeout_s) if name.partition("/")[0] in folders]
+        with ThreadPoolExecutor(THREADS) as threads:
+            list(threads.map(self._remove, [name for name in names if name not in needed]))
+        self._remove(JOURNAL)
+
+    def _remove(self, name: str) -> None:
+        self.remote.remove(name, deadline_s=self.timeout_s)
+
+    def _converted(self, shards: list[Shard], digest: str, made: int) -> Converted:
+        columns = {column.name: column.type for column in self.plan.columns}
+        return Converted(shards, sum(shard.samples for shard in shards), digest, len(self.plan.parts), made, columns)
+
+
+def _in_processes(plan: ConversionPlan, parts: Sequence[int], count: int) -> Iterator[int]:
+    """Convert parts in processes; yield the number of each when it is done. Raises the error of the first part that
+    fails, once the parts that others have begun are done."""
+    with contextlib.ExitStack() as stack:
+        plan_file, jobs = (_memory_file(stack, text) for text in (plan.encoded_text(), b"".join(map(JOB.pack, parts))))
+        children: dict[LinePipe, Spawned] = {}
+        for _ in range(count):
+            pipe = LinePipe()
+            output = pipe.theirs.fileno()
+            command = module("penstock.data.converting.part_process", *map(str, (plan_file, jobs, output, os.getpid())))
+            children[pipe] = child = spawn(command, fds=(plan_file, jobs, pipe.theirs), session=False)
+            stack.callback(child.close)
+            stack.callback(child.end, END_S)
+            stack.callback(pipe.close)
+        failed: Exception | None = None
+        while children:
+            for fd in wait_for_any([pipe.fileno() for pipe in children]):
+                pipe = next(each for each in children if each.fileno() == fd)
+                for line in pipe.read():
+                    said = json.loads(line)
+                    if "error" in said:
+                        failed = failed or _error_of(said)
+                        os.lseek(jobs, 0, os.SEEK_END)  # nobody begins another part
+                    else:
+                        yield said["part"]
+                if pipe.ended:
+                    status = children.pop(pipe).result()
+                    if status and failed is None:
+                        failed = DatasetError(
+                            f"a process that converts parts ended with status {status}; finished parts are kept: run "
+                            "the command again, with fewer processes if memory was short"
+                        )
+                        os.lseek(jobs, 0, os.SEEK_END)
+        if failed is not None:
+            raise failed
+
+
+def _memory_file(stack: contextlib.ExitStack, content: bytes) -> int:
+    """Return the descriptor of a file in memory that has this content, at its beginning."""
+    fd = os.memfd_create("penstock-convert", os.MFD_CLOEXEC)
+    stack.callback(os.close, fd)
+    with open(fd, "wb", closefd=False) as file:
+        file.write(content)
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
+
+
+def _error_of(said: Mapping[str, Any]) -> PenstockError:
+    kind = getattr(errors, str(said["error"]), DatasetError)
+    made: PenstockError = kind(said["message"])
+    return made

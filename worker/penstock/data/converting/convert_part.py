@@ -1,0 +1,138 @@
+"""Conversion of one part: read its samples, write them, read the result back, and compare."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from penstock.data.cache.shard_cache import ShardCache
+from penstock.data.cache.shard_versions import origin_of
+from penstock.data.converting.conversion_plan import ConversionPlan
+from penstock.data.converting.part_files import MDSPart, ParquetPart, PartFiles
+from penstock.data.converting.row_digest import RowDigest
+from penstock.data.converting.target_columns import stored_rows
+from penstock.data.formats.index import read_index
+from penstock.data.formats.readers import open_shard
+from penstock.data.formats.shards import ReadOptions, Shard, rows_of
+from penstock.data.remote.folders import RemoteFolder, joined
+from penstock.proto.errors import DatasetError
+
+__all__ = ["PartConverter", "data_of", "source_of"]
+
+ROWS = 256
+"""Number of rows that are converted at a time."""
+
+
+def source_of(source: str, options: Any, cache: str, *, limit: int | None, timeout_s: float) -> ShardCache:
+    """Return the cache of a conversion's source. `cache`: folder for the files of a remote one."""
+    return ShardCache(RemoteFolder(source, options), cache, limit=limit, timeout_s=timeout_s)
+
+
+@dataclass
+class PartConverter:
+    """Converter of the parts of a plan, in this process."""
+
+    plan: ConversionPlan
+
+    def __post_init__(self) -> None:
+        plan = self.plan
+        self._source = source_of(
+            plan.source, plan.source_options, plan.cache, limit=plan.cache_limit, timeout_s=plan.timeout_s
+        )
+        self._shards = read_index(self._source.index(), plan.source)
+        self._dest = RemoteFolder(plan.dest, plan.dest_options)
+        self._options = ReadOptions(
+            images="file", encoded=plan.encoded, columns=[column.name for column in plan.columns]
+        )
+
+    def convert(self, number: int) -> int:
+        """Convert a part, and return its number of rows. Raises DatasetError, which names the part and what is wrong,
+        and any error of the source's files."""
+        part, folder = self.plan.parts[number], self.plan.folder_of(number)
+        shard = self._shards[part.shard]
+        files = self._files(folder)
+        digest = RowDigest()
+        try:
+            with self._reader(shard) as reader:
+                for begin in range(part.begin, part.end, ROWS):
+                    rows = rows_of(reader, range(begin, min(begin + ROWS, part.end)))
+                    stored = stored_rows(rows, self.plan.columns)
+                    files.write(stored, [digest.add(row) for row in stored])
+            shards = files.finish()
+            if self.plan.verify:
+                self._verify(folder, shards, digest)
+            files.publish(
+                {"convert": {"key": self.plan.key, "part": number, "rows": digest.rows, "digest": digest.hexdigest()}}
+            )
+        except OSError as error:
+            reason = os.strerror(error.errno) if error.errno else str(error)
+            raise DatasetError(
+                f"{self._dest.url_of(folder)} could not be written: {reason}. Finished parts are kept: make space and "
+                "run the command again"
+            ) from error
+        except DatasetError as error:
+            where = f"{shard.name}, part of samples {part.begin} to {part.end - 1}"
+            raise type(error)(f"{where}: {error.message}") from error
+        finally:
+            files.abandon()
+        return digest.rows
+
+    def _files(self, folder: str) -> PartFiles:
+        plan = self.plan
+        if plan.to == "mds":
+            settings = {**plan.settings, "timeout_s": plan.timeout_s}
+            if self._dest.local is None:
+                return MDSPart(
+                    joined(plan.dest, folder), plan.columns, {**settings, "storage_options": plan.dest_options}
+                )
+            return MDSPart(str(self._dest.local / folder), plan.columns, settings)
+        arrow = importlib.import_module("pyarrow")
+        schema = arrow.ipc.read_schema(arrow.py_buffer(bytes.fromhex(plan.schema)))
+        return ParquetPart(self._dest, folder, schema, timeout_s=plan.timeout_s, **plan.settings)
+
+    @contextlib.contextmanager
+    def _reader(self, shard: Shard) -> Iterator[Any]:
+        with self._source.hold(shard) as held:
+            reader = open_shard(shard, held.paths, self._options)
+            try:
+                yield reader
+            finally:
+                reader.close()
+
+    def _verify(self, folder: str, shards: list[Shard], written: RowDigest) -> None:
+        """Read a part back from where it was written. Raises DatasetError if its rows are not those written."""
+        digest = RowDigest()
+        address = str(self._dest.local / folder) if self._dest.local else joined(self.plan.dest, folder)
+        with TemporaryDirectory(prefix="penstock-verify-") as scratch:
+            cache = ShardCache(RemoteFolder(address, self.plan.dest_options), Path(scratch))
+            try:
+                for shard in shards:
+                    with cache.hold(shard) as held:
+                        reader = open_shard(shard, held.paths, self._options)
+                        for begin in range(0, len(reader), ROWS):
+                            for row in rows_of(reader, range(begin, min(begin + ROWS, len(reader)))):
+                                digest.add(row)
+                        reader.close()
+            finally:
+                cache.close()
+        if (digest.rows, digest.hexdigest()) != (written.rows, written.hexdigest()):
+            raise DatasetError(
+                f"{self._dest.url_of(folder)} must have {written.rows} rows with digest {written.hexdigest()}, but "
+                f"reading it back gives {digest.rows} with {digest.hexdigest()}: a column's type does not hold all of "
+                "its values. Give it one with --as NAME=TYPE, such as NAME=json"
+            )
+
+    def close(self) -> None:
+        self._source.close()
+        self._dest.close()
+
+
+def data_of(shards: list[Shard], source: RemoteFolder) -> list[str]:
+    """Return a digest of each shard's files, which changes with them."""
+    return [origin_of(shard, source.local) for shard in shards]

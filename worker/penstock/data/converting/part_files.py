@@ -1,0 +1,158 @@
+"""Writers of the files of one part of a conversion: a folder with an index, which is written last.
+
+A part's index has notes of what is in it, and so it is the journal of the conversion: a part without an index is not
+believed, and one whose notes are those of this conversion is not made again.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from penstock.data.converting.target_columns import TargetColumn
+from penstock.data.formats.index import INDEX, write_index
+from penstock.data.formats.parquet.parquet_shards import parquet_shards
+from penstock.data.formats.shards import Shard
+from penstock.data.remote.folders import RemoteFolder
+from penstock.data.writing.writers import MDSWriter
+from penstock.proto.errors import DatasetError
+
+__all__ = ["MDSPart", "ParquetPart", "PartFiles"]
+
+PARQUET_FILE = "shard.00000.parquet"
+
+
+class PartFiles(Protocol):
+    """Files of one part, being written."""
+
+    def write(self, rows: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> None:
+        """Add rows of these sizes in bytes. Raises DatasetError for a value that cannot be stored; OSError."""
+
+    def finish(self) -> list[Shard]:
+        """Write everything but the index; return the part's shards."""
+
+    def publish(self, notes: Mapping[str, Any]) -> None:
+        """Write the index, with notes. The part exists from now on."""
+
+    def abandon(self) -> None:
+        """Stop, without an index. Does nothing after `publish`."""
+
+
+class MDSPart:
+    """Part of an MDS dataset."""
+
+    def __init__(self, folder: str, columns: Sequence[TargetColumn], settings: Mapping[str, Any]) -> None:
+        """
+        Args:
+            folder: path or URL of the part's folder; what is in it is replaced.
+            settings: keyword arguments of MDSWriter.
+        """
+        self._writer = MDSWriter(folder, {each.name: each.type for each in columns}, exist_ok=True, **settings)
+
+    def write(self, rows: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> None:
+        del sizes  # the writer counts bytes itself
+        try:
+            for row in rows:
+                self._writer.write(row)
+        except DatasetError as error:
+            raise DatasetError(
+                f"{error.message}. Give the column another type with --as NAME=TYPE, such as NAME=json"
+            ) from error
+
+    def finish(self) -> list[Shard]:
+        return self._writer.flush()
+
+    def publish(self, notes: Mapping[str, Any]) -> None:
+        self._writer.notes = notes
+        self._writer.close()
+
+    def abandon(self) -> None:
+        self._writer.abandon()
+
+
+class ParquetPart:
+    """Part of a dataset in Parquet: one file."""
+
+    def __init__(
+        self,
+        remote: RemoteFolder,
+        folder: str,
+        schema: Any,
+        *,
+        compression: str | None,
+        group_bytes: int,
+        timeout_s: float,
+    ) -> None:
+        """
+        Args:
+            remote: folder of the whole result; folder: path of the part below it.
+            schema: pyarrow schema of the columns.
+            group_bytes: bytes of values from which on a row group is written.
+        """
+        self._arrow = importlib.import_module("pyarrow")
+        self._remote, self._folder, self._timeout_s = remote, folder, timeout_s
+        self._schema, self._group_bytes = schema, group_bytes
+        self._rows: list[Mapping[str, Any]] = []
+        self._size = 0
+        self._shards: list[Shard] = []
+        remote.remove(f"{folder}/{INDEX}", deadline_s=timeout_s)
+        self._temporary = tempfile.TemporaryDirectory(prefix="penstock-convert-") if remote.local is None else None
+        below = Path(self._temporary.name) if self._temporary else Path(remote.local or "", folder)
+        below.mkdir(parents=True, exist_ok=True)
+        self._path = below / PARQUET_FILE
+        parquet = importlib.import_module("pyarrow.parquet")
+        self._writer = parquet.ParquetWriter(
+            self._path, schema, compression=compression or "none", write_page_checksum=True
+        )
+
+    def write(self, rows: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> None:
+        for row, size in zip(rows, sizes, strict=True):
+            self._rows.append(row)
+            self._size += size
+            if self._size >= self._group_bytes:
+                self._flush()
+
+    def _flush(self) -> None:
+        arrays = []
+        for field in self._schema:
+            values = [_arrow_value(row[field.name]) for row in self._rows]
+            try:
+                arrays.append(self._arrow.array(values, field.type))
+            except (ValueError, TypeError, OverflowError, self._arrow.ArrowException) as error:
+                raise DatasetError(
+                    f"column {field.name!r} must have values of type {field.type}: {error}. Give its type with --as "
+                    f"{field.name}=TYPE, such as {field.name}=json"
+                ) from None
+        self._writer.write_table(self._arrow.Table.from_arrays(arrays, schema=self._schema), row_group_size=1 << 30)
+        self._rows, self._size = [], 0
+
+    def finish(self) -> list[Shard]:
+        if self._rows:
+            self._flush()
+        self._writer.close()
+        with self._path.open("rb") as file:
+            os.fsync(file.fileno())
+        shards = parquet_shards([(PARQUET_FILE, self._path)])
+        if self._temporary is not None:
+            self._remote.upload(f"{self._folder}/{PARQUET_FILE}", self._path, deadline_s=self._timeout_s)
+            self._temporary.cleanup()
+        self._shards = shards
+        return shards
+
+    def publish(self, notes: Mapping[str, Any]) -> None:
+        self._remote.write(f"{self._folder}/{INDEX}", write_index(self._shards, notes), deadline_s=self._timeout_s)
+
+    def abandon(self) -> None:
+        if self._writer.is_open:
+            self._writer.close()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+
+def _arrow_value(value: Any) -> Any:
+    """Return a value in the form that pyarrow takes."""
+    return value.tolist() if hasattr(value, "tolist") and getattr(value, "ndim", 1) > 1 else value

@@ -1,0 +1,303 @@
+"""Choice of how each column of a dataset is stored in another format, from some of its samples.
+
+A column keeps its values where the format has a type for them, so that a reader of the result gets what a reader of the
+source gets. Where it has none, values become text: JSON for dicts, lists and columns with missing values in MDS, the
+ISO 8601 form for times in MDS. What a sample has that its column's type cannot hold is an error that names it, and
+never a changed value: the rows are read back and compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import decimal
+import importlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from penstock.data.converting.row_digest import value_bytes
+from penstock.data.formats.encodings import ENCODINGS, check_encoding
+from penstock.proto.errors import DatasetError, InvalidArgumentError
+
+__all__ = ["TargetColumn", "mds_columns", "parquet_columns", "stored_rows"]
+
+_TIMES = (datetime.datetime, datetime.date, datetime.time, np.datetime64)
+_JSON_TYPES = (str, int, float, bool, type(None))
+INT64 = range(-(1 << 63), 1 << 63)
+
+
+@dataclass(frozen=True)
+class TargetColumn:
+    """Column of the result."""
+
+    name: str
+    type: str
+    """MDS: the encoding. Parquet: the type by the name that Arrow gives it."""
+    change: str = ""
+    """Name of the change that makes a stored value of the source's: a key of CHANGES; "" for none."""
+
+
+def _json_text(value: Any) -> Any:
+    return json.dumps(_listed(value), ensure_ascii=False)
+
+
+def _listed(value: Any) -> Any:
+    """Return a value for JSON: arrays become lists, numpy's scalars Python's."""
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise TypeError(f"a key of JSON must be text, got {key!r}")
+        return {key: _listed(each) for key, each in value.items()}
+    return [_listed(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _time_text(value: Any) -> Any:
+    return None if value is None else str(value) if isinstance(value, np.datetime64) else value.isoformat()
+
+
+def _float(value: Any) -> Any:
+    if value is None or isinstance(value, float):
+        return value
+    made = float(value)
+    if made != value:
+        raise ValueError(f"{value} is no float of 64 bits")
+    return made
+
+
+def _only(value: Any) -> Any:
+    if not isinstance(value, list) or len(value) != 1:
+        raise ValueError("the value must be a list of one, as in the samples that were looked at")
+    return value[0]
+
+
+def _file(value: Any) -> Any:
+    if not isinstance(value, Mapping) or not isinstance(value.get("bytes"), bytes):
+        raise ValueError("the file must be there as bytes, as in the samples looked at")
+    return value["bytes"]
+
+
+CHANGES: Mapping[str, Callable[[Any], Any]] = {
+    "": lambda value: value,
+    "json": _json_text,
+    "listed": _listed,
+    "time": _time_text,
+    "float": _float,
+    "only": _only,
+    "file": _file,
+}
+"""Function from a value of the source to the value that a reader of the result gets, by name."""
+
+
+def stored_rows(rows: Sequence[Mapping[str, Any]], columns: Sequence[TargetColumn]) -> list[dict[str, Any]]:
+    """Return rows as the result's reader gives them. Raises DatasetError, which names the column."""
+    changes = [(column.name, CHANGES[column.change]) for column in columns]
+    found = []
+    for number, row in enumerate(rows):
+        made = {}
+        for name, change in changes:
+            try:
+                made[name] = change(row[name])
+            except KeyError:
+                raise _missing(number, name, row) from None
+            except (TypeError, ValueError) as error:
+                raise DatasetError(f"row {number}: column {name!r}: {error}") from None
+        found.append(made)
+    return found
+
+
+def _missing(number: int, name: str, row: Mapping[str, Any]) -> DatasetError:
+    return DatasetError(
+        f"row {number}: column {name!r} must be there, got {', '.join(map(repr, row))}: leave the column out, or write "
+        "samples that all have it"
+    )
+
+
+def mds_columns(
+    samples: Sequence[Mapping[str, Any]], names: Sequence[str], given: Mapping[str, str]
+) -> list[TargetColumn]:
+    """Return the columns of an MDS dataset. `samples`: some rows of the source; `given`: encodings that the user
+    chose. Raises DatasetError, InvalidArgumentError."""
+    return [_mds_column(name, _values(samples, name), given.get(name)) for name in names]
+
+
+def _values(samples: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
+    for number, row in enumerate(samples):
+        if name not in row:
+            raise _missing(number, name, row)
+    return [row[name] for row in samples]
+
+
+def _mds_column(name: str, values: Sequence[Any], given: str | None) -> TargetColumn:
+    change, values = _unwrapped(values)
+    if given is not None:
+        try:
+            check_encoding(given)
+        except DatasetError as error:
+            raise InvalidArgumentError(f"column {name!r}: {error.message}") from None
+        return TargetColumn(name, given, "listed" if given == "json" else change)
+    kinds = {type(value) for value in values}
+    if change:
+        return TargetColumn(name, _file_encoding(values) if change == "file" else "bytes", change)
+    known = _mds_encoding(kinds, values)
+    if known:
+        return TargetColumn(name, known)
+    times = kinds - {type(None)}
+    if times and all(issubclass(kind, _TIMES) for kind in times):
+        return TargetColumn(name, "str" if times == kinds else "json", "time")
+    if all(map(_is_json, values)):
+        return TargetColumn(name, "json", "listed")
+    raise DatasetError(
+        f"column {name!r} must have values that MDS can store, got {_names(kinds)}: convert to Parquet, or leave the "
+        "column out"
+    )
+
+
+def _unwrapped(values: Sequence[Any]) -> tuple[str, Sequence[Any]]:
+    """Return the change that takes bytes out of what is around them, and the values after it: the only value of a
+    feature of TensorFlow, the file of an image of Hugging Face."""
+    for change in ("only", "file"):
+        with contextlib.suppress(ValueError):
+            made = [CHANGES[change](value) for value in values]
+            if made and all(isinstance(value, bytes) for value in made):
+                return change, made
+    return "", values
+
+
+def _file_encoding(files: Sequence[bytes]) -> str:
+    """Return the encoding of image files, by how they begin."""
+    for encoding, begin in (("jpeg", b"\xff\xd8\xff"), ("png", b"\x89PNG\r\n\x1a\n")):
+        if all(file.startswith(begin) for file in files):
+            return encoding
+    return "bytes"
+
+
+def _mds_encoding(kinds: set[type], values: Sequence[Any]) -> str | None:
+    """Return the MDS encoding of values of these types; None if there is none for all of them."""
+    if len(kinds) != 1:
+        return None
+    (kind,) = kinds
+    if kind is int:
+        return "int" if all(value in INT64 for value in values) else "str_int"
+    if kind is np.ndarray:
+        return _array_encoding(values)
+    if issubclass(kind, np.integer | np.floating) and np.dtype(kind).name in ENCODINGS:
+        return np.dtype(kind).name
+    if hasattr(values[0], "mode") and hasattr(values[0], "tobytes"):
+        return "pil"
+    return {str: "str", bytes: "bytes", float: "float64", decimal.Decimal: "str_decimal"}.get(kind)
+
+
+def _array_encoding(values: Sequence[Any]) -> str | None:
+    dtypes = {value.dtype for value in values}
+    plain = all(dtype.kind in "iuf" and dtype.isnative and dtype.itemsize <= 8 for dtype in dtypes)
+    if not plain or not all(value.size and value.ndim for value in values):
+        return None
+    return f"ndarray:{dtypes.pop().name}" if len(dtypes) == 1 else "ndarray"
+
+
+def _is_json(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) and _is_json(each) for key, each in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(_is_json, value))
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind in "biuf"
+    return isinstance(value, (*_JSON_TYPES, np.number, np.bool_)) and not isinstance(value, np.timedelta64)
+
+
+def _names(kinds: set[type]) -> str:
+    return " and ".join(sorted(kind.__name__ for kind in kinds)) or "none"
+
+
+def parquet_columns(
+    samples: Sequence[Mapping[str, Any]],
+    names: Sequence[str],
+    given: Mapping[str, str],
+    declared: Mapping[str, Any] | None = None,
+) -> tuple[list[TargetColumn], Any]:
+    """Return the columns of Parquet files, and their pyarrow schema. The first arguments are those of `mds_columns`; a
+    given type is "json" or a name that pyarrow knows, such as "int32". `declared`: pyarrow's types of the source's
+    columns, if it has them."""
+    arrow = importlib.import_module("pyarrow")
+    columns, fields = [], []
+    for name in names:
+        column, kind = _parquet_column(arrow, name, _values(samples, name), given.get(name), (declared or {}).get(name))
+        columns.append(column)
+        fields.append(arrow.field(name, kind))
+    return columns, arrow.schema(fields)
+
+
+def _parquet_column(
+    arrow: Any, name: str, values: list[Any], given: str | None, declared: Any
+) -> tuple[TargetColumn, Any]:
+    if given == "json":
+        return TargetColumn(name, "string", "json"), arrow.string()
+    if given is not None:
+        try:
+            kind = arrow.type_for_alias(given)
+        except ValueError as error:
+            raise InvalidArgumentError(f"column {name!r}: its type must be one of Arrow, or json: {error}") from None
+        return TargetColumn(name, str(kind)), kind
+    if declared is not None:
+        kind = declared.value_type if arrow.types.is_dictionary(declared) else declared
+        if _unchanged(arrow, kind, values):
+            return TargetColumn(name, str(kind)), kind
+    present = [value for value in values if value is not None]
+    kinds = {type(value) for value in present}
+    if len(kinds) > 1 and kinds <= {int, float}:
+        return TargetColumn(name, "double", "float"), arrow.float64()
+    kind = _arrow_type(arrow, kinds, present)
+    if kind is not None and _unchanged(arrow, kind, values):
+        return TargetColumn(name, str(kind)), kind
+    if all(map(_is_json, values)):
+        return TargetColumn(name, "string", "json"), arrow.string()
+    raise DatasetError(
+        f"column {name!r} must have values that Parquet can store, got {_names(kinds)}: leave the column out"
+    )
+
+
+def _arrow_type(arrow: Any, kinds: set[type], present: Sequence[Any]) -> Any:
+    """Return the Arrow type of these values, none of which is None; None if they have none in common."""
+    if kinds == {np.datetime64}:
+        return arrow.timestamp("ns", "UTC")
+    if kinds == {np.timedelta64}:
+        return arrow.duration("ns")
+    try:
+        if kinds == {np.ndarray}:
+            dtype = np.result_type(*{value.dtype for value in present})
+            (ndim,) = {value.ndim for value in present}
+            kind = arrow.from_numpy_dtype(dtype)
+            for _ in range(ndim):
+                kind = arrow.list_(kind)
+            return kind
+        if kinds == {int} and max(present) > INT64[-1]:
+            return arrow.uint64()
+        kind = arrow.array(present).type
+        return arrow.decimal128(38, kind.scale) if arrow.types.is_decimal128(kind) else kind
+    except (ValueError, TypeError, OverflowError, arrow.ArrowException):
+        return None
+
+
+def _unchanged(arrow: Any, kind: Any, values: Sequence[Any]) -> bool:
+    """Return True if values come back from an Arrow array of this type as they were."""
+    times = (np.datetime64, np.timedelta64)
+    if any(isinstance(value, times) for value in values):  # pyarrow needs pandas to return nanoseconds
+        return all(value is None or isinstance(value, times) for value in values)
+    try:
+        back = arrow.array(_arrow_values(values), kind).to_pylist()
+    except (ValueError, TypeError, OverflowError, arrow.ArrowException):
+        return False
+    return all(value_bytes(one) == value_bytes(other) for one, other in zip(values, back, strict=True))
+
+
+def _arrow_values(values: Sequence[Any]) -> list[Any]:
+    """Return values in the form that pyarrow takes: an array of several dimensions as nested lists."""
+    return [value.tolist() if isinstance(value, np.ndarray) and value.ndim != 1 else value for value in values]

@@ -1,0 +1,119 @@
+"""Division of a dataset's samples that decides their order: units that are read as a whole, and the files they lie in.
+
+It is that of the dataset's own shards. A dataset that was made of another one, with the same samples by the same
+numbers, has a note of the other's in its index: it then has the other's order, and the same fingerprint, so that states
+and restore keys of either are good for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from penstock.data.formats.shards import Shard
+from penstock.proto.errors import DatasetError
+
+__all__ = ["OrderLayout", "joined_files", "joint_fingerprint", "mean_sample_bytes"]
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class OrderLayout:
+    """Units of a dataset's samples, in the order of their numbers."""
+
+    fingerprint: str
+    """Digest of the data, which changes with them, and does not depend on where they are stored."""
+    units: Ints
+    """Number of samples in each unit: a row group, or else a shard; shape (units,)."""
+    files: Ints
+    """Number of the file that each unit lies in, ascending from 0; shape (units,)."""
+    blocks: bool
+    """True if a file has blocks that are decoded as a whole."""
+    decoded: tuple[int, int]
+    """Bytes of all decoded blocks whose size is known, and the number of samples in them."""
+    own: bool = True
+    """True if the units are those of the dataset's own shards."""
+
+    @staticmethod
+    def of(shards: Sequence[Shard], fingerprint: str | None = None) -> OrderLayout:
+        """Return the layout of a dataset's own shards. `fingerprint`: that of other data; None: that of the shards."""
+        known = [shard for shard in shards if shard.decoded_bytes]
+        return OrderLayout(
+            _fingerprint(shards) if fingerprint is None else fingerprint,
+            np.array([samples for shard in shards for samples in shard.units], np.int64),
+            np.repeat(np.arange(len(shards)), [len(shard.units) for shard in shards]).astype(np.int64),
+            any(shard.blocks for shard in shards),
+            (sum(shard.decoded_bytes for shard in known), sum(shard.samples for shard in known)),
+        )
+
+    @staticmethod
+    def noted(notes: Mapping[str, Any], shards: Sequence[Shard], name: str) -> OrderLayout:
+        """Return the layout that an index has notes of, or else that of its shards. Raises DatasetError for notes that
+        do not fit the shards."""
+        note = notes.get("order")
+        if note is None:
+            return OrderLayout.of(shards)
+        try:
+            units, counts = (np.array(note[each], np.int64).reshape(-1) for each in ("units", "files"))
+            if (units < 0).any() or (counts < 0).any() or int(counts.sum()) != len(units):
+                raise ValueError("units and files must be numbers that fit each other")
+            if int(units.sum()) != sum(shard.samples for shard in shards):
+                raise ValueError(f"the units have {int(units.sum())} samples, the shards another number")
+            files = np.repeat(np.arange(len(counts)), counts).astype(np.int64)
+            decoded = int(note["decoded"][0]), int(note["decoded"][1])
+            return OrderLayout(str(note["fingerprint"]), units, files, bool(note["blocks"]), decoded, own=False)
+        except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
+            raise DatasetError(
+                f"{name}: the index's notes of another dataset's order are damaged: {error}. Convert it again"
+            ) from None
+
+    def note(self) -> dict[str, Any]:
+        """Return the note from which `noted` makes this layout."""
+        counts = np.bincount(self.files) if len(self.files) else self.files
+        return {
+            "fingerprint": self.fingerprint,
+            "units": self.units.tolist(),
+            "files": counts.tolist(),
+            "blocks": self.blocks,
+            "decoded": list(self.decoded),
+        }
+
+
+def joined_files(layouts: Sequence[OrderLayout]) -> list[Ints] | None:
+    """Return the number of the file that each unit lies in, for each stream, counted through all streams; None if no
+    file has blocks."""
+    if not any(each.blocks for each in layouts):
+        return None
+    found, begin = [], 0
+    for each in layouts:
+        found.append(each.files + begin)
+        begin += int(each.files[-1]) + 1 if len(each.files) else 0
+    return found
+
+
+def mean_sample_bytes(layouts: Sequence[OrderLayout]) -> float:
+    """Return the mean number of bytes that a sample takes in a decoded block of any stream; 0 if it is unknown."""
+    return sum(each.decoded[0] for each in layouts) / max(1, sum(each.decoded[1] for each in layouts))
+
+
+def joint_fingerprint(layouts: Sequence[OrderLayout]) -> str:
+    """Return the digest of all streams of a dataset."""
+    if len(layouts) == 1:
+        return layouts[0].fingerprint
+    return xxhash.xxh3_128("".join(f"{each.fingerprint}\n" for each in layouts).encode()).hexdigest()
+
+
+def _fingerprint(shards: Sequence[Shard]) -> str:
+    digest = xxhash.xxh3_128(f"stream of {len(shards)}\n".encode())
+    for shard in shards:
+        files = [(file.raw.name, file.raw.size, sorted(file.raw.hashes.items())) for file in shard.files]
+        digest.update(f"{shard.format} {shard.samples} {files}\n".encode())
+        if shard.blocks:  # the order depends on them
+            digest.update(f"blocks {shard.blocks} of {shard.decoded_bytes} bytes\n".encode())
+    return digest.hexdigest()

@@ -1,0 +1,39 @@
+"""What may stand between the brackets of a map-style dataset, `dataset[...]`: a number, a slice, or a list of numbers.
+
+It means what it means for a list of Python, or for a numpy array in the case of a list of numbers.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+__all__ = ["many_numbers", "one_number"]
+
+
+def one_number(index: Any, length: int, name: str, what: str = "a sample's number") -> int:
+    """Return a number from 0 to `length - 1`; a negative `index` counts from the end. `name`: name of the dataset, for
+    errors. Raises IndexError for a number out of range, TypeError for anything but an integer."""
+    number = at = operator.index(index)
+    if at < 0:
+        at += length
+    if not 0 <= at < length:
+        raise IndexError(f"{name}: {what} must be at least 0 and below {length}, got {number}")
+    return at
+
+
+def many_numbers(index: Any, length: int, name: str, what: str = "a sample's number") -> list[int] | None:
+    """Return the numbers that a slice, a list, or an array of integers or bools chooses, in its order; None if `index`
+    is none of these. Raises IndexError for a number out of range, TypeError for a list of anything but integers."""
+    if isinstance(index, slice):
+        return list(range(*index.indices(length)))
+    if isinstance(index, range | list):
+        return [one_number(each, length, name, what) for each in index]
+    if not hasattr(index, "tolist") or getattr(index, "ndim", 0) != 1:  # neither an array of numpy nor a tensor
+        return None
+    values = index.tolist()
+    if values and type(values[0]) is bool:
+        if len(values) != length:
+            raise IndexError(f"{name}: an array of bools must have one for each of {length} samples, got {len(values)}")
+        return [number for number, chosen in enumerate(values) if chosen]
+    return [one_number(each, length, name, what) for each in values]

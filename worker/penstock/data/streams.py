@@ -1,0 +1,130 @@
+"""Streams of a StreamingDataset: datasets that are read together, with their weights in an epoch."""
+
+from __future__ import annotations
+
+import grp
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from numbers import Real
+from pathlib import Path
+from typing import Any, Literal
+
+from penstock.data.arguments import sample_count, whole
+from penstock.data.remote.folders import RemoteFolder, joined
+from penstock.data.writing.uploads import local_folder
+from penstock.proto.errors import InvalidArgumentError
+
+__all__ = ["Stream", "apportioned", "check_weights", "group", "remote_of", "with_plain_values"]
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Dataset among several that a StreamingDataset reads together. Give at most one of proportion, repeat and
+    choose, and the same one for all streams."""
+
+    remote: str | os.PathLike[str] | None = None
+    """Folder of the dataset: a path, or any URL that fsspec opens (http://, s3://, ...). None: the data is in
+    `local`."""
+    local: str | os.PathLike[str] | None = None
+    """Folder on this machine that caches the dataset's files; None: a folder for this remote in the user's cache
+    directory."""
+    split: str | None = None
+    """Name of a subfolder that is appended to `remote` and `local`."""
+    proportion: float | None = None
+    """Weight of this stream's samples in an epoch, relative to the other streams'."""
+    repeat: float | None = None
+    """Number of times that an epoch takes each sample of this stream."""
+    choose: int | str | None = None
+    """Number of samples that an epoch takes of this stream, or a text such as "100k"."""
+    storage_options: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments for fsspec's filesystem: keys, endpoint, headers."""
+    validate_hash: str | Literal[False] | None = None
+    """Hash algorithm that verifies files, as in StreamingDataset; None: the dataset's setting."""
+    keep_zip: bool | None = None
+    """True to keep compressed files in the cache beside the decompressed ones; None: the dataset's setting."""
+    timeout_s: float | None = None
+    """Seconds to wait for a shard; None: the dataset's setting."""
+    columns: Sequence[str] | None = None
+    """Names of the columns to read; None: the dataset's setting."""
+    version: int | Literal["newest"] | None = None
+    """Version of the dataset to read, as in StreamingDataset; None: the dataset's setting."""
+
+
+def remote_of(stream: Stream) -> tuple[RemoteFolder | None, Path, str]:
+    """Return the (remote folder, cache folder, name for errors) of a stream."""
+    below = stream.split or ""
+    if Path(below).is_absolute() or ".." in Path(below).parts:
+        raise InvalidArgumentError(f"split must be a folder below the dataset's, got {stream.split!r}")
+    if stream.remote is None:
+        if stream.local is None:
+            raise InvalidArgumentError("a Stream must have remote, local or both, got neither")
+        folder = local_folder("local", stream.local) / below
+        return None, folder, str(folder)
+    url = os.fspath(stream.remote)
+    remote = RemoteFolder(joined(url, below) if below else url, stream.storage_options)
+    if stream.local is not None:
+        return remote, local_folder("local", stream.local) / below, remote.url
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return remote, Path(cache) / "penstock" / hashlib.sha256(remote.identity.encode()).hexdigest()[:16], remote.url
+
+
+def with_plain_values(number: int, stream: Stream) -> Stream:
+    """Return a stream whose weights are Python numbers. A saved state contains them, and must not contain numpy
+    types."""
+    name = f"stream {number}: "
+    choose = sample_count(f"{name}choose", stream.choose)
+    proportion, repeat = _real(f"{name}proportion", stream.proportion), _real(f"{name}repeat", stream.repeat)
+    return replace(stream, proportion=proportion, repeat=repeat, choose=choose)
+
+
+def _real(name: str, value: float | None) -> float | None:
+    if value is None:
+        return None
+    if not isinstance(value, Real):
+        raise InvalidArgumentError(f"{name} must be a number >= 0, got {value!r}")
+    return float(value)
+
+
+def group(group: str | int | None) -> int | None:
+    """Return the ID of a Unix group, given by name or ID."""
+    if not isinstance(group, str):
+        return whole("cache_group", group)
+    try:
+        return grp.getgrnam(group).gr_gid
+    except KeyError as error:
+        raise InvalidArgumentError(
+            f"cache_group must be a group of this machine, got {group!r}: see getent group"
+        ) from error
+
+
+def check_weights(streams: Sequence[Stream]) -> None:
+    kinds = {
+        tuple(name for name in ("proportion", "repeat", "choose") if getattr(stream, name) is not None)
+        for stream in streams
+    }
+    if len(kinds) > 1 or len(next(iter(kinds))) > 1:
+        raise InvalidArgumentError(
+            "all streams must use the same one of proportion, repeat and choose, or none of them"
+        )
+    for number, stream in enumerate(streams):
+        for name in ("proportion", "repeat", "choose"):
+            value = getattr(stream, name)
+            if value is not None and not 0 <= value < float("inf"):
+                raise InvalidArgumentError(f"stream {number}: {name} must be a number >= 0, got {value}")
+
+
+def apportioned(weights: Sequence[float], total: int) -> list[int]:
+    """Divide `total` into whole numbers in proportion to `weights`, by the method of largest remainders."""
+    exact_weights = [Fraction(weight) for weight in weights]
+    together = sum(exact_weights)
+    if together <= 0:
+        raise InvalidArgumentError("at least one stream must have a proportion above 0")
+    exact = [total * weight / together for weight in exact_weights]
+    shares = [int(share) for share in exact]
+    by_rest = sorted(range(len(shares)), key=lambda number: (shares[number] - exact[number], number))
+    for number in by_rest[: total - sum(shares)]:
+        shares[number] += 1
+    return shares

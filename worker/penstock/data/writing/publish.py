@@ -1,0 +1,121 @@
+"""Publishing of a dataset's next version: the shards of the newest one, and those that were appended.
+
+The version's own index is written first, then index.json, by which the version exists. A job that reads an older
+version is not disturbed: its index and its shards stay. Publishing the same shards again changes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+
+from penstock.data.cache.dataset_versions import version_of
+from penstock.data.cache.file_locks import take
+from penstock.data.cache.index_watch import index_digest
+from penstock.data.formats.index import (
+    INDEX,
+    PRECEDED_NOTE,
+    VERSION_NOTE,
+    index_notes,
+    read_index,
+    version_index,
+    write_index,
+)
+from penstock.data.formats.shards import Shard
+from penstock.data.remote.folders import RemoteFolder
+from penstock.proto.errors import DatasetError
+
+__all__ = ["check_columns", "check_no_versions", "is_version_index", "newest_shards", "publish"]
+
+LOCK = ".penstock-publishing"
+"""File in a local dataset's folder that is locked while a version is published."""
+LOOK_S = 0.01
+"""Seconds between attempts to take the lock."""
+_COLUMNS = ("column_names", "column_encodings", "columns")
+
+
+def publish(remote: RemoteFolder, added: Sequence[Shard], *, timeout_s: float) -> tuple[int, list[Shard]]:
+    """Publish the next version of a dataset; return its number and all its shards. Shards that the newest version has
+    already are left out; if none is left, it stays the newest one.
+
+    Writers on one machine, or on one file system with locks, may publish at the same time, each a version. Of two that
+    publish at an object store at the same moment the earlier one's shards may be lost: let one process publish there.
+
+    Args:
+        remote: the dataset's folder. It may be empty; a dataset without versions becomes version 1.
+        added: shards that lie in the folder, whose files are complete.
+
+    Raises DatasetError if the columns are not those of the dataset, ShardUnavailableError.
+    """
+    with _sole_publisher(remote, timeout_s):
+        text, shards = newest_shards(remote, timeout_s=timeout_s)
+        number = 0 if text is None else version_of(text)
+        known = {shard.name for shard in shards}
+        new = [shard for shard in added if shard.name not in known]
+        check_columns(remote.url, shards, new)
+        if text is not None and number is None:
+            number = 1
+            notes = {**index_notes(text), VERSION_NOTE: 1, PRECEDED_NOTE: index_digest(text)}
+            remote.write(version_index(1), write_index(shards, notes), deadline_s=timeout_s)
+        number = number or 0
+        if new or text is None:
+            names, shards, number = set(remote.names(deadline_s=timeout_s)), [*shards, *new], number + 1
+            while version_index(number) in names:  # a process was killed before it published this one
+                number += 1
+            remote.write(version_index(number), write_index(shards, {VERSION_NOTE: number}), deadline_s=timeout_s)
+        elif version_of(text) is not None:
+            return number, shards
+        remote.write(INDEX, write_index(shards, {VERSION_NOTE: number}), deadline_s=timeout_s)
+        return number, shards
+
+
+def newest_shards(remote: RemoteFolder, *, timeout_s: float) -> tuple[bytes | None, list[Shard]]:
+    """Return the index of a dataset's newest version and its shards; (None, []) for a folder without an index. Raises
+    DatasetError, ShardUnavailableError."""
+    if INDEX not in remote.names(deadline_s=timeout_s):
+        return None, []
+    text = remote.read(INDEX, deadline_s=timeout_s)
+    return text, read_index(text, remote.url_of(INDEX))
+
+
+def check_no_versions(names: Sequence[str], url: str) -> None:
+    """Raise DatasetError if a dataset has versions, which a writer must not remove. `names`: files in its folder."""
+    if any(map(is_version_index, names)):
+        raise DatasetError(
+            f"{url} must have no versions to be replaced, because jobs may be reading them: publish the next version "
+            "with append=True, or give another folder"
+        )
+
+
+def is_version_index(name: str) -> bool:
+    """Return True for the name of a version's index."""
+    number = name.removeprefix("index-").removesuffix(".json")
+    return number.isdecimal() and name == version_index(int(number))
+
+
+def check_columns(url: str, old: Sequence[Shard], new: Sequence[Shard]) -> None:
+    """Raise DatasetError unless new shards have the columns of those before, because a batch has rows of both."""
+    for shard in new if old else ():
+        for name in _COLUMNS:
+            before, now = old[0].settings.get(name), shard.settings.get(name)
+            if before != now:
+                raise DatasetError(f"{url}: {name} of what is appended must be {before}, got {now}: append to another")
+
+
+@contextlib.contextmanager
+def _sole_publisher(remote: RemoteFolder, timeout_s: float) -> Iterator[None]:
+    if remote.local is None:
+        yield
+        return
+    remote.local.mkdir(parents=True, exist_ok=True)
+    until = time.monotonic() + timeout_s
+    while (lock := take(str(remote.local), LOCK, shared=False)) is None:
+        if time.monotonic() > until:
+            raise DatasetError(f"{remote.url}: another process publishes a version for {timeout_s:g} s: end it")
+        time.sleep(LOOK_S)
+    try:
+        yield
+    finally:
+        lock.remove()
+        lock.release()
