@@ -30,6 +30,7 @@ from penstock.data.cache.block_footers import BlockFooters
 from penstock.data.cache.decode_ahead import DecodeAhead
 from penstock.data.cache.index_watch import IndexWatch
 from penstock.data.cache.open_shards import MIN_OPEN, OpenShards
+from penstock.data.cache.prefetch import FetchStats
 from penstock.data.cache.shard_cache import HeldShard, ShardCache
 from penstock.data.formats.decoded_blocks import MEMORY
 from penstock.data.formats.index import read_index
@@ -103,6 +104,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         keep_zip: bool = False,
         timeout_s: float = 600.0,
         download_threads: int = 4,
+        prefetch_bytes: int | str | None = None,
         cache_group: str | int | None = None,
         allow_unsafe_types: bool = False,
         images: Literal["pil", "array"] = "pil",
@@ -122,6 +124,9 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
             keep_zip: True: keep compressed files in the cache beside the decompressed ones.
             timeout_s: seconds to wait for a shard.
             download_threads: number of shards that a stream fetches at a time.
+            prefetch_bytes: largest number of bytes, or a text such as "4gb", of shards that this process fetches before
+                their samples are needed, over all streams together: those that are needed first. What the present batch
+                needs is fetched in any case. None: no limit but cache_limit and the loader's `prefetch_seconds`.
             cache_group: name or ID of a Unix group whose members share the cache folders. None: folders that another
                 user made or can write to are refused.
             allow_unsafe_types: True: read columns of pickles. A pickle can run any code when it is read, so use this
@@ -149,6 +154,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         self.streams = tuple(_with_plain_weights(number, stream) for number, stream in enumerate(given))
         _check_weights(self.streams)
         limit = byte_count("cache_limit", cache_limit)
+        self.prefetch_bytes = byte_count("prefetch_bytes", prefetch_bytes)
         self.decoded_limit = byte_count("decoded_limit", decoded_limit)
         """Bytes of decoded row groups that this dataset asks the process to keep; None: the default."""
         remotes = [_remote_of(stream) for stream in self.streams]
@@ -306,19 +312,43 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
             error.add_note(f"raised by {what}")
             raise
 
-    def fetch_ahead(self, shards: Ints) -> None:
-        """Fetch the shards of these units (see `sizes`) in the background, in this order. The list replaces the one of
-        the call before."""
-        opened = self._opened_of[shards]
-        _, firsts = np.unique(opened, return_index=True)
-        opened = opened[np.sort(firsts)]
-        self._open.most = max(MIN_OPEN, len(opened))
+    def fetch_ahead(self, shards: Ints, *, needed: int = 0) -> int:
+        """Fetch the shards of these units (see `sizes`) in the background, in this order, as far as `prefetch_bytes`
+        last. The list replaces the one of the call before. `needed`: number of the first units that are fetched in any
+        case. Returns the number of units that are admitted."""
+        count = self._admitted(shards, needed)
         wanted: list[list[Shard]] = [[] for _ in self._caches]
-        for number in opened.tolist():
+        for number in dict.fromkeys(self._opened_of[shards[:count]].tolist()):
             stream, shard, block = self._file(number)
             wanted[stream].append(shard if block is None else block_shard(shard, block))
         for cache, ahead in zip(self._caches, wanted, strict=True):
             cache.fetch_ahead(ahead)
+        return count
+
+    def _admitted(self, shards: Ints, needed: int) -> int:
+        """Return how many of these units fit into the budget of bytes of all streams. What is open already needs none
+        of it, nor do the first `needed` units."""
+        if self.prefetch_bytes is None:
+            return len(shards)
+        free = self.prefetch_bytes
+        opened = self._opened_of[shards].tolist()
+        seen = set(opened[:needed])
+        for count, number in enumerate(opened):
+            if number not in seen and self._open.peek(number) is None:
+                seen.add(number)
+                _, shard, block = self._file(number)
+                free -= shard.size if block is None else shard.ranges[2 * block + 1] - shard.ranges[2 * block]
+                if free < 0:
+                    return count
+        return len(opened)
+
+    def fetch_stats(self) -> FetchStats:
+        """Return what this process has fetched of all streams so far, and what of it is ahead of need now."""
+        return sum((cache.stats() for cache in self._caches), FetchStats())
+
+    def keep_open(self, units: Ints) -> None:
+        """Keep the shards of these units (see `sizes`) open once they were read, because they are needed soon."""
+        self._open.most = max(MIN_OPEN, len(np.unique(self._opened_of[units])))
 
     def decode_ahead(self, units: Ints) -> None:
         """Decode these units (see `sizes`) in the background, in this order, as far as half of the memory for decoded
@@ -404,6 +434,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
         for cache in self._caches:
             cache.on_pressure = relieve
+            cache.neighbours = [other for other in self._caches if other is not cache]
 
     def _opened(self, number: int) -> tuple[HeldShard, ShardReader]:
         stream, shard, block = self._file(number)
