@@ -31,6 +31,10 @@ class Fault:
     """Sent with it."""
     cut_after: int = -1
     """Close the connection after so many bytes of the body."""
+    reset_after: int = -1
+    """Reset the connection after so many bytes of the body."""
+    more: int = 0
+    """So many bytes more are announced than the body has (fewer, if negative)."""
     silent_after: int = -1
     """Send nothing more after so many bytes, until the server closes."""
     flip: bool = False

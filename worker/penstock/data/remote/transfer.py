@@ -70,9 +70,20 @@ _PERMANENT = (
     tarfile.TarError,
     zipfile.BadZipFile,
 )
-_AGES = ("Last-Modified", "LastModified", "last_modified", "modified", "updated", "mtime", "created", "ETag", "etag")
-"""Names of the fields in which remotes report when a file was written, the best first. An ETag comes last, because it
-may be a digest of the content and not change when the same content is written again."""
+_AGES = (
+    "Last-Modified",
+    "LastModified",
+    "last_modified",
+    "modified",
+    "updated",
+    "mtime",
+    "created",
+    "ETag",
+    "etag",
+    "blob_id",
+)
+"""Names of the fields in which remotes report when a file was written, the best first. ETag and blob_id come last,
+because they may be digests of the content and not change when the same content is written again."""
 _ADDRESS = re.compile(r"(\w+://)(?:[^/\s?#]*@)?([^\s?#'\"<>]*)(?:[?#][^\s'\"<>]*)?")
 
 
@@ -360,6 +371,8 @@ def _copy_pieces(
                 requested = end
             end, request = requests.popleft()
             data = bytes_of(request.result())
+            if len(data) == size and end - target.at < size:  # the server knows no ranges and sent the whole file
+                data, end = data[target.at :], size
             if len(data) != end - target.at:
                 raise TransferBroken(f"{end - target.at} bytes were requested, but {len(data)} arrived")
             target.write(data)
