@@ -15,6 +15,7 @@ from waiting import wait_until
 from penstock.data import LogicalShards, MDSWriter, Stream, StreamingDataset, StreamingLoader
 from penstock.data.loading import streaming_loader
 from penstock.data.loading.upcoming_shards import ReadingRate, UpcomingShards
+from penstock.data.ordering import epoch_plan
 from penstock.proto.errors import InvalidArgumentError
 
 SHARDS, ROWS, BATCH = 37, 20, 10
@@ -138,6 +139,14 @@ def test_predownload_alone_is_as_many_samples(server: ShardServer, opened: Any) 
     dataset = opened()
     first_batch(dataset, predownload=7 * ROWS)
     assert len(settle(server, dataset)) in (7, 8)
+
+
+def test_used_shards_are_closed(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An open shard cannot be evicted, so that another job's full disk would stay full."""
+    monkeypatch.setattr(epoch_plan, "ORDERED_AT_ONCE", 2 * BATCH)
+    dataset = opened()
+    for _ in StreamingLoader(dataset, batch_size=BATCH, predownload=3 * ROWS):
+        assert len(dataset._open) <= 5
 
 
 def test_rate_of_reading() -> None:

@@ -347,8 +347,12 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         return sum((cache.stats() for cache in self._caches), FetchStats())
 
     def keep_open(self, units: Ints) -> None:
-        """Keep the shards of these units (see `sizes`) open once they were read, because they are needed soon."""
-        self._open.most = max(MIN_OPEN, len(np.unique(self._opened_of[units])))
+        """Keep the shards of these units (see `sizes`) open once they were read, because they are needed soon. Others
+        are closed, if their files are in a cache: an open shard cannot be evicted."""
+        needed = set(self._opened_of[units].tolist())
+        self._open.most = max(MIN_OPEN, len(needed))
+        if not all(cache.in_place for cache in self._caches):
+            self._open.keep(needed)
 
     def decode_ahead(self, units: Ints) -> None:
         """Decode these units (see `sizes`) in the background, in this order, as far as half of the memory for decoded

@@ -38,6 +38,10 @@ from penstock.runtime.files.plain_files import read_plain
 
 __all__ = ["HeldShard", "ShardCache"]
 
+FULL_TRIES = 4
+"""Number of times that a shard is fetched when the disk is full each time."""
+FULL_WAIT_S = 5.0
+"""Seconds that a reader waits for other processes to release a shard when the disk is full."""
 FREE_MORE = 1 << 16
 """Bytes that are freed beyond those needed when the disk is full: for the rounding to blocks, and for locks."""
 YIELD_S = 5.0
@@ -371,23 +375,36 @@ class ShardCache:
     # Space
 
     def _with_space(self, shard: Shard, until: float, work: Callable[[], T], *, demand: bool) -> T:
-        """Return `work()`, which stores a shard. If the disk is full, evict what no process uses, and call it once
-        more."""
-        failed = False
+        """Return `work()`, which stores a shard. If the disk is full, evict what no process uses, and call it again:
+        several times only if other processes keep taking what was freed."""
+        tries = 1
         while True:
             try:
                 return work()
             except (OSError, PenstockError) as error:
-                if not failed and is_full(error) and self._free(shard.size, until, demand=demand):
-                    failed = True
+                if is_full(error) and tries < FULL_TRIES and self._has_given_back(shard.size, until, demand=demand):
+                    tries += 1
                     continue
                 if isinstance(error, OSError):
                     raise unwritable(error, self._root, shard.size, self._source(shard)) from error
-                if failed and is_full(error):
+                if tries > 1 and is_full(error):
                     raise ShardUnavailableError(
                         f"{error.message}. All shards in {self.folder} that no process uses were evicted before"
                     ) from error.__cause__
                 raise
+
+    def _has_given_back(self, size: int, until: float, *, demand: bool) -> bool:
+        """Return True once shards were evicted because the disk is full. If all are in use, a reader waits a moment for
+        other processes to release some."""
+        if _disk_bytes(self._root) < size:  # eviction does not help
+            return False
+        yield_until = min(until, time.monotonic() + FULL_WAIT_S)
+        while not self._free(size, until, demand=demand):
+            if not demand or time.monotonic() >= yield_until:
+                return False
+            self._state.check_open("")
+            self._state.closing.wait(LOOK_S)
+        return True
 
     def _source(self, shard: Shard) -> str:
         """Return the address of a shard, for errors."""
@@ -398,13 +415,12 @@ class ShardCache:
         number of freed bytes. `size`: bytes that are needed; `demand`: True if a reader waits for them."""
         size += FREE_MORE
         freed = 0
-        if _disk_bytes(self._root) >= size:  # otherwise eviction does not help
-            near = [cache for cache in (self, *self.neighbours) if cache is self or _same_disk(cache._root, self._root)]
-            for pressure in (False, True) if demand else (False,):
-                if pressure and self.on_pressure and freed < size:
-                    self.on_pressure()
-                for cache in near:
-                    freed += cache._evict(size - freed, until, demand=pressure)
+        near = [cache for cache in (self, *self.neighbours) if cache is self or _same_disk(cache._root, self._root)]
+        for pressure in (False, True) if demand else (False,):
+            if pressure and self.on_pressure and freed < size:
+                self.on_pressure()
+            for cache in near:
+                freed += cache._evict(size - freed, until, demand=pressure)
         if freed and not self._told_full:
             self._told_full = True
             _log.warning(
@@ -428,7 +444,9 @@ class ShardCache:
     def _disk_has(self, size: int, until: float, *, demand: bool) -> bool:
         """Return True if the disk has `size` bytes free, after evicting shards if need be."""
         return _free_bytes(self._root) >= size or (
-            self._free(size, until, demand=demand) > 0 and _free_bytes(self._root) >= size
+            _disk_bytes(self._root) >= size
+            and self._free(size, until, demand=demand) > 0
+            and _free_bytes(self._root) >= size
         )
 
     def _claim(self, key: str, lock: FileLock, need: ShardVersion, until: float, *, demand: bool) -> bool:
