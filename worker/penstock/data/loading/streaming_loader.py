@@ -222,6 +222,8 @@ class StreamingLoader(PositionLoader):
         self._seconds = math.inf if predownload and prefetch_seconds is None else prefetch_s
         self._first_batches = FIRST_BATCHES + PREFETCHED_BATCHES * fetch_threads
         """Batches whose shards are fetched while the rate of reading is unknown."""
+        self._turns = 1
+        """Number of workers that make the box's batches in turn."""
         self._rate = ReadingRate()
         self._upcoming: UpcomingShards | None = None
         self._listed_for: EpochRemainder | None = None
@@ -244,6 +246,7 @@ class StreamingLoader(PositionLoader):
     def _prefetch(self, own_batches: WorkerBatches, plans: list[BatchPlan]) -> None:
         """Decode what the next batches need, and list the shards to prefetch."""
         remainder, position = own_batches.remainder, int(plans[0].positions[0])
+        self._turns = own_batches.turn.of
         if self.dataset.has_blocks:
             self._decode_ahead(remainder, plans)
         if self._upcoming is None or self._listed_for is not remainder or self._upcoming.is_old(position):
@@ -257,7 +260,7 @@ class StreamingLoader(PositionLoader):
         position, last = int(plan.positions[0]), int(plan.positions[-1])
         rate, ahead = self._rate.passed(before + position), self._ahead
         if self._seconds < math.inf:
-            seen = self._first_batches * (last + 1 - position) * self._identity.turn().of
+            seen = self._first_batches * (last + 1 - position) * self._turns
             ahead = min(ahead, max(seen, int((rate or 0.0) * self._seconds)))
         window = self._upcoming.window(position, last, ahead)
         if window is not None:

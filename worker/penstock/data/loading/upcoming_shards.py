@@ -7,7 +7,9 @@ loop that takes a single batch fetches hardly more than it reads.
 
 from __future__ import annotations
 
+import math
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
@@ -35,21 +37,22 @@ class ReadingRate:
         self._clock = clock
         self._marks: deque[tuple[float, int]] = deque(maxlen=MARKS)
         """(seconds, position) of moments at which a batch was asked for."""
+        self._last = -math.inf, 0
+        self._per_s: float | None = None
 
     def passed(self, position: int) -> float | None:
         """Count a batch that begins at `position`, counted over all epochs. Return the rate in positions per second;
         None while it is unknown. A position behind the last one begins a new measurement."""
         now = self._clock()
-        if self._marks and position < self._marks[-1][1]:
+        if position < self._last[1]:
             self._marks.clear()
-        if not self._marks:
-            self._marks.append((now, position))
-            return None
-        since = self._marks[0], self._marks[max(0, len(self._marks) - FEW_MARKS)]
-        if now - self._marks[-1][0] >= MARK_PAUSE_S:
-            self._marks.append((now, position))
+        elif now - self._last[0] < MARK_PAUSE_S:
+            return self._per_s
+        since = (self._marks[0], self._marks[max(0, len(self._marks) - FEW_MARKS)]) if self._marks else ()
         rates = [(position - first) / (now - began) for began, first in since if now - began >= MEASURE_S]
-        return max(rates, default=None)
+        self._per_s, self._last = max(rates, default=None), (now, position)
+        self._marks.append(self._last)
+        return self._per_s
 
 
 class Window(NamedTuple):
@@ -77,7 +80,7 @@ class UpcomingShards:
         _, first = np.unique(shards[order], return_index=True)
         chosen = order[np.sort(first)]
         self.shards: Ints = shards[chosen]
-        self._needed_at = needed_at[chosen]
+        self._needed_at: list[int] = needed_at[chosen].tolist()  # a search in a list is faster than in an array
         self._begin, self._listed = begin, listed
         self._given = Window(0, 0, 0)
         self._complete = False
@@ -92,8 +95,9 @@ class UpcomingShards:
         """Return the part of the list to fetch at a position; None while most of the last one is still ahead, so that
         not every batch makes a new list. `last`: last position of the present batch; `ahead`: number of positions whose
         shards are fetched."""
-        begin, needed, end = np.searchsorted(self._needed_at, [position, last + 1, position + ahead]).tolist()
-        end = max(end, needed)
+        begin = bisect_left(self._needed_at, position)
+        needed = bisect_left(self._needed_at, last + 1, begin)
+        end = max(needed, bisect_left(self._needed_at, position + ahead, begin))
         quarter = max(1, (self._given.end - self._given.begin) // 4)
         passed, grown = begin - self._given.begin >= quarter, end - self._given.end >= quarter
         if self._is_given and needed <= self._given.end and not passed and not (grown and self._complete):
