@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from shard_server import ShardServer
 from waiting import wait_until
 
-from penstock.data import LogicalShards, MDSWriter, Stream, StreamingDataset, StreamingLoader
+from penstock.data import LogicalShards, MDSWriter, Stream, StreamingDataset, StreamingLoader, index_parquet
+from penstock.data.formats.parquet import parquet_ranges
 from penstock.data.loading import streaming_loader
 from penstock.data.loading.upcoming_shards import ReadingRate, UpcomingShards
 from penstock.data.ordering import epoch_plan
@@ -107,6 +110,21 @@ def test_streams_share_one_budget(server: ShardServer, opened: Any) -> None:
         settle(server, dataset)
         assert dataset.fetch_stats().ahead_bytes <= 12 << 10
         assert all(cache.stats().fetched_shards > 0 for cache in dataset._caches)
+
+
+def test_decoding_fetches_no_more(server: ShardServer, opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row groups are decoded ahead of need, but only those that the prefetch fetches."""
+    monkeypatch.setattr(parquet_ranges, "MIN_RANGE_BYTES", 1)
+    folder = server.folder / "groups"
+    folder.mkdir()
+    pq.write_table(pa.table({"number": range(400)}), folder / "one.parquet", row_group_size=10)
+    index_parquet(str(folder))
+    dataset = opened(streams=["groups"], prefetch_bytes=1)
+    rows = iter(StreamingLoader(dataset, batch_size=BATCH))
+    next(rows)
+    wait_until(lambda: not dataset._decoder._wanted)
+    assert dataset.fetch_stats().fetched_shards == 2, "a row group and the footer"
+    assert sum(1 for _ in rows) == 39
 
 
 def test_pieces_keep_to_the_budget_of_bytes(server: ShardServer, opened: Any) -> None:

@@ -16,7 +16,6 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, SupportsIndex
 
@@ -25,7 +24,7 @@ import numpy.typing as npt
 import torch.utils.data
 import xxhash
 
-from penstock.data.arguments import byte_count, sample_count, whole
+from penstock.data.arguments import byte_count, real_number, sample_count, whole
 from penstock.data.cache.block_footers import BlockFooters
 from penstock.data.cache.decode_ahead import DecodeAhead
 from penstock.data.cache.index_watch import IndexWatch
@@ -212,6 +211,10 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         self.sample_bytes = sum(shard.decoded_bytes for shard in known) / max(1, sum(shard.samples for shard in known))
         """Mean number of bytes that a sample takes in a decoded row group; 0 if it is unknown."""
         self._footers = BlockFooters()
+        self._ahead: dict[int, None] = {}
+        """Numbers of what `fetch_ahead` admitted last."""
+        self._to_decode: list[int] = []
+        """Units to decode ahead that `fetch_ahead` has not admitted yet."""
         self.sizes: list[Ints] = [
             np.array([samples for shard in own for samples in shard.units], np.int64) for own in shards
         ]
@@ -318,11 +321,14 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         case. Returns the number of units that are admitted."""
         count = self._admitted(shards, needed)
         wanted: list[list[Shard]] = [[] for _ in self._caches]
-        for number in dict.fromkeys(self._opened_of[shards[:count]].tolist()):
+        self._ahead = dict.fromkeys(self._opened_of[shards[:count]].tolist())
+        for number in self._ahead:
             stream, shard, block = self._file(number)
             wanted[stream].append(shard if block is None else block_shard(shard, block))
         for cache, ahead in zip(self._caches, wanted, strict=True):
             cache.fetch_ahead(ahead)
+        if self._to_decode and (ready := self._decodable()):
+            self._decoder.want(ready, more=True)
         return count
 
     def _admitted(self, shards: Ints, needed: int) -> int:
@@ -356,13 +362,26 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
     def decode_ahead(self, units: Ints) -> None:
         """Decode these units (see `sizes`) in the background, in this order, as far as half of the memory for decoded
-        row groups lasts. The list replaces the one of the call before. Does nothing if the index lists no row
-        groups."""
+        row groups lasts, once `fetch_ahead` admits them. The list replaces the one of the call before. Does nothing if
+        the index lists no row groups."""
         if not self.has_blocks:
             return
         needed = np.cumsum(self._unit_sizes[units]) * self.sample_bytes
         limit = max(MEMORY.limit, self.decoded_limit or 0) // 2
-        self._decoder.want(units[needed <= limit].tolist())
+        self._to_decode = units[needed <= limit].tolist()
+        self._decoder.want(self._decodable())
+
+    def _decodable(self) -> list[int]:
+        """Remove and return those of the units to decode that are in place, open, or being fetched ahead. Decoding must
+        not fetch more than the prefetch does."""
+        known = [(unit, int(self._opened_of[unit])) for unit in self._to_decode]
+        ready = [unit for unit, number in known if number in self._ahead or self._is_at_hand(number)]
+        taken = set(ready)
+        self._to_decode = [unit for unit in self._to_decode if unit not in taken]
+        return ready
+
+    def _is_at_hand(self, number: int) -> bool:
+        return self._caches[self._file(number)[0]].in_place or self._open.peek(number) is not None
 
     def forget(self, units: Ints) -> None:
         """Let the memory of these decoded units be freed, because their samples are not needed soon."""
@@ -518,16 +537,11 @@ def _with_plain_weights(number: int, stream: Stream) -> Stream:
     types."""
     name = f"stream {number}: "
     choose = sample_count(f"{name}choose", stream.choose)
-    proportion, repeat = _real(f"{name}proportion", stream.proportion), _real(f"{name}repeat", stream.repeat)
+    proportion, repeat = (
+        real_number(f"{name}proportion", stream.proportion),
+        real_number(f"{name}repeat", stream.repeat),
+    )
     return replace(stream, proportion=proportion, repeat=repeat, choose=choose)
-
-
-def _real(name: str, value: float | None) -> float | None:
-    if value is None:
-        return None
-    if not isinstance(value, Real):
-        raise InvalidArgumentError(f"{name} must be a number >= 0, got {value!r}")
-    return float(value)
 
 
 def _group(group: str | int | None) -> int | None:
