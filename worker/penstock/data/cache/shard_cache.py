@@ -9,6 +9,7 @@ process leaves are recognized by their free lock, and removed.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -42,6 +43,8 @@ FULL_TRIES = 4
 """Number of times that a shard is fetched when the disk is full each time."""
 FULL_WAIT_S = 5.0
 """Seconds that a reader waits for other processes to release a shard when the disk is full."""
+DISK = (errno.ENOSPC,)
+"""Number of the system's error that says that the disk itself is full, and not a quota."""
 FREE_MORE = 1 << 16
 """Bytes that are freed beyond those needed when the disk is full: for the rounding to blocks, and for locks."""
 YIELD_S = 5.0
@@ -382,9 +385,11 @@ class ShardCache:
             try:
                 return work()
             except (OSError, PenstockError) as error:
-                if is_full(error) and tries < FULL_TRIES and self._has_given_back(shard.size, until, demand=demand):
-                    tries += 1
-                    continue
+                if is_full(error) and tries < FULL_TRIES:
+                    free = _free_bytes(self._root) if is_full(error, DISK) else 0  # a quota may not show in it
+                    if free >= shard.size + FREE_MORE or self._has_given_back(shard.size, until, demand=demand):
+                        tries += 1
+                        continue
                 if isinstance(error, OSError):
                     raise unwritable(error, self._root, shard.size, self._source(shard)) from error
                 if tries > 1 and is_full(error):
@@ -533,7 +538,12 @@ class ShardCache:
             finally:
                 lock.release()
 
-        return self._with_space(shard, until, fetched, demand=False)
+        try:
+            return self._with_space(shard, until, fetched, demand=False)
+        except (OSError, PenstockError) as error:
+            if not is_full(error, DISK):
+                raise
+            return False  # other processes took the space
 
     # End
 

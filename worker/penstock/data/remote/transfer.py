@@ -20,7 +20,7 @@ import threading
 import time
 import zipfile
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -162,9 +162,10 @@ def unwritable(error: OSError, path: str, needed: int, source: str) -> ShardUnav
     return ShardUnavailableError(text)
 
 
-def is_full(error: BaseException) -> bool:
-    """Return True if `error` says that the local disk, or a quota on it, has no space left."""
-    return any(isinstance(each, OSError) and each.errno in _FULL for each in (error, error.__cause__))
+def is_full(error: BaseException, kinds: Collection[int] = _FULL) -> bool:
+    """Return True if `error` says that the local disk, or a quota on it, has no space left. `kinds`: numbers of the
+    system's errors that count."""
+    return any(isinstance(each, OSError) and each.errno in kinds for each in (error, error.__cause__))
 
 
 @dataclass
