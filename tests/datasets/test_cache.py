@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import os
@@ -9,18 +10,23 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from shard_folder import HASH, make_shards, raw_bytes
+from shard_folder import HASH, make_shards, raw_bytes, size_of_files
 from shard_server import Fault, ShardServer
 from small_disk import small_disk_at
 from waiting import until
 
+from penstock.data import MDSWriter, Stream, StreamingDataset
+from penstock.data.cache import shard_cache
 from penstock.data.cache.shard_cache import ShardCache
 from penstock.data.formats.compressed_files import COMPRESSIONS
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
+from penstock.data.remote import transfer
 from penstock.data.remote.folders import RemoteFolder
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError, ShardUnavailableError
 
@@ -288,6 +294,88 @@ def test_a_full_disk_is_named_and_others_go_on(server: ShardServer, small_disk: 
     assert not names(small_disk)
     assert held_bytes(cache, small) == raw_bytes(1, SIZE)
     cache.close()
+
+
+@pytest.mark.parametrize("compression", ["", "zstd"])
+def test_full_disk_evicts_what_is_unused(server: ShardServer, small_disk: Path, compression: str) -> None:
+    """Read more than the disk holds, without a limit; another job's shard stays, and so does one that is read now."""
+    shards = make_shards(server.folder, 8, SIZE, compression=compression)
+    cache, other = (ShardCache(RemoteFolder(server.url), small_disk) for _ in range(2))
+    with other.hold(shards[0]) as theirs:
+        for number, shard in enumerate(shards):
+            assert held_bytes(cache, shard) == raw_bytes(number, SIZE)
+        assert theirs.paths[0].read_bytes() == raw_bytes(0, SIZE)
+        assert set(server.requests.values()) == {1}, "there must be space before it is fetched"
+    assert not list((small_disk / ".penstock" / "fetching").iterdir())
+    cache.close()
+    other.close()
+
+
+def test_full_disk_names_its_remedy_if_all_is_held(
+    server: ShardServer, small_disk: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard_cache, "FULL_WAIT_S", 0.0)
+    shards = make_shards(server.folder, 6, SIZE)
+    cache = ShardCache(RemoteFolder(server.url), small_disk)
+    held = [cache.hold(shard) for shard in shards[:3]]
+    with pytest.raises(ShardUnavailableError, match=rf"it needs {SIZE} bytes, \d+ are free: free space .* folder"):
+        cache.hold(shards[3])
+    assert [hold.paths[0].read_bytes() for hold in held] == [raw_bytes(number, SIZE) for number in range(3)]
+    assert not list((small_disk / ".penstock" / "fetching").iterdir())
+    assert not caplog.records
+    monkeypatch.setattr(shard_cache, "FULL_WAIT_S", 600.0)
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(cache.hold, shards[5])
+        wait_until(lambda: server.requests[shards[5].name] > 0)
+        for hold in held:  # as another job would
+            hold.release()
+        with waiting.result(60) as found:
+            assert found.paths[0].read_bytes() == raw_bytes(5, SIZE)
+    cache.fetch_ahead(shards[3:5])  # in threads, which evict too
+    wait_until(lambda: cache.stats().ahead_bytes == 2 * SIZE)
+    assert "is full: shards that no process uses are evicted" in caplog.text
+    cache.close()
+
+
+def test_full_disk_of_streams_is_shared(server: ShardServer, small_disk: Path) -> None:
+    """A stream's unused shards give way to those of another stream on the same disk."""
+    for name in ("one", "other"):
+        with MDSWriter(server.folder / name, {"number": "int"}, size_limit=20_000) as writer:
+            for number in range(8000):
+                writer.write({"number": number})
+    streams = [Stream(f"{server.url}/{name}", small_disk / name) for name in ("one", "other")]
+    with closing(StreamingDataset(streams=streams)) as dataset:
+        assert [dataset[at]["number"] for at in range(0, 16_000, 500)] == [*range(0, 8000, 500)] * 2
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_quota_evicts_and_tries_again(
+    server: ShardServer, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fits: bool
+) -> None:
+    """A quota does not show in the bytes that are free: only a write tells of it."""
+    quota = 2 * SIZE + SIZE // 2 if fits else SIZE // 2
+    write = transfer.DownloadTarget.write
+
+    def limited(self: transfer.DownloadTarget, data: bytes) -> int:
+        if size_of_files(tmp_path / "cache") + len(data) > quota:
+            raise transfer.unwritable(refused, str(tmp_path / "cache"), SIZE, "it") from refused
+        return write(self, data)
+
+    refused = OSError(errno.EDQUOT, "Disk quota exceeded")
+    monkeypatch.setattr(transfer.DownloadTarget, "write", limited)
+    monkeypatch.setattr(shard_cache, "FULL_WAIT_S", 0.0)
+    shards = make_shards(server.folder, 4, SIZE)
+    cache = make()
+    if fits:
+        assert [held_bytes(cache, shard) for shard in shards] == [raw_bytes(number, SIZE) for number in range(4)]
+        assert server.requests[shards[2].name] == 2
+        return
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / shards[1].name).write_bytes(raw_bytes(1, SIZE))
+    held_bytes(cache, shards[1])
+    with pytest.raises(ShardUnavailableError, match=f"Disk quota exceeded; it needs {SIZE} .* were evicted before"):
+        cache.hold(shards[0])
+    assert server.requests[shards[0].name] == 2
 
 
 def test_ahead_is_fetched_in_order_by_threads(server: ShardServer, make: Make, tmp_path: Path) -> None:

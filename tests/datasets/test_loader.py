@@ -220,10 +220,10 @@ class Recording(StreamingDataset):
 
     asked: frozenset[int] = frozenset()
 
-    def fetch_ahead(self, shards: Ints) -> None:
+    def fetch_ahead(self, shards: Ints, *, needed: int = 0) -> int:
         assert set(shards.tolist()) <= set(range(10))
-        self.asked = frozenset(shards.tolist())
-        super().fetch_ahead(shards)
+        self.asked |= frozenset(shards.tolist())
+        return super().fetch_ahead(shards, needed=needed)
 
     def __getitem__(self, index: SupportsIndex) -> Any:
         assert int(index) // 10 in self.asked

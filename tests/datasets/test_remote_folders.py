@@ -313,6 +313,22 @@ def test_threads_share_no_connection(plain: RemoteFolder) -> None:
         assert set(threads.map(lambda _: plain.read(NAME, deadline_s=30), range(12))) == {DATA}
 
 
+def test_parts_are_requested_at_once(plain: RemoteFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a filesystem without an event loop, too, where each part is a request of its own, as of hf://."""
+    monkeypatch.setitem(folders._BY_RANGES, "plain", {"cache_type": "none"})
+    monkeypatch.setattr(transfer, "LARGE_PIECE", SIZE // 4)
+    four = threading.Barrier(4, timeout=60)
+    read = Plain.cat_file
+
+    def together(self: Plain, path: str, start: int, end: int, cache_type: str) -> bytes:
+        assert cache_type == "none"
+        four.wait()
+        return read(self, path, start, end)
+
+    monkeypatch.setattr(Plain, "cat_file", together)
+    assert fetch(plain, tmp_path) == DATA
+
+
 def test_a_filesystem_that_hangs_has_a_deadline(plain: RemoteFolder, tmp_path: Path) -> None:
     Plain.hangs.set()
     started = time.monotonic()

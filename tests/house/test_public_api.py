@@ -183,12 +183,12 @@ KEYWORDS = {
     ),
     "penstock.data:Stream": "remote local split proportion repeat choose storage_options columns",
     "penstock.data:StreamingDataset": (
-        "remote local split streams cache_limit validate_hash keep_zip timeout_s download_threads allow_unsafe_types "
-        "images columns decoded_limit storage_options"
+        "remote local split streams cache_limit validate_hash keep_zip timeout_s download_threads prefetch_bytes "
+        "allow_unsafe_types images columns decoded_limit storage_options"
     ),
     "penstock.data:StreamingLoader": (
         "dataset batch_size global_batch_size shuffle seed shuffle_block shuffle_memory partitions interleave "
-        "epoch_size tail skip order_file predownload fetch_threads reseed keys rank collate_fn"
+        "epoch_size tail skip order_file predownload prefetch_seconds fetch_threads reseed keys rank collate_fn"
     ),
     "penstock.data:SyntheticDataset": "sample_spec num_samples seed",
     "penstock.data:WindowShuffled": "source window",

@@ -9,7 +9,10 @@ from __future__ import annotations
 import email.utils
 import hashlib
 import http.server
+import os
 import re
+import socket
+import struct
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -31,6 +34,10 @@ class Fault:
     """Sent with it."""
     cut_after: int = -1
     """Close the connection after so many bytes of the body."""
+    reset_after: int = -1
+    """Reset the connection after so many bytes of the body."""
+    more: int = 0
+    """So many bytes more are announced than the body has (fewer, if negative)."""
     silent_after: int = -1
     """Send nothing more after so many bytes, until the server closes."""
     flip: bool = False
@@ -142,7 +149,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 return
             headers.append(("Content-Range", f"bytes {start}-{end - 1}/{len(data)}"))
             status = 206
-        self._head(status, end - start, headers)
+        self._head(status, end - start + fault.more, headers)
         if body:
             self._send(data[start:end], fault)
 
@@ -155,7 +162,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _send(self, data: bytes, fault: Fault) -> None:
         owner = self.server.owner
-        stops = [at for at in (fault.cut_after, fault.silent_after) if at >= 0]
+        stops = [at for at in (fault.cut_after, fault.silent_after, fault.reset_after) if at >= 0]
+        stops += [len(data) + min(0, fault.more)] if fault.more else []
         data = data[: min(stops)] if stops else data
         if fault.bytes_per_s:
             step = max(1, fault.bytes_per_s // 20)
@@ -172,4 +180,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             if fault.silent_after >= 0:
                 owner.closing.wait(60)
             self.close_connection = True
-            self.connection.shutdown(2)
+            if fault.reset_after >= 0:
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                os.close(self.connection.detach())
+            else:
+                self.connection.shutdown(2)

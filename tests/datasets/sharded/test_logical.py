@@ -160,9 +160,9 @@ class Recording(StreamingDataset):
         self.asked: list[list[int]] = []
         self.touched: list[int] = []
 
-    def fetch_ahead(self, shards: Ints) -> None:
+    def fetch_ahead(self, shards: Ints, *, needed: int = 0) -> int:
         self.asked.append(shards.tolist())
-        super().fetch_ahead(shards)
+        return super().fetch_ahead(shards, needed=needed)
 
     def __getitem__(self, index: Any) -> Any:
         self.touched.append(int(index) // 10)

@@ -6,11 +6,12 @@ import operator
 import re
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from numbers import Real
 from typing import overload
 
 from penstock.proto.errors import InvalidArgumentError
 
-__all__ = ["at_least_one", "byte_count", "one_of", "sample_count", "whole"]
+__all__ = ["at_least_one", "byte_count", "one_of", "real_number", "sample_count", "seconds_count", "whole"]
 
 _BYTES = {"kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30, "tb": 1 << 40, "pb": 1 << 50, "b": 1}
 _SAMPLES = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
@@ -50,6 +51,23 @@ def sample_count(name: str, value: int | str | None) -> int | None:
     """Return a number of samples. `value`: a number, or a text such as "100k" (powers of 1000). Raises
     InvalidArgumentError for anything else."""
     return whole(name, _counted(name, value, _SAMPLES, "100k, 1.5m or 2b, in powers of 1000"))
+
+
+def real_number(name: str, value: float | None) -> float | None:
+    """Return a Python number; a state cannot contain a number of numpy. Raises InvalidArgumentError for anything but a
+    number or None."""
+    if value is None:
+        return None
+    if not isinstance(value, Real):
+        raise InvalidArgumentError(f"{name} must be a number >= 0, got {value!r}")
+    return float(value)
+
+
+def seconds_count(name: str, value: float) -> float:
+    """Return a number of seconds, possibly inf. Raises InvalidArgumentError for anything else."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not value >= 0:
+        raise InvalidArgumentError(f"{name} must be a number of seconds >= 0, or inf, got {value!r}")
+    return float(value)
 
 
 def _counted(name: str, value: int | str | None, units: Mapping[str, int], examples: str) -> int | None:

@@ -25,6 +25,7 @@ from penstock.data.cache.dataset_versions import Version, check_version, open_ve
 from penstock.data.cache.decode_ahead import DecodeAhead
 from penstock.data.cache.index_watch import IndexWatch
 from penstock.data.cache.open_shards import MIN_OPEN, OpenShards
+from penstock.data.cache.prefetch import FetchStats
 from penstock.data.cache.shard_cache import HeldShard, ShardCache
 from penstock.data.formats.decoded_blocks import MEMORY
 from penstock.data.formats.index import index_notes, read_index
@@ -68,6 +69,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         keep_zip: bool = False,
         timeout_s: float = 600.0,
         download_threads: int = 4,
+        prefetch_bytes: int | str | None = None,
         cache_group: str | int | None = None,
         allow_unsafe_types: bool = False,
         images: Literal["pil", "array"] = "pil",
@@ -88,6 +90,9 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
             keep_zip: True: keep compressed files in the cache beside the decompressed ones.
             timeout_s: seconds to wait for a shard.
             download_threads: number of shards that a stream fetches at a time.
+            prefetch_bytes: largest number of bytes, or a text such as "4gb", of shards that this process fetches before
+                their samples are needed, over all streams together: those that are needed first. What the present batch
+                needs is fetched in any case. None: no limit but cache_limit and the loader's `prefetch_seconds`.
             cache_group: name or ID of a Unix group whose members share the cache folders. None: folders that another
                 user made or can write to are refused.
             allow_unsafe_types: True: read columns of pickles. A pickle can run any code when it is read, so use this
@@ -118,6 +123,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         self.streams = tuple(with_plain_values(number, stream) for number, stream in enumerate(given))
         check_weights(self.streams)
         limit = byte_count("cache_limit", cache_limit)
+        self.prefetch_bytes = byte_count("prefetch_bytes", prefetch_bytes)
         self.decoded_limit = byte_count("decoded_limit", decoded_limit)
         """Bytes of decoded row groups that this dataset asks the process to keep; None: the default."""
         remotes = [remote_of(stream) for stream in self.streams]
@@ -192,6 +198,10 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
                     raise DatasetError(f"{name}: {error.message}") from None
         self._shards = [(number, shard) for number, own in enumerate(shards) for shard in own]
         self._footers = BlockFooters()
+        self._ahead: dict[int, None] = {}
+        """Numbers of what `fetch_ahead` admitted last."""
+        self._to_decode: list[int] = []
+        """Units to decode ahead that `fetch_ahead` has not admitted yet."""
         self.layouts = [
             OrderLayout.noted(index_notes(index), own, name)
             for index, own, (_, _, name) in zip(indexes, shards, remotes, strict=True)
@@ -308,30 +318,79 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
             error.add_note(f"raised by {what}")
             raise
 
-    def fetch_ahead(self, shards: Ints) -> None:
-        """Fetch the shards of these units (see `layouts`) in the background, in this order. The list replaces the one
-        of the call before."""
-        opened = self._opened_of[self._own_units(shards)]
-        _, firsts = np.unique(opened, return_index=True)
-        opened = opened[np.sort(firsts)]
-        self._open.most = max(MIN_OPEN, len(opened))
+    def fetch_ahead(self, units: Ints, *, needed: int = 0) -> int:
+        """Fetch the shards of these units (see `layouts`) in the background, in this order, as far as `prefetch_bytes`
+        last. The list replaces the one of the call before. `needed`: number of the first units that are fetched in any
+        case. Returns the number of units that are admitted."""
+        count = self._admitted(units, needed)
         wanted: list[list[Shard]] = [[] for _ in self._caches]
-        for number in opened.tolist():
+        self._ahead = dict.fromkeys(self._opened_for(units[:count]))
+        for number in self._ahead:
             stream, shard, block = self._file(number)
             wanted[stream].append(shard if block is None else block_shard(shard, block))
         for cache, ahead in zip(self._caches, wanted, strict=True):
             cache.fetch_ahead(ahead)
+        if self._to_decode and (ready := self._decodable()):
+            self._decoder.want(ready, more=True)
+        return count
+
+    def _admitted(self, units: Ints, needed: int) -> int:
+        """Return how many of these units fit into the budget of bytes of all streams. What is open already needs none
+        of it, nor do the first `needed` units."""
+        if self.prefetch_bytes is None:
+            return len(units)
+        free = self.prefetch_bytes
+        seen = set(self._opened_for(units[:needed]))
+        for count in range(needed, len(units)):
+            for number in self._opened_for(units[count : count + 1]):
+                if number not in seen and self._open.peek(number) is None:
+                    seen.add(number)
+                    _, shard, block = self._file(number)
+                    free -= shard.size if block is None else shard.ranges[2 * block + 1] - shard.ranges[2 * block]
+            if free < 0:
+                return count
+        return len(units)
+
+    def _opened_for(self, units: Ints) -> list[int]:
+        """Return the numbers of what is opened to read these units of `layouts`."""
+        opened: list[int] = self._opened_of[self._own_units(units)].tolist()
+        return opened
+
+    def fetch_stats(self) -> FetchStats:
+        """Return what this process has fetched of all streams so far, and what of it is ahead of need now."""
+        return sum((cache.stats() for cache in self._caches), FetchStats())
+
+    def keep_open(self, units: Ints) -> None:
+        """Keep the shards of these units (see `layouts`) open once they were read, because they are needed soon. Others
+        are closed, if their files are in a cache: an open shard cannot be evicted."""
+        needed = set(self._opened_for(units))
+        self._open.most = max(MIN_OPEN, len(needed))
+        if not all(cache.in_place for cache in self._caches):
+            self._open.keep(needed)
 
     def decode_ahead(self, units: Ints) -> None:
         """Decode these units (see `layouts`) in the background, in this order, as far as half of the memory for decoded
-        row groups lasts. The list replaces the one of the call before. Does nothing if the index lists no row
-        groups."""
+        row groups lasts, once `fetch_ahead` admits them. The list replaces the one of the call before. Does nothing if
+        the index lists no row groups."""
         if not self.has_blocks:
             return
         units = self._own_units(units)
         needed = np.cumsum(self._unit_sizes[units]) * self.sample_bytes
         limit = max(MEMORY.limit, self.decoded_limit or 0) // 2
-        self._decoder.want(units[needed <= limit].tolist())
+        self._to_decode = units[needed <= limit].tolist()
+        self._decoder.want(self._decodable())
+
+    def _decodable(self) -> list[int]:
+        """Remove and return those of the units to decode that are in place, open, or being fetched ahead. Decoding must
+        not fetch more than the prefetch does."""
+        known = [(unit, int(self._opened_of[unit])) for unit in self._to_decode]
+        ready = [unit for unit, number in known if number in self._ahead or self._is_at_hand(number)]
+        taken = set(ready)
+        self._to_decode = [unit for unit in self._to_decode if unit not in taken]
+        return ready
+
+    def _is_at_hand(self, number: int) -> bool:
+        return self._caches[self._file(number)[0]].in_place or self._open.peek(number) is not None
 
     def forget(self, units: Ints) -> None:
         """Let the memory of these decoded units be freed, because their samples are not needed soon."""
@@ -421,6 +480,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
         for cache in self._caches:
             cache.on_pressure = relieve
+            cache.neighbours = [other for other in self._caches if other is not cache]
 
     def _opened(self, number: int) -> tuple[HeldShard, ShardReader]:
         stream, shard, block = self._file(number)

@@ -8,11 +8,10 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
 
-from penstock.data.arguments import sample_count, whole
+from penstock.data.arguments import real_number, sample_count, whole
 from penstock.data.remote.folders import RemoteFolder, joined
 from penstock.data.writing.uploads import local_folder
 from penstock.proto.errors import InvalidArgumentError
@@ -76,16 +75,9 @@ def with_plain_values(number: int, stream: Stream) -> Stream:
     types."""
     name = f"stream {number}: "
     choose = sample_count(f"{name}choose", stream.choose)
-    proportion, repeat = _real(f"{name}proportion", stream.proportion), _real(f"{name}repeat", stream.repeat)
+    proportion = real_number(f"{name}proportion", stream.proportion)
+    repeat = real_number(f"{name}repeat", stream.repeat)
     return replace(stream, proportion=proportion, repeat=repeat, choose=choose)
-
-
-def _real(name: str, value: float | None) -> float | None:
-    if value is None:
-        return None
-    if not isinstance(value, Real):
-        raise InvalidArgumentError(f"{name} must be a number >= 0, got {value!r}")
-    return float(value)
 
 
 def group(group: str | int | None) -> int | None:

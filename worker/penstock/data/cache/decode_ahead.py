@@ -38,10 +38,11 @@ class DecodeAhead:
         """Blocks to decode, the next one last."""
         self._thread: threading.Thread | None = None
 
-    def want(self, blocks: Sequence[int]) -> None:
-        """Decode these blocks, in this order. The list replaces the one of the call before."""
+    def want(self, blocks: Sequence[int], *, more: bool = False) -> None:
+        """Decode these blocks, in this order. The list replaces the one of the call before, or with `more` follows
+        it."""
         with self._work:
-            self._wanted = list(reversed(blocks))
+            self._wanted = [*reversed(blocks), *(self._wanted if more else ())]
             if not blocks:
                 return
             if self._thread is None:

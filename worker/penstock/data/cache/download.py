@@ -44,7 +44,7 @@ def put(data: bytes, temporary: Path, folder: Path, name: str, source: str) -> N
                 while view:
                     view = view[file.write(view) :]
             except OSError as error:
-                raise unwritable(error, file, len(data), source) from error
+                raise unwritable(error, str(temporary), len(data), source) from error
         _name(temporary, folder, name)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
@@ -320,9 +320,7 @@ class Downloads:
                         raise
                     raise ShardCorruptError(f"{source}: {error}") from error
             except OSError as error:
-                raise ShardUnavailableError(
-                    f"{source} could not be stored in {self._folder}: {error.strerror}"
-                ) from error
+                raise unwritable(error, str(self._folder), stored.size, source) from error
 
     def _inflate(self, shard: Shard, file: ShardFile, path: Path, temporary: Path) -> None:
         """Decompress the packed file at `path` into the cache's folder, and verify both its packed and its raw

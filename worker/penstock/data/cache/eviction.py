@@ -12,6 +12,8 @@ that the next claims need no count.
 The least recently used shard is evicted first. Raw files that can be decompressed again from a packed file in the cache
 are evicted before files that would have to be fetched again. A shard is never evicted while a process holds its lock,
 or if the remote no longer has it. A prefetch never evicts a shard that another process has prefetched and not used yet.
+
+A disk or quota that is full is a limit that nobody told: then shards are evicted too, also in a cache without a limit.
 """
 
 from __future__ import annotations
@@ -47,9 +49,10 @@ class Eviction:
     """Eviction from one cache's folder, by one process. The contents of version files are kept in memory, and a file is
     read again only after a change."""
 
-    def __init__(self, state: CacheState, limit: int, fetchable: Callable[[str, int], bool]) -> None:
+    def __init__(self, state: CacheState, limit: int | None, fetchable: Callable[[str, int], bool]) -> None:
         """
         Args:
+            limit: largest number of bytes in the folder; None: no limit, then nothing is claimed.
             fetchable: `fetchable(name, size)` returns True if the remote has that file, so that it can be fetched
                 again.
         """
@@ -71,6 +74,7 @@ class Eviction:
         Returns False if there is not enough space; with `exceed` it then writes the version and returns True
         nevertheless. `demand`: True if a reader waits for the shard, so that prefetched shards may be evicted.
         """
+        assert self._limit is not None
         bound = _decoded_bound(counting.read()) if self._has_counted else None
         if bound is None or bound + version.size > self._limit:
             if self._excess_after_eviction(key, version.size, demand=demand) > 0 and not exceed:
@@ -81,9 +85,19 @@ class Eviction:
         lock.write(version.encoded())
         return True
 
+    def free(self, size: int, *, demand: bool) -> int:
+        """Evict shards until `size` bytes are freed or nothing is left to evict, because the disk is full; return the
+        number of freed bytes. The caller holds the eviction lock. `demand`: as in `claim`."""
+        self._read()
+        missing = size
+        for whole in (False, True):
+            missing = self._shrink(missing, whole=whole, sparing=True)
+        return size - (self._shrink(missing, whole=True, sparing=False) if demand else missing)
+
     def _excess_after_eviction(self, key: str, size: int, *, demand: bool) -> int:
         """Count, and evict other shards than `key` until `size` bytes fit. Return the number of bytes by which they
         exceed the limit; 0 or less if they fit."""
+        assert self._limit is not None
         self._read()
         self._entries.pop(key, None)
         excess = sum(entry.version.size for entry in self._entries.values()) + size - self._limit

@@ -14,7 +14,7 @@ import resource
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 from penstock.data.cache.shard_cache import HeldShard
 from penstock.data.formats.shards import ShardReader
@@ -77,6 +77,13 @@ class OpenShards:
         for shard in surplus:
             shard.held.release()
         return found
+
+    def keep(self, numbers: Container[int]) -> None:
+        """Close all shards but these, so that the cache may evict them."""
+        with self._lock:
+            dropped = [self._open.pop(number) for number in tuple(self._open) if number not in numbers]
+        for shard in dropped:
+            shard.held.release()
 
     def clear(self) -> None:
         with self._lock:

@@ -12,13 +12,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import astuple, dataclass
 
 from penstock.data.cache.cache_state import CacheState
 from penstock.data.cache.file_locks import FileLock, take
 from penstock.data.formats.shards import Shard
 from penstock.proto.errors import PenstockError
 
-__all__ = ["Prefetcher"]
+__all__ = ["FetchStats", "Prefetcher"]
 
 EVICTION_PAUSE_S = 0.25
 """Seconds between two attempts to prefetch when the cache is full. The cache must be checked again and again, because
@@ -27,6 +28,26 @@ other processes do not report when they release a shard."""
 
 MARK_S = 10.0
 """Seconds to wait for the mark (a lock) of a prefetched shard while another process removes that mark."""
+
+
+@dataclass(frozen=True)
+class FetchStats:
+    """What one process has fetched of a dataset since it opened the dataset."""
+
+    fetched_shards: int = 0
+    """Number of shards, or of row groups that are fetched alone."""
+    fetched_bytes: int = 0
+    """Bytes that they take on disk."""
+    ahead_shards: int = 0
+    """Number of shards that are on disk because of the prefetch, and were not used yet."""
+    ahead_bytes: int = 0
+    """Bytes that they have."""
+    waited_s: float = 0.0
+    """Seconds for which reads waited for a shard that this process fetched only when it was read. It should hardly grow
+    after the first batches: otherwise the prefetch should reach farther, or the remote is too slow."""
+
+    def __add__(self, other: FetchStats) -> FetchStats:
+        return FetchStats(*(one + more for one, more in zip(astuple(self), astuple(other), strict=True)))
 
 
 class Prefetcher:
@@ -45,8 +66,8 @@ class Prefetcher:
         self._threads = threads
         self._fetch_shard = fetch
         self._changed = threading.Condition()
-        self._wanted: set[str] = set()
-        """Keys of the shards of the last list that this process has not used since."""
+        self._wanted: dict[str, int] = {}
+        """Keys of the shards of the last list that this process has not used since, and their sizes in bytes."""
         self._queue: deque[tuple[str, Shard]] = deque()
         """Shards of the list that no thread has taken yet, each with its key."""
         self._moving: set[str] = set()
@@ -63,7 +84,7 @@ class Prefetcher:
         """Replace the list of shards to prefetch, each given with its key. `but`: keys of shards in use, which are left
         out."""
         with self._changed:
-            self._wanted = {key for key, _ in shards}.difference(but)
+            self._wanted = {key: shard.size for key, shard in shards if key not in but}
             dropped = [self._marks.pop(key) for key in tuple(self._marks) if key not in self._wanted]
             self._queue = deque(shards)
             self._full_until = 0.0
@@ -78,10 +99,16 @@ class Prefetcher:
     def used(self, key: str) -> None:
         """Remove the prefetch mark of a shard, because this process uses the shard now."""
         with self._changed:
-            self._wanted.discard(key)
+            self._wanted.pop(key, None)
             lock = self._marks.pop(key, None)
         if lock:
             _drop(lock)
+
+    def ahead(self) -> tuple[int, int]:
+        """Return the number and the bytes of the shards that were prefetched and not used yet."""
+        with self._changed:
+            sizes = [self._wanted.get(key, 0) for key in self._marks]
+        return len(sizes), sum(sizes)
 
     def check_space(self) -> None:
         """Let a thread try the next prefetch at once, because the cache may have space now."""

@@ -9,32 +9,44 @@ process leaves are recognized by their free lock, and removed.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import logging
 import os
 import threading
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from penstock.data.cache.cache_state import LONGEST_PAUSE_S, CacheState
 from penstock.data.cache.download import Downloads, put
 from penstock.data.cache.eviction import Eviction
 from penstock.data.cache.file_hashes import HASHES
 from penstock.data.cache.file_locks import FileLock
-from penstock.data.cache.prefetch import Prefetcher
+from penstock.data.cache.prefetch import FetchStats, Prefetcher
 from penstock.data.cache.shard_versions import ShardVersion, file_stat, key_of
 from penstock.data.formats.index import INDEX
 from penstock.data.formats.shards import Shard
 from penstock.data.remote.folders import LARGEST_READ, RemoteFolder
+from penstock.data.remote.transfer import is_full, unwritable
 from penstock.proto.errors import DatasetError, InvalidArgumentError, PenstockError, ShardUnavailableError
 from penstock.runtime.files.plain_files import read_plain
 
 __all__ = ["HeldShard", "ShardCache"]
 
+FULL_TRIES = 4
+"""Number of times that a shard is fetched when the disk is full each time."""
+FULL_WAIT_S = 5.0
+"""Seconds that a reader waits for other processes to release a shard when the disk is full."""
+DISK = (errno.ENOSPC,)
+"""Number of the system's error that says that the disk itself is full, and not a quota."""
+FREE_MORE = 1 << 16
+"""Bytes that are freed beyond those needed when the disk is full: for the rounding to blocks, and for locks."""
 YIELD_S = 5.0
 """Seconds that a reader waits for other processes' prefetches to end, before it exceeds the cache's limit."""
 LOOK_S = 0.1
@@ -44,6 +56,9 @@ INDEXABLE_ENDINGS = {".parquet", ".jsonl", ".ndjson", ".csv", ".tsv", ".tar", ".
 """Endings of files in a folder that `index_folder` can index."""
 CONFIRM_S = 10.0
 """Seconds to wait for the remote to answer whether it has a file."""
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 
 class HeldShard:
@@ -131,6 +146,8 @@ class ShardCache:
             remote = None
         self.remote = remote
         self.on_pressure = on_pressure
+        self.neighbours: Sequence[ShardCache] = ()
+        """Other caches of the same dataset: they give back shards that are not in use if a common disk is full."""
         self._limit = limit if remote else None
         self._validate = validate
         self._keep_packed = keep_packed
@@ -152,7 +169,9 @@ class ShardCache:
         self._state = CacheState(self.folder, self.remote, self._timeout_s, self._group)
         self._prefetcher = Prefetcher(self._state, self._threads, self._prefetch_one)
         self._warned = False
-        self._eviction = Eviction(self._state, self._limit, self._fetchable) if self._limit else None
+        self._told_full = False
+        self._fetched = FetchStats()
+        self._eviction = Eviction(self._state, self._limit, self._fetchable) if self.remote else None
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -263,8 +282,19 @@ class ShardCache:
             if in_use:
                 in_use.count += 1
                 return HeldShard(self, key, in_use.paths)
-        self._state.prepare()
         until = time.monotonic() + self._timeout_s
+        lock, paths = self._with_space(shard, until, lambda: self._taken(shard, key, until), demand=True)
+        with self._lock:
+            in_use = self._held.setdefault(key, _InUse(lock, paths))
+            in_use.count += 1
+        if in_use.lock is not lock:  # another thread was faster
+            lock.release()
+        self._prefetcher.used(key)
+        return HeldShard(self, key, in_use.paths)
+
+    def _taken(self, shard: Shard, key: str, until: float) -> tuple[FileLock, tuple[Path, ...]]:
+        """Return the shard's lock, taken, and the paths of its raw files, which are fetched if needed."""
+        self._state.prepare()
         lock = self._state.wait(f"{self._state.shards}/{key}", until, shard.name, shared=True)
         try:
             paths = self._ready(shard, lock)
@@ -274,18 +304,10 @@ class ShardCache:
                 raise ShardUnavailableError(
                     f"{shard.name} was changed in {self.folder} while it was fetched: let no other program change it"
                 )
-        except BaseException as error:
+        except BaseException:
             lock.release()
-            if not isinstance(error, OSError):
-                raise
-            raise self._not_stored(shard, error) from error
-        with self._lock:
-            in_use = self._held.setdefault(key, _InUse(lock, paths))
-            in_use.count += 1
-        if in_use.lock is not lock:  # another thread was faster
-            lock.release()
-        self._prefetcher.used(key)
-        return HeldShard(self, key, in_use.paths)
+            raise
+        return lock, paths
 
     def _found_in_place(self, shard: Shard) -> tuple[Path, ...] | None:
         """Return the paths of a shard's files where they lie; None if any is missing or has a wrong size, if files are
@@ -340,6 +362,7 @@ class ShardCache:
                 return None
             if decided:
                 decided()
+            began = time.monotonic()
             try:
                 version = self._downloads.fill(shard, temporary, until, from_remote=from_remote)
             except BaseException:
@@ -347,15 +370,108 @@ class ShardCache:
                     lock.write(b"")  # nothing is on disk, so nothing is claimed
                 raise
             lock.write(version.encoded())
+            self._count(version.size, 0.0 if decided else time.monotonic() - began)
             return version.holds(shard, self._root)
 
-    def _not_stored(self, shard: Shard, error: OSError) -> ShardUnavailableError:
-        return ShardUnavailableError(f"{shard.name} could not be stored in {self.folder}: {error}")
+    def _count(self, size: int, waited_s: float) -> None:
+        with self._lock:
+            before = self._fetched
+            self._fetched = replace(
+                before,
+                fetched_shards=before.fetched_shards + 1,
+                fetched_bytes=before.fetched_bytes + size,
+                waited_s=before.waited_s + waited_s,
+            )
+
+    def stats(self) -> FetchStats:
+        """Return what this process has fetched into the cache, and what of it is ahead of need now."""
+        shards, size = self._prefetcher.ahead()
+        return replace(self._fetched, ahead_shards=shards, ahead_bytes=size)
 
     # Space
 
+    def _with_space(self, shard: Shard, until: float, work: Callable[[], T], *, demand: bool) -> T:
+        """Return `work()`, which stores a shard. If the disk is full, evict what no process uses, and call it again:
+        several times only if other processes keep taking what was freed."""
+        tries = 1
+        while True:
+            try:
+                return work()
+            except (OSError, PenstockError) as error:
+                if is_full(error) and tries < FULL_TRIES:
+                    free = _free_bytes(self._root) if is_full(error, DISK) else 0  # a quota may not show in it
+                    if free >= shard.size + FREE_MORE or self._has_given_back(shard.size, until, demand=demand):
+                        tries += 1
+                        continue
+                if isinstance(error, OSError):
+                    raise unwritable(error, self._root, shard.size, self._source(shard)) from error
+                if tries > 1 and is_full(error):
+                    raise ShardUnavailableError(
+                        f"{error.message}. All shards in {self.folder} that no process uses were evicted before"
+                    ) from error.__cause__
+                raise
+
+    def _has_given_back(self, size: int, until: float, *, demand: bool) -> bool:
+        """Return True once shards were evicted because the disk is full. If all are in use, a reader waits a moment for
+        other processes to release some."""
+        if _disk_bytes(self._root) < size:  # eviction does not help
+            return False
+        yield_until = min(until, time.monotonic() + FULL_WAIT_S)
+        while not self._free(size, until, demand=demand):
+            if not demand or time.monotonic() >= yield_until:
+                return False
+            self._state.check_open("")
+            self._state.closing.wait(LOOK_S)
+        return True
+
+    def _source(self, shard: Shard) -> str:
+        """Return the address of a shard, for errors."""
+        return self.remote.url_of(shard.name) if self.remote else str(self.folder / shard.name)
+
+    def _free(self, size: int, until: float, *, demand: bool) -> int:
+        """Evict shards from this cache and from its neighbours on the same disk, because the disk is full. Return the
+        number of freed bytes. `size`: bytes that are needed; `demand`: True if a reader waits for them."""
+        size += FREE_MORE
+        freed = 0
+        near = [cache for cache in (self, *self.neighbours) if cache is self or _same_disk(cache._root, self._root)]
+        for pressure in (False, True) if demand else (False,):
+            if pressure and self.on_pressure and freed < size:
+                self.on_pressure()
+            for cache in near:
+                freed += cache._evict(size - freed, until, demand=pressure)
+        if freed and not self._told_full:
+            self._told_full = True
+            _log.warning(
+                "the disk of the cache %s is full: shards that no process uses are evicted. Give it a cache_limit that "
+                "leaves room for other files",
+                self.folder,
+            )
+        return freed
+
+    def _evict(self, size: int, until: float, *, demand: bool) -> int:
+        if self._eviction is None or size <= 0:
+            return 0
+        with contextlib.suppress(OSError, PenstockError):  # on a full disk not even a lock's file may be made
+            counting = self._state.wait(self._state.eviction, until, "", shared=False)
+            try:
+                return self._eviction.free(size, demand=demand)
+            finally:
+                counting.release()
+        return 0
+
+    def _disk_has(self, size: int, until: float, *, demand: bool) -> bool:
+        """Return True if the disk has `size` bytes free, after evicting shards if need be."""
+        return _free_bytes(self._root) >= size or (
+            _disk_bytes(self._root) >= size
+            and self._free(size, until, demand=demand) > 0
+            and _free_bytes(self._root) >= size
+        )
+
     def _claim(self, key: str, lock: FileLock, need: ShardVersion, until: float, *, demand: bool) -> bool:
-        if self._eviction is None:
+        missing = need.size - sum(size for _, size in need.found)
+        if not self._disk_has(missing, until, demand=demand) and not demand:
+            return False  # a reader that waits for the shard tries nevertheless, and gets the error
+        if self._limit is None:
             return True
         if self._try_claim(key, lock, need, until, demand=demand):
             return True
@@ -380,7 +496,7 @@ class ShardCache:
             warnings.warn(
                 f"the cache {self.folder} exceeds its limit of {self._limit} bytes: {need.size} more are needed, and "
                 "everything in it is in use. Give it a higher cache_limit",
-                stacklevel=4,
+                stacklevel=7,
             )
         return True
 
@@ -427,11 +543,20 @@ class ShardCache:
     def _prefetch_one(self, shard: Shard, key: str, decided: Callable[[], None]) -> bool:
         """Fetch a shard before a reader needs it. Returns False if the cache has no space."""
         until = time.monotonic() + self._timeout_s
-        lock = self._state.wait(f"{self._state.shards}/{key}", until, shard.name, shared=True)
+
+        def fetched() -> bool:
+            lock = self._state.wait(f"{self._state.shards}/{key}", until, shard.name, shared=True)
+            try:
+                return bool(self._ready(shard, lock) or self._fill(shard, key, lock, until, decided))
+            finally:
+                lock.release()
+
         try:
-            return bool(self._ready(shard, lock) or self._fill(shard, key, lock, until, decided))
-        finally:
-            lock.release()
+            return self._with_space(shard, until, fetched, demand=False)
+        except (OSError, PenstockError) as error:
+            if not is_full(error, DISK):
+                raise
+            return False  # other processes took the space
 
     # End
 
@@ -445,6 +570,24 @@ class ShardCache:
             held, self._held = self._held, {}
         for in_use in held.values():
             in_use.lock.release()
+
+
+def _disk_bytes(folder: str) -> int:
+    """Return the size of a folder's disk, in bytes."""
+    disk = os.statvfs(folder)
+    return disk.f_blocks * disk.f_frsize
+
+
+def _free_bytes(folder: str) -> int:
+    """Return the number of bytes that are free on a folder's disk."""
+    disk = os.statvfs(folder)
+    return disk.f_bavail * disk.f_frsize
+
+
+def _same_disk(one: str, other: str) -> bool:
+    with contextlib.suppress(OSError):
+        return os.stat(one).st_dev == os.stat(other).st_dev
+    return False
 
 
 _caches: weakref.WeakSet[ShardCache] = weakref.WeakSet()

@@ -120,8 +120,11 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         """Return the collated batch that a plan describes."""
 
     def _prefetch(self, own_batches: WorkerBatches, plans: list[BatchPlan]) -> None:
-        """Prefetch the data of the next batches. `own_batches`: this worker's batches of the epoch; `plans`: those
-        needed first."""
+        """Find what the next batches need, and prefetch it. `own_batches`: this worker's batches of the epoch;
+        `plans`: those needed first."""
+
+    def _approach(self, plan: BatchPlan) -> None:
+        """Prefetch what is due now. Called before each batch, with its plan."""
 
     def _fetcher(self, own_batches: WorkerBatches) -> Fetcher | None:
         """Return a fetcher for a new epoch; None if each batch is made only when it is needed. `own_batches`: this
@@ -376,6 +379,7 @@ class _Epoch:
                 raise StopIteration
             loader._prefetch(self._worker_batches, self._ready)
             self._ready.reverse()
+        loader._approach(self._ready[-1])
         return self._ready[-1]
 
     def _close(self) -> None:

@@ -3,6 +3,7 @@ topology."""
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,13 +12,14 @@ from typing import Any, get_args
 
 import numpy as np
 
-from penstock.data.arguments import byte_count, one_of, sample_count, whole
+from penstock.data.arguments import byte_count, one_of, sample_count, seconds_count, whole
 from penstock.data.formats.decoded_blocks import MEMORY
 from penstock.data.formats.order_layout import OrderLayout, joined_files, mean_sample_bytes
 from penstock.data.loading.collating import checked_collate
-from penstock.data.loading.fetching import ReadAhead, check_threads, in_threads
+from penstock.data.loading.fetching import PREFETCHED_BATCHES, ReadAhead, check_threads, in_threads
 from penstock.data.loading.map_reading import MapReader
 from penstock.data.loading.position_loader import Fetcher, PositionLoader, balanced_order, check_settings
+from penstock.data.loading.upcoming_shards import ReadingRate, UpcomingShards
 from penstock.data.loading.worker_identity import WorkerIdentity, global_batch
 from penstock.data.ordering.balancing.balanced_order import Balance
 from penstock.data.ordering.epoch_plan import BatchPlan, EpochRemainder, WorkerBatches
@@ -49,6 +51,10 @@ DECODED_AHEAD = 1 << 12
 """Number of samples, without shuffling, whose row groups are decoded ahead."""
 DECODED_RUNS = 64
 """Largest number of runs of positions that are looked at to find the row groups to decode ahead."""
+PREFETCH_S = 60.0
+"""Default number of seconds of reading whose shards are fetched ahead: longer than the usual hiccup of a remote."""
+FIRST_BATCHES = 2
+"""Number of a worker's batches whose shards are fetched while the rate of reading is unknown."""
 EXAMINED_POSITIONS = 1 << 14
 """Largest number of upcoming positions that are looked at to find the shards to prefetch."""
 
@@ -87,6 +93,7 @@ class StreamingLoader(PositionLoader):
         skip: Iterable[range] = (),
         order_file: str | os.PathLike[str] | None = None,
         predownload: int | str | None = None,
+        prefetch_seconds: float | None = None,
         fetch_threads: int = 0,
         reseed: bool | None = None,
         keys: str | None = None,
@@ -125,8 +132,11 @@ class StreamingLoader(PositionLoader):
             order_file: file that `penstock import-state` wrote: the order of one epoch, which another library began. It
                 must be at this path on each worker. All other epochs have the loader's own order; once a state lies
                 in a later epoch, the file may be left out.
-            predownload: number of upcoming samples whose shards are fetched ahead of need; None: as many as in two
-                shuffle blocks.
+            predownload: largest number of upcoming samples whose shards are fetched ahead of need; None: as many as in
+                two shuffle blocks.
+            prefetch_seconds: seconds of reading whose shards are fetched ahead of need, at the rate of reading that is
+                measured; until there is one, the shards of the next two batches are. None: 60, or without limit if
+                predownload is given; inf: without limit. `prefetch_bytes` of StreamingDataset limits the bytes, too.
             fetch_threads: threads that read and decode samples ahead; 0: samples are read when they are needed. Threads
                 help where decoding releases the GIL (JPEG files with `images="array"`). A `__getitem__` of your own
                 must be thread-safe, and `reseed` does not cover it.
@@ -154,6 +164,7 @@ class StreamingLoader(PositionLoader):
         partitions, epoch_size = whole("partitions", partitions), sample_count("epoch_size", epoch_size)
         shuffle_block = sample_count("shuffle_block", shuffle_block)
         predownload = sample_count("predownload", predownload)
+        prefetch_s = seconds_count("prefetch_seconds", PREFETCH_S if prefetch_seconds is None else prefetch_seconds)
         shuffle_memory = byte_count("shuffle_memory", shuffle_memory)
         seed, skip, fetch_threads = whole("seed", seed), list(skip), whole("fetch_threads", fetch_threads)
         self._settings["skip"] = skip
@@ -235,9 +246,15 @@ class StreamingLoader(PositionLoader):
         """Row groups that were needed for the batches of the call of `_decode_ahead` before."""
         self._decoded_ahead = partitions * inner if shuffle and inner else DECODED_AHEAD
         self._ahead = predownload or 2 * min(shuffle_block or len(order), len(order))
-        self._prefetched_from: tuple[EpochRemainder | None, int] = None, 0
-        """Position from which the shards to prefetch were listed last: the epoch's remainder, and the position in
-        it."""
+        self._seconds = math.inf if predownload and prefetch_seconds is None else prefetch_s
+        self._first_batches = FIRST_BATCHES + PREFETCHED_BATCHES * fetch_threads
+        """Batches whose shards are fetched while the rate of reading is unknown."""
+        self._turns = 1
+        """Number of workers that make the box's batches in turn."""
+        self._rate = ReadingRate()
+        self._upcoming: UpcomingShards | None = None
+        self._listed_for: EpochRemainder | None = None
+        """Remainder of the epoch for which `_upcoming` was listed."""
         super().__init__(
             dataset.name,
             balanced.order if balanced else filed or order,
@@ -311,25 +328,59 @@ class StreamingLoader(PositionLoader):
         return ReadAhead(own_batches, partial(in_threads, reader=self._reader, threads=self._threads))
 
     def _prefetch(self, own_batches: WorkerBatches, plans: list[BatchPlan]) -> None:
-        """Prefetch the shards that this process needs for its next samples, then those that the box needs for later
-        positions, including those of the next epoch."""
+        """Decode what the next batches need, and list the shards to prefetch."""
         remainder, position = own_batches.remainder, int(plans[0].positions[0])
+        self._turns = own_batches.turn.of
         if self.dataset.has_blocks:
             self._decode_ahead(remainder, plans)
-        remainder_before, at = self._prefetched_from
-        if remainder_before is remainder and position - at < self._ahead // 4:
-            return
-        self._prefetched_from = remainder, position
-        order, ahead, length = self._shards, self._ahead, len(self._shards)
-        needed = [order.shards_of(np.concatenate([plan.ids for plan in plans]))]
-        needed.append(self._needed(remainder.epoch, self._near(remainder, position, ahead)))
+        if self._upcoming is None or self._listed_for is not remainder or self._upcoming.is_old(position):
+            self._upcoming, self._listed_for = self._list(remainder, plans), remainder
+            self.dataset.keep_open(self._upcoming.shards)
+
+    def _approach(self, plan: BatchPlan) -> None:
+        """Prefetch the shards of the batches that are needed within the next seconds."""
+        assert self._upcoming is not None
+        before = plan.epoch * len(self._order)
+        position, last = int(plan.positions[0]), int(plan.positions[-1])
+        rate, ahead = self._rate.passed(before + position), self._ahead
+        if self._seconds < math.inf:
+            seen = self._first_batches * (last + 1 - position) * self._turns
+            ahead = min(ahead, max(seen, int((rate or 0.0) * self._seconds)))
+        window = self._upcoming.window(position, last, ahead)
+        if window is not None:
+            # What the batch needs may be in the list of an earlier batch, which another worker has made.
+            own = np.unique(self._shards.shards_of(plan.ids))
+            ahead_of_need = self._upcoming.shards[window.begin : window.end]
+            count = self.dataset.fetch_ahead(np.concatenate([own, ahead_of_need]), needed=len(own) + window.needed)
+            self._upcoming.gave(window, count - len(own))
+
+    def _list(self, remainder: EpochRemainder, plans: list[BatchPlan]) -> UpcomingShards:
+        """Return the shards that this process needs for its next batches, and those that the box needs for later
+        positions, including those of the next epoch."""
+        position, ahead, length = int(plans[0].positions[0]), self._ahead, len(self._shards)
+        shards = [self._shards.shards_of(np.concatenate([plan.ids for plan in plans]))]
+        needed_at = [np.concatenate([plan.positions for plan in plans])]
+        self._add_needs(shards, needed_at, remainder.epoch, self._near(remainder, position, ahead), 0)
         if position + ahead > length:
             epoch, start = remainder.following()
             following = self._epochs.remainder(epoch, start, self._batch, remainder.boxes)
-            needed.append(self._needed(epoch, self._near(following, 0, position + ahead - length)))
-        shards = np.concatenate(needed)
-        _, first = np.unique(shards, return_index=True)
-        self.dataset.fetch_ahead(shards[np.sort(first)])
+            self._add_needs(shards, needed_at, epoch, self._near(following, 0, position + ahead - length), length)
+        return UpcomingShards(np.concatenate(shards), np.concatenate(needed_at), position, ahead)
+
+    def _add_needs(self, shards: list[Ints], needed_at: list[Ints], epoch: int, positions: Ints, shift: int) -> None:
+        """Append the shards that these positions of an epoch need, and the positions plus `shift`. If there are too
+        many positions to look at all, further shards of their blocks are appended as needed a quarter of the way."""
+        if not len(positions):
+            return
+        filed = self._filed is not None and self._filed.covers(epoch)
+        ids = self._filed.ids(epoch, positions) if self._filed and filed else self._shards.ids(epoch, positions)
+        shards.append(self._shards.shards_of(ids))
+        needed_at.append(positions + shift)
+        first, span = int(positions[0]), int(positions[-1]) + 1 - int(positions[0])
+        if self._shuffle and not filed and len(positions) * self._identity.boxes < span:
+            others = self._shards.shards(epoch, positions)
+            shards.append(others)
+            needed_at.append(np.full(len(others), first + span // 4 + shift))
 
     def _decode_ahead(self, remainder: EpochRemainder, plans: list[BatchPlan]) -> None:
         """Decode the row groups that the next batches need, then those of the next blocks of row groups."""
@@ -349,12 +400,6 @@ class StreamingLoader(PositionLoader):
         self.dataset.forget(np.setdiff1d(self._decoded, known, assume_unique=True))
         self._decoded = known
         self.dataset.decode_ahead(units[np.sort(first)])
-
-    def _needed(self, epoch: int, positions: Ints) -> Ints:
-        """Return the numbers of the shards that these positions need."""
-        if self._filed is None or not self._filed.covers(epoch):
-            return self._shards.shards(epoch, positions)
-        return self._shards.shards_of(self._filed.ids(epoch, positions))
 
     @property
     def _box(self) -> int | None:

@@ -34,6 +34,7 @@ from penstock.data.remote.transfer import (
     PARALLEL,
     DownloadProgress,
     DownloadTarget,
+    FailureKind,
     FileChanged,
     TransferBroken,
     age_of,
@@ -74,6 +75,9 @@ MIN_PROGRESS_BYTES = 1 << 16
 and continued in a new attempt."""
 _SERVERS = ("endpoint_url", "endpoint", "host", "port", "account_name")
 """Names of options of fsspec's filesystems that say which server a URL is on."""
+_BY_RANGES: dict[str, dict[str, Any]] = {"hf": {"cache_type": "none"}}
+"""Filesystems without an event loop that request each part of a file by itself: parts are requested at the same time.
+The options keep `cat_file` from reading more than was asked for."""
 _log = logging.getLogger(__name__)
 _EXTRAS = {"http": "http", "https": "http", "s3": "s3", "s3a": "s3"}
 
@@ -369,13 +373,13 @@ class RemoteFolder:
                 error.__traceback__ = None  # its frames refer to it, and to the caller's dataset and locks
             failures += 1
             left = until - time.monotonic()
-            pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (failures - 1)) * random.uniform(0.5, 1.0)
-            pause = max(min(pause, left / 2), failure_kind.again_after_s)
-            if failure_kind.final or failures == self._tries or pause >= left or left < LAST_PAUSE_S:
-                tries = "1 try" if failures == 1 else f"{failures} tries"
+            pause = _pause(failures, left, failure_kind)
+            if failure_kind.final or failures == self._tries:
                 raise ShardUnavailableError(
-                    f"{self.url_of(name)} could not be {done} after {tries}: {failure_kind.reason}"
+                    f"{self.url_of(name)} could not be {done} after {_tries(failures)}: {failure_kind.reason}"
                 ) from None
+            if pause >= left or left < LAST_PAUSE_S:
+                raise self._too_late(name, done, deadline_s, failures, failure_kind)
             self._closed.wait(pause)
 
     def close(self) -> None:
@@ -391,7 +395,8 @@ class RemoteFolder:
 
     def _fetch(self, name: str, file: io.FileIO | io.BytesIO, expected: int | None, deadline_s: float) -> None:
         until = time.monotonic() + deadline_s
-        progress = DownloadProgress(expected, parallel=PARALLEL if self._asynchronous else 1)
+        parallel = self._asynchronous or self._protocol in _BY_RANGES
+        progress = DownloadProgress(expected, parallel=PARALLEL if parallel else 1)
         source = self.url_of(name)
         failures = 0
         while True:
@@ -415,25 +420,31 @@ class RemoteFolder:
             progress.at = target.at
             if changed:
                 progress.begin_again()
-            tries = "1 try" if failures == 1 else f"{failures} tries"
             mistyped = failure_kind.no_such_host and not self._reached and failures == QUIET_TRIES
             if failure_kind.final or mistyped or failures == self._tries:
                 # The cause is left out: its text may contain the credentials that this error leaves out.
                 raise ShardUnavailableError(
-                    f"{source} could not be fetched after {tries}: {failure_kind.reason}"
+                    f"{source} could not be fetched after {_tries(failures)}: {failure_kind.reason}"
                 ) from None
-            pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (failures - 1)) * random.uniform(0.5, 1.0)
             left = until - time.monotonic()
-            pause = max(min(pause, left / 2), failure_kind.again_after_s)
+            pause = _pause(failures, left, failure_kind)
             if pause >= left or left < LAST_PAUSE_S:
-                raise ShardUnavailableError(
-                    f"{source} could not be fetched within {deadline_s:.3g} s, {tries}: {failure_kind.reason}"
-                ) from None
+                raise self._too_late(name, "fetched", deadline_s, failures, failure_kind)
             if failures == QUIET_TRIES:
                 _log.warning(
                     "%s could not be fetched so far: %s; trying for %.0f s more", source, failure_kind.reason, left
                 )
             self._closed.wait(pause)
+
+    def _too_late(
+        self, name: str, done: str, deadline_s: float, failures: int, failure_kind: FailureKind
+    ) -> ShardUnavailableError:
+        """Return the error for a file with which nothing could be done before the deadline."""
+        return ShardUnavailableError(
+            f"{self.url_of(name)} could not be {done} within {deadline_s:.3g} s, {_tries(failures)}: "
+            f"{failure_kind.reason}. See whether the server answers and storage_options are right; timeout_s sets how "
+            "long it is tried"
+        )
 
     def _try(self, name: str, target: DownloadTarget, progress: DownloadProgress, until: float, source: str) -> None:
         path = self._path_of(name, until)
@@ -467,6 +478,8 @@ class RemoteFolder:
         """Begin a call of a method of the filesystem. For a filesystem with an event loop this is the coroutine whose
         name begins with "_". `stall_s`: seconds without progress that end the call; None: `stall_s` of the remote."""
         if not self._asynchronous:
+            if method == "cat_file":
+                kwargs |= _BY_RANGES.get(self._protocol, {})
             # One call may transfer a whole file or archive, so only the deadline ends it.
             future = self._plain.begin(lambda fs, root: getattr(fs, method)(*args, **kwargs))
             return _Request(self, future, until, math.inf)
@@ -537,6 +550,16 @@ class RemoteFolder:
             loop.close()
         fs, root = loop.opening.result()
         return loop, fs, root
+
+
+def _tries(count: int) -> str:
+    return "1 try" if count == 1 else f"{count} tries"
+
+
+def _pause(failures: int, left: float, failure_kind: FailureKind) -> float:
+    """Return the seconds to wait before the next attempt. `left`: seconds until the deadline."""
+    pause: float = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (failures - 1)) * random.uniform(0.5, 1.0)
+    return max(min(pause, left / 2), failure_kind.again_after_s)
 
 
 _remotes: weakref.WeakSet[RemoteFolder] = weakref.WeakSet()

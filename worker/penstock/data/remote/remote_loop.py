@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import os
 import threading
+import weakref
 from collections.abc import Coroutine, Mapping
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,6 +25,7 @@ class RemoteLoop:
         self.pid = os.getpid()
         self.loop = asyncio.new_event_loop()
         self._session: Any = None
+        self._fs: Any = None
         self._lock = threading.RLock()  # reentrant, like the remote's lock
         self._ending = False
         self._thread = threading.Thread(target=self._run, name="penstock-remote", daemon=True)
@@ -39,6 +42,7 @@ class RemoteLoop:
         import fsspec
 
         fs, root = fsspec.core.url_to_fs(url, asynchronous=True, loop=self.loop, skip_instance_cache=True, **options)
+        self._fs = fs
         if urlsplit(url).scheme in ("http", "https"):
             watch_redirects(fs)
         if hasattr(fs, "set_session"):
@@ -75,5 +79,22 @@ class RemoteLoop:
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._session is not None:
             await self._session.close()
+        await _close_client(self._fs)
         await asyncio.sleep(0)  # lets the transports run their last callbacks
         self.loop.stop()
+
+
+async def _close_client(fs: Any) -> None:
+    """Close the client of a filesystem that has one instead of a session (Azure). The filesystem would close it itself
+    when it is freed, in the loop that has ended by then; so its finalizers are removed."""
+    client = getattr(fs, "service_client", None)
+    if client is None:
+        return
+    for finalizer in list(getattr(weakref.finalize, "_registry", ())):
+        if (found := finalizer.peek()) and found[0] is fs:
+            finalizer.detach()
+    for each in (client, getattr(fs, "credential", None)):
+        close = getattr(each, "close", None)
+        if asyncio.iscoroutinefunction(close):
+            with contextlib.suppress(Exception):  # the library's own errors do not matter any more
+                await close()

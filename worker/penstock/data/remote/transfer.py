@@ -20,7 +20,7 @@ import threading
 import time
 import zipfile
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -40,6 +40,7 @@ __all__ = [
     "by_pieces",
     "by_s3_pieces",
     "http_headers",
+    "is_full",
     "judge",
     "over_http",
     "s3_piece",
@@ -53,6 +54,7 @@ PARALLEL, LARGE_PIECE = 4, 8 << 20
 """Number and size in bytes of pieces of a file that are requested at the same time, as long as nothing fails. A request
 to an object store has a latency of tens of milliseconds and a limited rate; these bring 32 MiB in little more than the
 time of one. boto3's pieces have the same size."""
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _PASSING = frozenset((408, 425, 429))
 """HTTP statuses below 500 that count as temporary errors."""
 _PERMANENT = (
@@ -68,9 +70,20 @@ _PERMANENT = (
     tarfile.TarError,
     zipfile.BadZipFile,
 )
-_AGES = ("Last-Modified", "LastModified", "last_modified", "modified", "updated", "mtime", "created", "ETag", "etag")
-"""Names of the fields in which remotes report when a file was written, the best first. An ETag comes last, because it
-may be a digest of the content and not change when the same content is written again."""
+_AGES = (
+    "Last-Modified",
+    "LastModified",
+    "last_modified",
+    "modified",
+    "updated",
+    "mtime",
+    "created",
+    "ETag",
+    "etag",
+    "blob_id",
+)
+"""Names of the fields in which remotes report when a file was written, the best first. ETag and blob_id come last,
+because they may be digests of the content and not change when the same content is written again."""
 _ADDRESS = re.compile(r"(\w+://)(?:[^/\s?#]*@)?([^\s?#'\"<>]*)(?:[?#][^\s'\"<>]*)?")
 
 
@@ -120,7 +133,7 @@ class DownloadTarget(io.RawIOBase):
                     self._file.seek(self.at)
                     written = self._file.write(view)
                 except OSError as error:
-                    raise unwritable(error, self._file, self._limit, self._source) from error
+                    raise unwritable(error, str(getattr(self._file, "name", "")), self._limit, self._source) from error
                 self.at += written
                 view = view[written:]
             return len(data)
@@ -135,14 +148,24 @@ class DownloadTarget(io.RawIOBase):
             self._abandoned = True
 
 
-def unwritable(error: OSError, file: io.FileIO | io.BytesIO, needed: int, source: str) -> ShardUnavailableError:
-    """Return the error to raise when the local disk refuses to store bytes. `needed`: size of the whole file."""
-    name = os.path.realpath(getattr(file, "name", ""))  # the file may have been opened by its descriptor
-    text = f"{source} could not be written to {name}: {error.strerror}"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        disk = os.statvfs(os.path.dirname(name))
-        text += f"; it needs {needed} bytes, {disk.f_bavail * disk.f_frsize} are free: free space, or set a cache limit"
+def unwritable(error: OSError, path: str, needed: int, source: str) -> ShardUnavailableError:
+    """Return the error to raise when the local disk refuses to store bytes at `path`. `needed`: size of the whole
+    file."""
+    name = os.path.realpath(path)  # the file may have been opened by its descriptor
+    text = f"{source} could not be written to {name}: {error if error.filename else error.strerror}"
+    if error.errno in (*_FULL, errno.EFBIG):
+        disk = os.statvfs(name if os.path.isdir(name) else os.path.dirname(name))
+        text += (
+            f"; it needs {needed} bytes, {disk.f_bavail * disk.f_frsize} are free: free space or raise the quota, set "
+            "cache_limit, or give a cache folder on another disk"
+        )
     return ShardUnavailableError(text)
+
+
+def is_full(error: BaseException, kinds: Collection[int] = _FULL) -> bool:
+    """Return True if `error` says that the local disk, or a quota on it, has no space left. `kinds`: numbers of the
+    system's errors that count."""
+    return any(isinstance(each, OSError) and each.errno in kinds for each in (error, error.__cause__))
 
 
 @dataclass
@@ -349,6 +372,8 @@ def _copy_pieces(
                 requested = end
             end, request = requests.popleft()
             data = bytes_of(request.result())
+            if len(data) == size and end - target.at < size:  # the server knows no ranges and sent the whole file
+                data, end = data[target.at :], size
             if len(data) != end - target.at:
                 raise TransferBroken(f"{end - target.at} bytes were requested, but {len(data)} arrived")
             target.write(data)

@@ -78,7 +78,9 @@ class PieceParts:
         for number in self._streaming:
             dataset = self.pieces.streaming(number)
             assert dataset is not None
-            dataset.fetch_ahead(wanted[owner == number] - self._first_parts[number])
+            units = wanted[owner == number] - self._first_parts[number]
+            dataset.keep_open(units)
+            dataset.fetch_ahead(units)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_wanted": {}}

@@ -1,0 +1,111 @@
+"""The shards that a loader needs next, and how many of them it fetches ahead: those of the next seconds of reading.
+
+The order says at which position each shard is needed first. The rate at which the loop passes positions is measured, so
+a number of seconds is a number of positions. Until there is a rate, only the shards of the next batches are fetched: a
+loop that takes a single batch fetches hardly more than it reads.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.data.ordering.permutation import Ints
+
+__all__ = ["ReadingRate", "UpcomingShards", "Window"]
+
+MEASURE_S = 0.25
+"""Least number of seconds over which a rate is measured."""
+MARKS = 64
+"""Number of moments that are remembered. The rate is the mean since the oldest one: a second, or 64 batches ago."""
+FEW_MARKS = 16
+"""Number of the last moments whose mean counts too, if it is higher: after a pause of the loop, such as compilation."""
+MARK_PAUSE_S = 1.0 / MARKS
+"""Least number of seconds between two moments that are remembered."""
+
+
+class ReadingRate:
+    """Rate at which a loop passes positions of the order, as a mean over its last batches."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._marks: deque[tuple[float, int]] = deque(maxlen=MARKS)
+        """(seconds, position) of moments at which a batch was asked for."""
+        self._last = -math.inf, 0
+        self._per_s: float | None = None
+
+    def passed(self, position: int) -> float | None:
+        """Count a batch that begins at `position`, counted over all epochs. Return the rate in positions per second;
+        None while it is unknown. A position behind the last one begins a new measurement."""
+        now = self._clock()
+        if position < self._last[1]:
+            self._marks.clear()
+        elif now - self._last[0] < MARK_PAUSE_S:
+            return self._per_s
+        since = (self._marks[0], self._marks[max(0, len(self._marks) - FEW_MARKS)]) if self._marks else ()
+        rates = [(position - first) / (now - began) for began, first in since if now - began >= MEASURE_S]
+        self._per_s, self._last = max(rates, default=None), (now, position)
+        self._marks.append(self._last)
+        return self._per_s
+
+
+class Window(NamedTuple):
+    """Part of a list of upcoming shards."""
+
+    begin: int
+    end: int
+    needed: int
+    """Number of its first shards that the present batch needs."""
+
+
+class UpcomingShards:
+    """Shards in the order of the positions that need them first, and the part of the list that was given to the
+    prefetch. Positions are counted over all epochs."""
+
+    def __init__(self, shards: Ints, needed_at: Ints, begin: int, listed: int) -> None:
+        """
+        Args:
+            shards: numbers of the shards, possibly several times.
+            needed_at: position at which each is needed; shape (len(shards),).
+            begin: position of the present batch.
+            listed: number of positions after which the list ends.
+        """
+        order = np.argsort(needed_at, kind="stable")
+        _, first = np.unique(shards[order], return_index=True)
+        chosen = order[np.sort(first)]
+        self.shards: Ints = shards[chosen]
+        self._needed_at: list[int] = needed_at[chosen].tolist()  # a search in a list is faster than in an array
+        self._begin, self._listed = begin, listed
+        self._given = Window(0, 0, 0)
+        self._complete = False
+        """True if the budget in bytes admitted the whole of the last window."""
+        self._is_given = False
+
+    def is_old(self, position: int) -> bool:
+        """Return True if a new list is due: a quarter of the positions of this one have passed."""
+        return position - self._begin >= self._listed // 4
+
+    def window(self, position: int, last: int, ahead: int) -> Window | None:
+        """Return the part of the list to fetch at a position; None while most of the last one is still ahead, so that
+        not every batch makes a new list. `last`: last position of the present batch; `ahead`: number of positions whose
+        shards are fetched."""
+        begin = bisect_left(self._needed_at, position)
+        needed = bisect_left(self._needed_at, last + 1, begin)
+        end = max(needed, bisect_left(self._needed_at, position + ahead, begin))
+        quarter = max(1, (self._given.end - self._given.begin) // 4)
+        passed, grown = begin - self._given.begin >= quarter, end - self._given.end >= quarter
+        if self._is_given and needed <= self._given.end and not passed and not (grown and self._complete):
+            return None
+        return Window(begin, end, needed - begin)
+
+    def gave(self, window: Window, count: int) -> None:
+        """Remember which window was given to the prefetch, and how many of its shards the budget in bytes admitted."""
+        self._given = window._replace(end=window.begin + count)
+        self._complete = self._given.end == window.end
+        self._is_given = True
