@@ -62,6 +62,7 @@ NAMES = {
         "TSVWriter",
         "WindowShuffled",
         "XSVWriter",
+        "collate_packed",
         "index_folder",
         "index_parquet",
         "megatron_blend",
@@ -169,7 +170,10 @@ KEYWORDS = {
     "penstock.data:Grouped": "source key size window drop_rest name",
     "penstock.data:Mapped": "source fn random name skip_failures",
     "penstock.data:Mixture": "sources weights stop by",
-    "penstock.data:Packed": "source length pad bos eos split",
+    "penstock.data:Packed": (
+        "source length pad bos eos split long window dtype tokens labels positions segments cu_seqlens loss_mask "
+        "ignore_index payload attached"
+    ),
     "penstock.data:Repeated": "source",
     "penstock.data:ShardedSource.open": "shard epoch seed token place",
     "penstock.data:ShardLoader": (
