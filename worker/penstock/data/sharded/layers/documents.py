@@ -109,6 +109,7 @@ class DocumentParser:
         self._fields, self._strip, self._longest = fields, strip, longest
         self._columns = (*fields.columns, *fields.attached) if fields is not None else ()
         self._narrow = fields is not None and fields.dtype == "int32"
+        self._bare = not (self._columns or strip or longest or self._narrow)
 
     def where(self, index: int) -> str:
         """Return the name of a document, for errors."""
@@ -116,6 +117,8 @@ class DocumentParser:
 
     def document(self, sample: Any, index: int, continues: bool = False) -> Document:
         """Return the document of a sample. Raises DatasetError for one that is not a document."""
+        if self._bare and (tokens := _usual(sample)) is not None:
+            return Document(tokens, continues=continues)
         fields = self._fields
         if fields is None or fields.plain or not (self._columns or isinstance(sample, Mapping)):
             return Document(self._cut(self._stripped(self._array(sample, index)), index), continues=continues)
@@ -274,7 +277,7 @@ class _ChunkedCursor:
         self, documents: Documents, length: int, bos: int | None, eos: int | None, longest: int | None, piece: int
     ) -> None:
         self._documents, self._length, self._longest = documents, length, longest
-        self._bos, self._eos = _separator(bos), _separator(eos)
+        self._bos, self._eos = bos, eos
         self._document: Ints | None = None
         """Document that is being cut into pieces, with BOS and EOS; None if it still has to be read."""
         self._pieces = 0
@@ -320,12 +323,21 @@ class _ChunkedCursor:
                     f"{self._documents.where} must have at most longest={self._longest} tokens, got {len(document)}. "
                     "Allow more, or leave such documents out by Filtered"
                 )
-            self._document = np.concatenate(
-                [self._bos, document, self._eos], dtype=np.int64
-            )  # a copy: pieces are writable
+            self._document = self._separated(document)
             self._pieces = -(-len(self._document) // self._length)
             self._documents.expect("pieces", self._pieces, self._piece)
         return self._document
+
+    def _separated(self, document: Ints) -> Ints:
+        """Return a writable copy of a document, with BOS and EOS."""
+        begin = self._bos is not None
+        separated = np.empty(begin + len(document) + (self._eos is not None), np.int64)
+        separated[begin : begin + len(document)] = document
+        if self._bos is not None:
+            separated[0] = self._bos
+        if self._eos is not None:
+            separated[-1] = self._eos
+        return separated
 
     def _advance(self, count: int) -> None:
         """Advance by `count` pieces within the document in `_document`."""
@@ -348,5 +360,10 @@ def _tokens_of(name: str, values: Iterable[int]) -> frozenset[int]:
     return frozenset(number for value in values if (number := token_of(name, value)) is not None)
 
 
-def _separator(token: int | None) -> Ints:
-    return np.array([] if token is None else [token], np.int64)
+def _usual(sample: Any) -> Ints | None:
+    """Return the tokens of a sample of the usual kinds, which need no check; None for all others."""
+    if type(sample) is torch.Tensor and sample.dtype is torch.int64 and sample.device.type == "cpu":
+        sample = sample.numpy()
+    if type(sample) is np.ndarray and sample.ndim == 1 and sample.dtype.char in "bBhHiIlq":
+        return sample
+    return None
