@@ -12,6 +12,7 @@ import argparse
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -94,12 +95,10 @@ def main() -> None:
     mean = float(np.mean([len(text) for text in texts]))
     cases: dict[str, Callable[[], Iterable[Any]]] = {"hand-written loop": lambda: by_hand(texts)}
     for shards in (1, 64):
-        cases[f"Packed, {shards} shards"] = lambda shards=shards: ours(texts, shards, None)
-        cases[f"Packed, {shards} shards, fields"] = lambda shards=shards: ours(texts, shards, None, **FIELDS)
+        cases[f"Packed, {shards} shards"] = partial(ours, texts, shards, None)
+        cases[f"Packed, {shards} shards, fields"] = partial(ours, texts, shards, None, **FIELDS)
         window = max(8, 1024 // shards)
-        cases[f"Packed, {shards} shards, fields, window {window}"] = lambda shards=shards, window=window: ours(
-            texts, shards, window, **FIELDS
-        )
+        cases[f"Packed, {shards} shards, fields, window {window}"] = partial(ours, texts, shards, window, **FIELDS)
     try:
         import grain  # noqa: F401
 

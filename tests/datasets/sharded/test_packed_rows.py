@@ -271,6 +271,7 @@ def test_an_error_names_the_document(sample: Any, options: Any, what: str, windo
         ({"attached": ["images"]}, "attached belongs to whole documents"),
         ({"payload": "weight"}, "payload must be a list of names"),
         ({"payload": ["labels"], "labels": True}, "a name of its own, got .'labels'."),
+        ({"ignore_index": None}, "ignore_index must be a whole number, got None"),
         ({"dtype": "int16"}, "dtype must be 'int32' or 'int64'"),
         ({"dtype": "int32", "pad": 1 << 31}, "pad must fit int32"),
     ],

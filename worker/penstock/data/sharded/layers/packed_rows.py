@@ -71,6 +71,8 @@ class RowFields:
     def __post_init__(self) -> None:
         if self.dtype not in ("int32", "int64"):
             raise InvalidArgumentError(f"dtype must be 'int32' or 'int64', got {self.dtype!r}")
+        if type(self.ignore_index) is not int:
+            raise InvalidArgumentError(f"ignore_index must be a whole number, got {self.ignore_index!r}")
         for name, token in (("pad", self.pad), ("ignore_index", self.ignore_index if self.labels else None)):
             if token is not None and not np.iinfo(self.dtype).min <= token <= np.iinfo(self.dtype).max:
                 raise InvalidArgumentError(f"{name} must fit {self.dtype}, got {token}")
