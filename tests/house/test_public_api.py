@@ -35,6 +35,7 @@ NAMES = {
     "penstock.client.testing": {"FakeAppliance", "Fault", "InputError", "LostWorker", "SlowBatch"},
     "penstock.worker": {"collate", "current_assignment", "empty", "get_streaming_batch_size"},
     "penstock.data": {
+        "Balance",
         "CSVWriter",
         "Chunked",
         "Cursor",
@@ -64,6 +65,7 @@ NAMES = {
         "XSVWriter",
         "Converted",
         "convert_dataset",
+        "collate_packed",
         "index_folder",
         "index_parquet",
         "megatron_blend",
@@ -171,7 +173,10 @@ KEYWORDS = {
     "penstock.data:Grouped": "source key size window drop_rest name",
     "penstock.data:Mapped": "source fn random name skip_failures",
     "penstock.data:Mixture": "sources weights stop by",
-    "penstock.data:Packed": "source length pad bos eos split",
+    "penstock.data:Packed": (
+        "source length pad bos eos split long window dtype tokens labels positions segments cu_seqlens loss_mask "
+        "ignore_index payload attached"
+    ),
     "penstock.data:Repeated": "source",
     "penstock.data:ShardedSource.open": "shard epoch seed token place",
     "penstock.data:ShardLoader": (

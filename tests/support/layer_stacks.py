@@ -81,6 +81,13 @@ def parity(document: Any) -> int:
     return len(document) % 2
 
 
+FIELDS: dict[str, Any] = {"labels": True, "positions": True, "segments": True, "cu_seqlens": True, "loss_mask": True}
+
+
+def fitted(source: ShardedSource, length: int, window: int) -> ShardedSource:
+    return Packed(source, length=length, pad=-3, split=False, window=window)
+
+
 STACKS: dict[str, Callable[[], ShardedSource]] = {
     "repeated": lambda: Repeated(documents(5, 1, 3)),
     "mapped": lambda: Mapped(documents(5, 0, 3), add, random=True),
@@ -89,6 +96,8 @@ STACKS: dict[str, Callable[[], ShardedSource]] = {
     "chunked": lambda: Chunked(documents(5, 0, 3), length=4, bos=-1, eos=-2),
     "packed": lambda: Packed(documents(9, 0, 3), length=7),
     "packed and padded": lambda: Packed(documents(9, 0, 3), length=7, pad=-3),
+    "packed by best fit": lambda: Packed(documents(9, 0, 7), length=10, pad=-3, split=False, window=4),
+    "packed with fields": lambda: Packed(Repeated(Chunked(documents(9, 1, 3), length=4, eos=-2)), length=7, **FIELDS),
     "shuffled in windows": lambda: WindowShuffled(documents(9, 0, 8), 4),
     "grouped": lambda: Grouped(documents(9, 0, 8), parity, 2, window=5),
     "grouped, rests dropped": lambda: Grouped(documents(9, 0, 8, known=False), parity, 3, window=4, drop_rest=True),
@@ -132,6 +141,7 @@ OVERS: st.SearchStrategy[Over] = st.one_of(
     st.tuples(st.integers(1, 12), st.sampled_from([None, -3])).map(
         lambda drawn: lambda source: Packed(source, length=drawn[0], pad=drawn[1])
     ),
+    st.tuples(st.integers(1, 12), st.integers(1, 5)).map(lambda drawn: lambda source: fitted(source, *drawn)),
     st.integers(1, 9).map(lambda window: lambda source: WindowShuffled(source, window)),
     st.builds(
         _mixed,

@@ -6,9 +6,11 @@ from penstock.data.formats.megatron.token_documents import MegatronDocuments
 from penstock.data.loading.map_loader import MapLoader
 from penstock.data.loading.streaming_loader import StreamingLoader
 from penstock.data.ordering.balancing.balanced_order import Balance
-from penstock.data.sharded.layers.documents import Chunked, Packed
+from penstock.data.sharded.layers.documents import Chunked
 from penstock.data.sharded.layers.mapped import Filtered, Mapped, SkipSample
 from penstock.data.sharded.layers.mixture import Mixture
+from penstock.data.sharded.layers.packed import Packed
+from penstock.data.sharded.layers.packed_rows import collate_packed
 from penstock.data.sharded.layers.repeated import Repeated
 from penstock.data.sharded.layers.windows import Grouped, WindowShuffled
 from penstock.data.sharded.megatron_blend import megatron_blend
@@ -56,6 +58,7 @@ __all__ = [
     "TSVWriter",
     "WindowShuffled",
     "XSVWriter",
+    "collate_packed",
     "convert_dataset",
     "index_folder",
     "index_parquet",

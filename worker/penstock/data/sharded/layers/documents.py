@@ -1,26 +1,22 @@
-"""Documents of tokens, cut into pieces, and packed into lines of one length.
-
-A line may contain several documents, so a saved position may lie in the middle of a document. The state contains the
-beginning of the line that is being filled: the source's token (position) before the document in which the line begins,
-and an offset in that document. After a resume the document is read again, and the line is made again. So a state
-contains no text. A change of topology loses no text either, because the line belongs to its shard and not to a worker.
-"""
+"""Documents of tokens: parsed from a source's samples, read with their positions, and cut into pieces."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from penstock.data.arguments import at_least_one, whole
 from penstock.data.ordering.permutation import Ints
 from penstock.data.sharded.layers.layer import Layer, SearchLimit, entered
+from penstock.data.sharded.layers.packed_rows import Document, RowFields
 from penstock.data.sharded.protocol import Cursor, Place, ShardedSource, Token
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 
-__all__ = ["Chunked", "Packed"]
+__all__ = ["Chunked", "DocumentParser", "Documents", "token_of"]
 
 
 MAX_TOKEN = (1 << 63) - 1
@@ -62,9 +58,9 @@ class Chunked(Layer):
         """
         super().__init__(source)
         self._length = at_least_one("length", length)
-        self._bos, self._eos = _token("bos", bos), _token("eos", eos)
+        self._bos, self._eos = token_of("bos", bos), token_of("eos", eos)
         self._longest = None if longest is None else at_least_one("longest", longest)
-        self._strip = _tokens("strip_tokens", strip_tokens)
+        self._strip = _tokens_of("strip_tokens", strip_tokens)
         self._least = 1 if min_length is None else at_least_one("min_length", min_length)
 
     def settings(self) -> dict[str, Any]:
@@ -83,91 +79,164 @@ class Chunked(Layer):
     def open(self, shard: int, epoch: int, seed: int, token: Token | None = None, place: Place | None = None) -> Cursor:
         (index, piece), inner = entered(token, "Chunked", "index", "piece")
         cursor = self.source.open(shard, epoch, seed, inner)
-        documents = _Documents(self, cursor, shard, epoch, index, strip=self._strip, least=self._least)
+        parser = DocumentParser("Chunked", shard, epoch, strip=self._strip)
+        documents = Documents(self, cursor, shard, index, parser, least=self._least)
         return _ChunkedCursor(documents, self._length, self._bos, self._eos, self._longest, piece)
 
 
-class Packed(Layer):
-    """Layer that packs a shard's documents, in order, into lines of exactly `length` tokens: int64 tensors of shape
-    (length,)."""
+class DocumentParser:
+    """Parser of a source's samples into documents, for one shard of an epoch."""
 
     def __init__(
         self,
-        source: ShardedSource,
-        *,
-        length: int,
-        pad: int | None = None,
-        bos: int | None = None,
-        eos: int | None = None,
-        split: bool = True,
-    ) -> None:
-        """
-        Args:
-            source: source of documents, as for `Chunked`; or a `Chunked`, which puts BOS and EOS between documents.
-            length: tokens of each line, including BOS and EOS.
-            pad: token that fills up the last line of a shard's epoch; None: an incomplete last line is dropped. If the
-                source is a Repeated, no line is the last one: it continues with documents of the next epoch.
-            bos: first token of each line; it is added unless the document has it there already.
-            eos: last token of each line, before any `pad`; it is added unless the document has it there already.
-            split: False: a line ends before a document that does not fit into it, and is filled up with `pad`. Only a
-                document longer than a line is split then.
-        """
-        super().__init__(source)
-        self._length, self._pad = at_least_one("length", length), _token("pad", pad)
-        self._bos, self._eos = _token("bos", bos), _token("eos", eos)
-        if self._length <= (bos is not None) + (eos is not None):
-            raise InvalidArgumentError(
-                f"length must leave a token beside a line's BOS and EOS, got {length}; make it longer"
-            )
-        if not split and pad is None:
-            raise InvalidArgumentError("split=False needs the pad token that fills up lines; give pad")
-        self._split = bool(split)
-
-    def settings(self) -> dict[str, Any]:
-        settings: dict[str, Any] = {"length": self._length, "pad": self._pad}
-        if not self._split:
-            settings["split"] = False
-        return settings | {n: t for n, t in (("bos", self._bos), ("eos", self._eos)) if t is not None}
-
-    def open(self, shard: int, epoch: int, seed: int, token: Token | None = None, place: Place | None = None) -> Cursor:
-        (index, offset), inner = entered(token, "Packed", "index", "offset")
-        documents = _Documents(self, self.source.open(shard, epoch, seed, inner), shard, epoch, index)
-        return _PackedCursor(documents, self._length, self._pad, self._bos, self._eos, self._split, offset)
-
-
-class _Documents:
-    """Reader of a shard's documents as arrays, with the source's tokens (positions) from which they can be read
-    again."""
-
-    def __init__(
-        self,
-        layer: Layer,
-        inner: Cursor,
+        name: str,
         shard: int,
         epoch: int,
-        index: int,
         *,
+        fields: RowFields | None = None,
         strip: frozenset[int] = frozenset(),
-        least: int = 1,
+        longest: tuple[int, bool] | None = None,
     ) -> None:
         """
         Args:
+            name: name of the layer, for errors.
+            fields: columns that samples must have; None: samples are tokens alone.
             strip: token ids to remove from both ends of each document.
+            longest: largest number of tokens, and True if a longer document is truncated, False if it is an error;
+                None: no limit.
+        """
+        self._name, self._shard, self._epoch = name, shard, epoch
+        self._fields, self._strip, self._longest = fields, strip, longest
+        self._columns = (*fields.columns, *fields.attached) if fields is not None else ()
+        self._narrow = fields is not None and fields.dtype == "int32"
+        self._bare = not (self._columns or strip or longest or self._narrow)
+
+    def where(self, index: int) -> str:
+        """Return the name of a document, for errors."""
+        return f"{self._name}: document {index} of shard {self._shard} in epoch {self._epoch}"
+
+    def document(self, sample: Any, index: int, continues: bool = False) -> Document:
+        """Return the document of a sample. Raises DatasetError for one that is not a document."""
+        if self._bare and (tokens := _usual(sample)) is not None:
+            return Document(tokens, continues=continues)
+        fields = self._fields
+        if fields is None or fields.plain or not (self._columns or isinstance(sample, Mapping)):
+            return Document(self._cut(self._stripped(self._array(sample, index)), index), continues=continues)
+        missing = [name for name in (fields.tokens, *self._columns) if name not in self._names(sample)]
+        if missing:
+            raise DatasetError(
+                f"{self.where(index)} must be a dict with the fields {sorted({fields.tokens, *self._columns})}, got "
+                f"{self._names(sample) or type(sample).__name__}. Use Mapped to make it, or name other columns"
+            )
+        full = self._array(sample[fields.tokens], index)
+        tokens = self._cut(full, index)
+        columns = {name: self._column(sample[name], index, name, len(full))[: len(tokens)] for name in fields.columns}
+        attached = {name: self._column(sample[name], index, name) for name in fields.attached}
+        return Document(tokens, columns, attached, continues, self.where(index))
+
+    def _names(self, sample: Any) -> list[str]:
+        return sorted(map(str, sample)) if isinstance(sample, Mapping) else []
+
+    def _cut(self, tokens: Ints, index: int) -> Ints:
+        """Return a document's tokens, without its end if it is too long and is to be truncated."""
+        if self._longest is None or len(tokens) <= self._longest[0]:
+            return tokens
+        most, truncate = self._longest
+        if truncate:
+            return tokens[:most]
+        raise DatasetError(
+            f"{self.where(index)} must have at most length={most} tokens, got {len(tokens)}. Make the lines longer, "
+            "leave such documents out by Filtered, or give long='truncate' or long='split'"
+        )
+
+    def _column(self, values: Any, index: int, name: str, size: int | None = None) -> npt.NDArray[Any]:
+        """Return a column of a document. `size`: number of values that it must have; None: any."""
+        try:
+            column = values.numpy(force=True) if isinstance(values, torch.Tensor) else np.asarray(values)
+            if column.ndim and column.dtype.kind in "biufc":
+                if size is None or len(column) == size:
+                    return column
+                raise DatasetError(
+                    f"{self.where(index)}: {name!r} must have one value for each of the {size} tokens, got "
+                    f"{len(column)}. Mend it by Mapped"
+                )
+            kind = f"{column.dtype} of shape {column.shape}"
+        except (ValueError, TypeError):  # a list of lists of different lengths; a dtype that numpy does not have
+            kind = str(getattr(values, "dtype", type(values).__name__))
+        raise DatasetError(
+            f"{self.where(index)}: {name!r} must be a tensor, an array or a list of numbers with at least one "
+            f"dimension, got {kind}. Use Mapped to convert it; give arrays of different shapes one shape first, such "
+            "as images as rows of patches"
+        )
+
+    def _stripped(self, document: Ints) -> Ints:
+        if not self._strip:
+            return document
+        begin, end = 0, len(document)
+        while begin < end and int(document[begin]) in self._strip:
+            begin += 1
+        while begin < end and int(document[end - 1]) in self._strip:
+            end -= 1
+        return document[begin:end]
+
+    def _array(self, sample: Any, index: int) -> Ints:
+        kind = type(sample).__name__
+        if isinstance(sample, torch.Tensor):
+            sample = sample.numpy(force=True)
+        if isinstance(sample, (np.ndarray, list, tuple)):
+            try:
+                array = np.asarray(sample)
+            except ValueError:  # the list contains lists of different lengths
+                array = np.asarray(sample, object)
+            if array.shape == (0,):  # an empty list has no dtype
+                return np.zeros(0, np.int64)
+            if array.ndim == 1 and array.dtype.kind in "iu":
+                return self._checked(array, index)
+            kind = f"{array.dtype} of shape {array.shape}"
+        raise DatasetError(
+            f"{self.where(index)} must be a tensor, an array or a list of integers with one dimension, got {kind}. Use "
+            "Mapped to make its tokens"
+        )
+
+    def _checked(self, array: npt.NDArray[Any], index: int) -> Ints:
+        """Return tokens that fit the dtype of the lines. Narrower tokens are widened where they are written."""
+        if array.dtype == np.uint64:
+            if array.max() > MAX_TOKEN:
+                raise DatasetError(f"{self.where(index)}: tokens must fit int64, got {array.max()}")
+            array = array.astype(np.int64)
+        if self._narrow and not np.can_cast(array.dtype, np.int32):
+            least, most = int(array.min()), int(array.max())
+            if least < -(1 << 31) or most >= 1 << 31:
+                raise DatasetError(
+                    f"{self.where(index)}: tokens must fit dtype='int32', got {most if most >= 1 << 31 else least}. "
+                    "Use dtype='int64'"
+                )
+        return array
+
+
+class Documents:
+    """Reader of a shard's documents, with the source's tokens (positions) from which they can be read again."""
+
+    def __init__(
+        self, layer: Layer, inner: Cursor, shard: int, index: int, parser: DocumentParser, *, least: int = 1
+    ) -> None:
+        """
+        Args:
+            index: number of the first document in its shard.
             least: smallest number of tokens; documents with fewer are left out.
         """
-        self._strip, self._least = strip, least
-        self._name, self._inner, self._shard, self._epoch = type(layer).__name__, inner, shard, epoch
-        self._limit = SearchLimit(layer.source, self._name, shard)
+        self._inner, self._parser, self._least = inner, parser, least
+        self._limit = SearchLimit(layer.source, type(layer).__name__, shard)
         self._next = index
-        self._index, self._before, self.size = index, None, 0
-        """Index of the document that was read last, the source's token before it, and its number of tokens."""
+        self._index, self._before = index, None
+        """Index of the document that was read last, and the source's token before it."""
 
     @property
     def where(self) -> str:
         """Name of the document that was read last, for errors."""
-        return f"{self._name}: document {self._index} of shard {self._shard} in epoch {self._epoch}"
+        return self._parser.where(self._index)
 
-    def read(self) -> Ints | None:
+    def read(self) -> Document | None:
         """Return the next document that has enough tokens; None if there is none left."""
         while True:
             before = self._inner.token()
@@ -176,9 +245,8 @@ class _Documents:
             except StopIteration:
                 return None
             self._before, self._index, self._next = before, self._next, self._next + 1
-            document = self._stripped(self._array(sample))
-            self.size = len(document)
-            if self.size >= self._least:
+            document = self._parser.document(sample, self._index, getattr(self._inner, "continues", False))
+            if len(document.tokens) >= self._least:
                 self._limit.found()
                 return document
             self._limit.nothing()
@@ -203,50 +271,21 @@ class _Documents:
     def close(self) -> None:
         self._inner.close()
 
-    def _stripped(self, document: Ints) -> Ints:
-        if not self._strip:
-            return document
-        begin, end = 0, len(document)
-        while begin < end and int(document[begin]) in self._strip:
-            begin += 1
-        while begin < end and int(document[end - 1]) in self._strip:
-            end -= 1
-        return document[begin:end]
-
-    def _array(self, sample: Any) -> Ints:
-        kind = type(sample).__name__
-        if isinstance(sample, torch.Tensor):
-            sample = sample.numpy(force=True)
-        if isinstance(sample, (np.ndarray, list, tuple)):
-            try:
-                array = np.asarray(sample)
-            except ValueError:  # the list contains lists of different lengths
-                array = np.asarray(sample, object)
-            if array.shape == (0,):  # an empty list has no dtype
-                return np.zeros(0, np.int64)
-            if array.dtype == np.uint64 and array.size and array.max() > MAX_TOKEN:
-                raise DatasetError(f"{self.where}: tokens must fit int64, got {array.max()}")
-            if array.ndim == 1 and array.dtype.kind in "iu":
-                return array.astype(np.int64, copy=False)
-            kind = f"{array.dtype} of shape {array.shape}"
-        raise DatasetError(
-            f"{self.where} must be a tensor, an array or a list of integers with one dimension, got {kind}. Use Mapped "
-            "to make its tokens"
-        )
-
 
 class _ChunkedCursor:
     def __init__(
-        self, documents: _Documents, length: int, bos: int | None, eos: int | None, longest: int | None, piece: int
+        self, documents: Documents, length: int, bos: int | None, eos: int | None, longest: int | None, piece: int
     ) -> None:
         self._documents, self._length, self._longest = documents, length, longest
-        self._bos, self._eos = _separator(bos), _separator(eos)
+        self._bos, self._eos = bos, eos
         self._document: Ints | None = None
         """Document that is being cut into pieces, with BOS and EOS; None if it still has to be read."""
         self._pieces = 0
         """Number of pieces of the document in `_document`."""
         self._piece = piece
         """Number of the next piece in its document."""
+        self.continues = False
+        """True if the piece that was yielded last is not the first one of its document."""
 
     def __iter__(self) -> _ChunkedCursor:
         return self
@@ -256,6 +295,7 @@ class _ChunkedCursor:
         if document is None:
             raise StopIteration
         start = self._piece * self._length
+        self.continues = start > 0
         self._advance(1)
         return torch.from_numpy(document[start : start + self._length])
 
@@ -276,16 +316,28 @@ class _ChunkedCursor:
 
     def _open(self) -> Ints | None:
         """Return the document that is being cut into pieces, and read it if needed; None after the last document."""
-        if self._document is None and (document := self._documents.read()) is not None:
+        if self._document is None and (read := self._documents.read()) is not None:
+            document = read.tokens
             if self._longest is not None and len(document) > self._longest:
                 raise DatasetError(
                     f"{self._documents.where} must have at most longest={self._longest} tokens, got {len(document)}. "
                     "Allow more, or leave such documents out by Filtered"
                 )
-            self._document = np.concatenate([self._bos, document, self._eos])  # a copy: pieces are writable
+            self._document = self._separated(document)
             self._pieces = -(-len(self._document) // self._length)
             self._documents.expect("pieces", self._pieces, self._piece)
         return self._document
+
+    def _separated(self, document: Ints) -> Ints:
+        """Return a writable copy of a document, with BOS and EOS."""
+        begin = self._bos is not None
+        separated = np.empty(begin + len(document) + (self._eos is not None), np.int64)
+        separated[begin : begin + len(document)] = document
+        if self._bos is not None:
+            separated[0] = self._bos
+        if self._eos is not None:
+            separated[-1] = self._eos
+        return separated
 
     def _advance(self, count: int) -> None:
         """Advance by `count` pieces within the document in `_document`."""
@@ -294,126 +346,24 @@ class _ChunkedCursor:
             self._document, self._piece = None, 0
 
 
-class _PackedCursor:
-    """Cursor of packed lines. The line that is being filled takes its tokens from one or more documents, and may begin
-    in the middle of the first one. The cursor keeps the source's positions before the first of them, and before the
-    last one, because the next line may begin in it."""
-
-    def __init__(
-        self,
-        documents: _Documents,
-        length: int,
-        pad: int | None,
-        bos: int | None,
-        eos: int | None,
-        split: bool,
-        offset: int,
-    ) -> None:
-        self._documents, self._length, self._pad, self._split = documents, length, pad, split
-        self._bos, self._eos = bos, eos
-        self._parts: list[Ints] = []
-        """Tokens that were read so far, from the beginning of the line that is being filled."""
-        self._have = 0
-        """Number of tokens in `_parts`."""
-        self._take = 0
-        """Number of document tokens that the line takes, once it is filled."""
-        self._closing = False
-        """True if the filled line gets an EOS."""
-        self._offset = offset
-        """Offset, in the first document, at which the line that is being filled begins."""
-        self._begin: tuple[int, Token] | None = None
-        """Index of the first document of the line, and the source's token (position) before it; None: the document
-        still has to be read."""
-
-    def __iter__(self) -> _PackedCursor:
-        return self
-
-    def __next__(self) -> torch.Tensor:
-        if not self._fill():
-            raise StopIteration
-        body = np.concatenate(self._parts)[: self._take] if len(self._parts) > 1 else self._parts[0][: self._take]
-        line = body.copy() if self._take == self._length else self._with_separators(body)
-        self._advance()
-        return torch.from_numpy(line)
-
-    def skip(self, count: int) -> int:
-        for passed in range(count):
-            if not self._fill():
-                return passed
-            self._advance()
-        return count
-
-    def token(self) -> Token:
-        index, before = self._begin or self._documents.following()
-        return {"index": index, "offset": self._offset, "source": before}
-
-    def close(self) -> None:
-        self._documents.close()
-
-    def _fill(self) -> bool:
-        """Read the tokens of the next line. Returns False if too few are left for a line."""
-        while self._have < self._capacity():
-            document = self._documents.read()
-            if document is None:
-                break
-            if self._begin is None:
-                self._begin = self._documents.present()
-                self._documents.expect("tokens", len(document), self._offset)
-                document = document[self._offset :]
-            self._parts.append(document)
-            self._have += len(document)
-        if not self._have:
-            return False
-        capacity, before = self._capacity(), self._have - len(self._parts[-1])
-        taken = min(self._have, capacity)
-        self._closing = self._needs_eos(self._parts[-1][taken - before - 1])
-        if before and not self._split and (self._have > capacity or (self._closing and taken == capacity)):
-            taken, self._closing = before, self._needs_eos(self._parts[-2][-1])
-        self._take = taken - (self._closing and taken == capacity)
-        return self._take + self._closing == capacity or self._pad is not None
-
-    def _needs_eos(self, last: Any) -> bool:
-        """Return True if an EOS must be added to a line whose last document token is `last`."""
-        return self._eos is not None and int(last) != self._eos
-
-    def _capacity(self) -> int:
-        """Return the largest number of document tokens that fit into the line: its length, or one less if a BOS has to
-        be added."""
-        if self._bos is None or (self._parts and int(self._parts[0][0]) == self._bos):
-            return self._length
-        return self._length - 1
-
-    def _with_separators(self, body: Ints) -> Ints:
-        line = np.full(self._length, 0 if self._pad is None else self._pad, np.int64)
-        begin = self._length - self._capacity()
-        if begin and self._bos is not None:
-            line[0] = self._bos
-        end = begin + len(body)
-        line[begin:end] = body
-        if self._closing and self._eos is not None:
-            line[end] = self._eos
-        return line
-
-    def _advance(self) -> None:
-        """Advance past the line that was filled. The next line begins in the document that was read last."""
-        left = self._have - self._take
-        self._have, self._parts = left, [self._parts[-1][len(self._parts[-1]) - left :]] if left else []
-        self._begin = self._documents.present() if left else None
-        self._offset = self._documents.size - left if left else 0
-
-
-def _token(name: str, value: int | None) -> int | None:
+def token_of(name: str, value: int | None) -> int | None:
+    """Return a token id that was given as an argument. Raises InvalidArgumentError unless it is an int64."""
     number = whole(name, value)
     if number is not None and not -MAX_TOKEN - 1 <= number <= MAX_TOKEN:
         raise InvalidArgumentError(f"{name} must be a token, which is an int64, got {number}")
     return number
 
 
-def _tokens(name: str, values: Iterable[int]) -> frozenset[int]:
+def _tokens_of(name: str, values: Iterable[int]) -> frozenset[int]:
     if isinstance(values, int) or not isinstance(values, Iterable):
         raise InvalidArgumentError(f"{name} must be a list of tokens, got {values!r}")
-    return frozenset(number for value in values if (number := _token(name, value)) is not None)
+    return frozenset(number for value in values if (number := token_of(name, value)) is not None)
 
 
-def _separator(token: int | None) -> Ints:
-    return np.array([] if token is None else [token], np.int64)
+def _usual(sample: Any) -> Ints | None:
+    """Return the tokens of a sample of the usual kinds, which need no check; None for all others."""
+    if type(sample) is torch.Tensor and sample.dtype is torch.int64 and sample.device.type == "cpu":
+        sample = sample.numpy()
+    if type(sample) is np.ndarray and sample.ndim == 1 and sample.dtype.char in "bBhHiIlq":
+        return sample
+    return None

@@ -66,6 +66,11 @@ class _Cursor:
     def __iter__(self) -> _Cursor:
         return self
 
+    @property
+    def continues(self) -> bool:
+        """True if the sample that was yielded last is a piece of a Chunked, and not the first one of its document."""
+        return getattr(self._inner, "continues", False)
+
     def __next__(self) -> Any:
         while True:
             for sample in self._inner:

@@ -20,7 +20,7 @@ from penstock.data.stop_iteration import forbid_stop_iteration
 from penstock.proto.errors import DatasetError
 from penstock.proto.state.generators import derive_seed
 
-__all__ = ["Grouped", "WindowShuffled"]
+__all__ = ["Grouped", "WindowCursor", "WindowShuffled"]
 
 _Arrange = Callable[[list[Any], int], list[Any]]
 """Function from the samples of a window and the window's number to the items that the layer yields for it."""
@@ -64,7 +64,7 @@ class WindowShuffled(Layer):
             order = np.argsort(mix(key, number, np.arange(len(samples))), kind="stable")
             return [samples[at] for at in order.tolist()]
 
-        return _Cursor(cursor, self._window, shuffled, number, done, where)
+        return WindowCursor(cursor, self._window, shuffled, number, done, where)
 
 
 class Grouped(Layer):
@@ -106,7 +106,7 @@ class Grouped(Layer):
         cursor = self.source.open(shard, epoch, seed, inner)
         limit = SearchLimit(self.source, f"Grouped {self._name}", shard)
         where = f"shard {shard}, epoch {epoch}"
-        return _Cursor(cursor, self._window, self._grouped, number, done, where, limit)
+        return WindowCursor(cursor, self._window, self._grouped, number, done, where, limit)
 
     def _grouped(self, samples: list[Any], number: int) -> list[Any]:
         open_lists: dict[Hashable, list[Any]] = {}
@@ -121,7 +121,9 @@ class Grouped(Layer):
         return [*full, *(open_lists.values() if self._rest else ())]
 
 
-class _Cursor:
+class WindowCursor:
+    """Cursor of the items that windows of a shard's samples are arranged into."""
+
     def __init__(
         self,
         inner: Cursor,
@@ -148,7 +150,7 @@ class _Cursor:
         self._begin: Token | None = None
         """Token (position) of the source before the window in `_held`."""
 
-    def __iter__(self) -> _Cursor:
+    def __iter__(self) -> WindowCursor:
         return self
 
     def __next__(self) -> Any:

@@ -1,0 +1,281 @@
+"""Fields of packed lines, best fit and images, against a naive packer that walks token by token."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from all_workers import AllWorkers
+from given_shards import Given, again, whole
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention
+
+from penstock.data import Chunked, Packed, Repeated, ShardLoader, collate_packed
+from penstock.proto.errors import DatasetError, InvalidArgumentError
+from penstock.proto.state.codec import encode_state
+
+ALL: Any = {"labels": True, "positions": True, "segments": True, "cu_seqlens": True, "payload": ["weight"]}
+PAD = -9
+SIZES = st.lists(st.integers(0, 14), max_size=14)
+
+
+def column_documents(sizes: list[int], first: int = 0) -> list[dict[str, Any]]:
+    """Documents of different tokens, each with a weight and a mask, which are functions of the token."""
+    made = []
+    for size in sizes:
+        tokens = np.arange(first + 1, first + 1 + size)
+        made.append({"tokens": tokens, "weight": np.stack([tokens * 2, tokens * 3], 1), "learn": (tokens % 3).tolist()})
+        first += size
+    return made
+
+
+Slot = tuple[int, int, int]
+"""Token of a line: (document, index in the document, segment)."""
+
+
+def in_order(sizes: list[int], length: int, whole_documents: bool, truncate: bool) -> list[list[Slot]]:
+    lines: list[list[Slot]] = [[]]
+    for number, full in enumerate(sizes):
+        size = min(full, length) if truncate else full
+        if whole_documents and len(lines[-1]) + size > length:
+            lines += [[]]
+        for at in range(size):
+            if len(lines[-1]) == length:
+                lines += [[]]
+            new = not lines[-1] or lines[-1][-1][0] != number
+            lines[-1].append((number, at, (lines[-1][-1][2] if lines[-1] else 0) + new))
+    return [line for line in lines if line]
+
+
+def fields_by_hand(line: list[Slot], documents: list[dict[str, Any]], most: int, length: int) -> dict[str, list[Any]]:
+    """The fields of a line. `most`: tokens of a document that exist, the others are truncated."""
+    row: dict[str, list[Any]] = {name: [] for name in ("tokens", "labels", "positions", "segments", "loss_mask")}
+    row |= {"weight": [], "cu_seqlens": []}
+    for at in range(length):
+        if at >= len(line):
+            for name, value in (("tokens", PAD), ("labels", -100), ("positions", 0), ("segments", 0)):
+                row[name].append(value)
+            row["weight"].append([0, 0])
+            row["loss_mask"].append(False)
+            continue
+        number, index, segment = line[at]
+        document = documents[number]
+        begins = at == 0 or line[at - 1][2] != segment
+        follows = index + 1 < min(len(document["tokens"]), most) and bool(document["learn"][index + 1])
+        row["tokens"].append(int(document["tokens"][index]))
+        row["labels"].append(int(document["tokens"][index + 1]) if follows else -100)
+        row["positions"].append(0 if begins else row["positions"][-1] + 1)
+        row["segments"].append(segment)
+        row["weight"].append(document["weight"][index].tolist())
+        row["loss_mask"].append(follows)
+        row["cu_seqlens"] += [at] * begins
+    row["cu_seqlens"] += [len(line), length] if len(line) < length else [length]
+    return row
+
+
+def lists(rows: list[dict[str, torch.Tensor]]) -> list[dict[str, list[Any]]]:
+    return [{name: value.tolist() for name, value in row.items()} for row in rows]
+
+
+def cut_in_the_middle(source: Packed, rows: list[Any]) -> None:
+    """Read on from a saved state. test_layers_stacks.py cuts at any place."""
+    at = len(rows) // 2
+    cursor = source.open(0, 0, 1)
+    assert cursor.skip(at) == at
+    assert lists(list(again(source, cursor))) == rows[at:]
+
+
+@settings(max_examples=40)
+@given(SIZES, st.integers(1, 12), st.sampled_from(["split", "whole", "truncate"]), st.booleans())
+def test_fields_equal_those_made_by_hand(sizes: list[int], length: int, how: str, narrow: bool) -> None:
+    documents = column_documents(sizes)
+    options: dict[str, Any] = {} if how == "split" else {"split": False}
+    if how == "truncate":
+        options["long"] = "truncate"
+    if narrow:
+        options["dtype"] = "int32"
+    source = Packed(Given([documents]), length=length, pad=PAD, loss_mask="learn", **ALL, **options)
+    lines = in_order(sizes, length, how != "split", how == "truncate")
+    most = length if how == "truncate" else 1 << 30
+    expected = [fields_by_hand(line, documents, most, length) for line in lines]
+    rows = whole(source)
+    assert lists(rows) == expected
+    assert {row[name].dtype for row in rows for name in ("tokens", "labels")} <= {
+        torch.int32 if narrow else torch.int64
+    }
+    cut_in_the_middle(source, expected)
+
+
+@settings(max_examples=25)
+@given(SIZES, st.integers(1, 12), st.integers(1, 6), st.sampled_from(["split", "truncate"]))
+def test_best_fit_has_each_token_once(sizes: list[int], length: int, window: int, long: Any) -> None:
+    documents = column_documents(sizes)
+    source = Packed(Given([documents]), length=length, pad=PAD, split=False, long=long, window=window, **ALL)
+    rows = lists(whole(source))
+    expected = [document["tokens"][: length if long == "truncate" else None].tolist() for document in documents]
+    assert sorted(t for row in rows for t in row["tokens"] if t != PAD) == [t for tokens in expected for t in tokens]
+    owner = {token: tokens for tokens in expected for token in tokens}
+    for row in rows:  # each segment is a document, or length-sized parts of one with its labels
+        bounds = row["cu_seqlens"]
+        assert bounds[-1] == length
+        for number, (begin, end) in enumerate(itertools.pairwise(bounds), 1):
+            tokens = row["tokens"][begin:end]
+            if PAD in tokens:
+                assert set(tokens) == {PAD}
+                assert set(row["labels"][begin:end]) == {-100}
+                assert set(row["segments"][begin:end]) == {0}
+                continue
+            rest = owner[tokens[0]]
+            at = rest.index(tokens[0])
+            assert at % length == 0
+            assert tokens == rest[at : at + length]
+            assert row["labels"][begin:end] == [*rest[at + 1 : at + 1 + len(tokens)], -100][: len(tokens)]
+            assert row["positions"][begin:end] == list(range(len(tokens)))
+            assert set(row["segments"][begin:end]) == {number}
+            assert row["weight"][begin:end] == [[2 * token, 3 * token] for token in tokens]
+    cut_in_the_middle(source, rows)
+
+
+@settings(max_examples=25)
+@given(SIZES, st.integers(1, 12), st.integers(1, 9), st.booleans())
+def test_pieces_are_joined(sizes: list[int], length: int, piece: int, repeated: bool) -> None:
+    """Rows over a Chunked are those of whole documents, but for the label where a line and a piece end together."""
+    texts = [list(range(20 * at, 20 * at + size)) for at, size in enumerate(sizes)]
+    fields: Any = {**ALL, "payload": ()}
+    plain = whole(Packed(Given([texts]), length=length, pad=PAD, **fields))
+    chunked = Chunked(Given([texts]), length=piece)
+    if repeated and any(sizes):
+        cursor = Packed(Repeated(chunked), length=length, pad=PAD, **fields).open(0, 0, 1)
+        rows = [next(cursor) for _ in range(sum(sizes) // length)]
+    else:
+        rows = whole(Packed(chunked, length=length, pad=PAD, **fields))
+    for row, expected in zip(rows, plain, strict=False):
+        differing = row["labels"] != expected["labels"]
+        assert not differing[:-1].any()
+        assert row["labels"][-1] in (-100, expected["labels"][-1])
+        for name in ("tokens", "positions", "segments", "cu_seqlens"):
+            assert torch.equal(row[name], expected[name])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda source: Packed(source, length=11, loss_mask="learn", **ALL),
+        lambda source: Packed(source, length=15, pad=PAD, split=False, window=5, dtype="int32", **ALL),
+    ],
+    ids=["in order", "best fit"],
+)
+def test_other_boxes_and_workers_resume(make: Callable[[Any], Any]) -> None:
+    """Batches of one worker, and of other topologies to which the run moves in the middle of a line and a window."""
+    shards = [column_documents([(7 * at + shard) % 15 for at in range(25)], 1000 * shard) for shard in range(6)]
+
+    def loader() -> ShardLoader:
+        source = make(Repeated(Given(shards, shuffled=True)))
+        return ShardLoader(source, global_batch_size=6, seed=1, collate_fn=list)
+
+    expected = [encode_state(batch) for batch in AllWorkers(loader, (1, 1)).take(8)]
+    run, found = None, []
+    for topology, steps in (((1, 2), 2), ((3, 1), 3), ((2, 3), 3)):
+        run = AllWorkers(loader, topology, run)
+        found += [encode_state(batch) for batch in run.take(steps)]
+    assert found == expected
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_attention_within_cu_seqlens_is_that_of_documents(window: int | None) -> None:
+    """Attention of a batch, cut at its cu_seqlens and so block-diagonal, against each document by itself."""
+    documents = column_documents([5, 9, 3, 12, 7, 1, 8])
+    source = Packed(Given([documents]), length=13, pad=PAD, split=False, window=window, **ALL)
+    rows = whole(source)
+    batch = collate_packed(rows)
+    generator = torch.Generator().manual_seed(1)
+    table = torch.randn(3, 100, 2, 8, generator=generator, dtype=torch.float64)
+
+    def attend(tokens: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        q, k, v = (each[tokens].transpose(0, 1) for each in table)
+        causal = mask is None
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal).transpose(0, 1)
+
+    flat, bounds = batch["tokens"].reshape(-1), batch["cu_seqlens"].long()
+    assert batch["cu_seqlens"].dtype == torch.int32
+    assert (int(bounds[0]), int(bounds[-1])) == (0, flat.numel())
+    assert int(batch["max_seqlen"]) == int(bounds.diff().max())
+    owner = torch.repeat_interleave(torch.arange(len(bounds) - 1), bounds.diff())
+    packed = attend(flat, (owner[:, None] == owner) & torch.ones(len(flat), len(flat)).tril().bool())
+    for document in documents:
+        tokens = torch.from_numpy(document["tokens"])
+        at = int((flat == tokens[0]).nonzero())
+        assert torch.equal(flat[at : at + len(tokens)], tokens)
+        torch.testing.assert_close(packed[at : at + len(tokens)], attend(tokens))
+
+
+def test_images_stay_with_their_documents() -> None:
+    documents: list[dict[str, Any]] = [
+        {"tokens": [1, 2, 3], "images": np.ones((2, 4), np.float32), "image_tokens": [1, 1]},
+        {"tokens": [4, 5], "images": [], "image_tokens": []},
+        {"tokens": [6, 7, 8, 9], "images": 3 * torch.ones(1, 4), "image_tokens": [3]},
+        {"tokens": [10], "images": np.zeros((0, 4), np.float32), "image_tokens": np.zeros(0, np.int64)},
+    ]
+    options: Any = {"pad": 0, "split": False, "long": "refuse", "attached": ["images", "image_tokens"]}
+    source = Packed(Given([documents]), length=5, segments=True, window=4, **options)
+    rows = whole(source)
+    assert [row["tokens"].tolist() for row in rows] == [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]]
+    batch = collate_packed(rows)
+    assert batch["images"].tolist() == [[1.0] * 4, [1.0] * 4, [3.0] * 4]
+    assert batch["image_tokens"].tolist() == [1, 1, 3]
+    assert batch["images_rows"].tolist() == batch["image_tokens_rows"].tolist() == [0, 0, 1]
+    assert batch["images_segments"].tolist() == [1, 1, 1]
+    loader = ShardLoader(source, batch_size=2, collate_fn=collate_packed)
+    assert torch.equal(next(iter(loader))["images"], batch["images"])
+    documents[2]["images"] = np.ones((1, 5), np.float32)
+    with pytest.raises(DatasetError, match=r"document 2 .*'images' must be float32 of shape \(4,\)"):
+        list(Packed(Given([documents]), length=30, **options).open(0, 0, 1))
+
+
+@pytest.mark.parametrize(
+    ("sample", "options", "what"),
+    [
+        ({"tokens": [1] * 9}, {"split": False, "pad": 0, "long": "refuse"}, "at most length=4 tokens, got 9.*Filtered"),
+        ({"tokens": [1 << 31]}, {"dtype": "int32"}, "tokens must fit dtype='int32', got 2147483648"),
+        ({"tokens": [1, 2], "weight": [1]}, {"payload": ["weight"]}, "'weight' must have one value for each of the 2"),
+        ({"tokens": [1, 2]}, {"payload": ["weight"]}, "must be a dict with the fields .*weight.* got .*tokens"),
+        ([1, 2], {"payload": ["weight"]}, "must be a dict with the fields .* got list"),
+        ({"tokens": [1], "weight": ["a"]}, {"payload": ["weight"]}, "'weight' must be a tensor, an array or a list"),
+        ({"tokens": [1], "weight": 3}, {"payload": ["weight"]}, r"got int64 of shape \(\)"),
+        ({"tokens": [1], "weight": torch.ones(1).bfloat16()}, {"payload": ["weight"]}, "got torch.bfloat16"),
+    ],
+)
+@pytest.mark.parametrize("window", [None, 3])
+def test_an_error_names_the_document(sample: Any, options: Any, what: str, window: int | None) -> None:
+    usual: Any = {"length": 4, "labels": True}
+    if window:
+        usual |= {"window": window, "split": False, "pad": 0}
+    good = {"tokens": [1, 2, 3, 4], "weight": [1, 2, 3, 4]}
+    cursor = Packed(Given([[good, sample, good, good]]), **usual | options).open(0, 2, 1)
+    with pytest.raises(DatasetError, match=rf"Packed: document 1 of shard 0 in epoch 2.*{what}"):
+        list(cursor)
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"window": 3}, "give split=False"),
+        ({"long": "refuse"}, "give split=False"),
+        ({"split": False, "pad": 0, "long": "cut"}, "long must be 'split', 'truncate' or 'refuse', got 'cut'"),
+        ({"labels": True, "bos": 1}, "bos and eos of lines must be left out"),
+        ({"attached": ["images"]}, "attached belongs to whole documents"),
+        ({"payload": "weight"}, "payload must be a list of names"),
+        ({"payload": ["labels"], "labels": True}, "a name of its own, got .'labels'."),
+        ({"ignore_index": None}, "ignore_index must be a whole number, got None"),
+        ({"dtype": "int16"}, "dtype must be 'int32' or 'int64'"),
+        ({"dtype": "int32", "pad": 1 << 31}, "pad must fit int32"),
+    ],
+)
+def test_arguments_that_do_not_go_together(options: Any, what: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=what):
+        Packed(Given([[[1]]]), **{"length": 4} | options)

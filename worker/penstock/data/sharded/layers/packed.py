@@ -1,0 +1,350 @@
+"""Documents of tokens packed into lines of one length.
+
+Documents are packed in order, or by best fit within windows.
+
+In order, a line may begin in the middle of a document. The state contains the beginning of the line that is being
+filled: the source's token (position) before the document in which the line begins, and an offset in that document.
+After a resume the document is read again, and the line is made again.
+
+By best fit, the documents of a window are sorted by length, and each goes into the line in which it leaves the least
+space (best-fit decreasing). A packer that keeps lines open while it reads would have to save them. Here a window of
+documents makes whole lines, and the state contains the window's beginning and the number of lines that it has yielded.
+
+So a state contains no text. A change of topology loses no text either, because lines and windows belong to their shard
+and not to a worker.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+from penstock.data.arguments import at_least_one
+from penstock.data.sharded.layers.documents import DocumentParser, Documents, token_of
+from penstock.data.sharded.layers.layer import Layer, SearchLimit, entered
+from penstock.data.sharded.layers.packed_rows import Part, RowFields
+from penstock.data.sharded.layers.windows import WindowCursor
+from penstock.data.sharded.protocol import Cursor, Place, ShardedSource, Token
+from penstock.proto.errors import InvalidArgumentError
+
+__all__ = ["Packed"]
+
+Long = Literal["split", "truncate", "refuse"]
+
+
+class Packed(Layer):
+    """Layer that packs a shard's documents into lines of exactly `length` tokens: in order, or with `window=` by best
+    fit. A line is a tensor of shape (length,), int64 or `dtype`; or a dict of tensors, if `tokens` or an argument after
+    it is given.
+
+        Packed(documents, length=2048, pad=0, split=False, window=1000, labels=True, positions=True, cu_seqlens=True)
+
+    A segment is the part of a document that is in the line; pieces of a Chunked directly below, or with a Repeated
+    between, are joined to one segment again, if they are packed in order.
+    """
+
+    def __init__(
+        self,
+        source: ShardedSource,
+        *,
+        length: int,
+        pad: int | None = None,
+        bos: int | None = None,
+        eos: int | None = None,
+        split: bool = True,
+        long: Long = "split",
+        window: int | None = None,
+        dtype: Literal["int64", "int32"] = "int64",
+        tokens: str = "tokens",
+        labels: bool = False,
+        positions: bool = False,
+        segments: bool = False,
+        cu_seqlens: bool = False,
+        loss_mask: bool | str = False,
+        ignore_index: int = -100,
+        payload: Iterable[str] = (),
+        attached: Iterable[str] = (),
+    ) -> None:
+        """
+        Args:
+            source: source of documents, as for `Chunked`; or a `Chunked`, which puts BOS and EOS between documents; or
+                a source of dicts with the tokens in the field `tokens`.
+            length: tokens of each line, including BOS and EOS.
+            pad: token that fills up the last line of a shard's epoch; None: an incomplete last line is dropped. If the
+                source is a Repeated, no line is the last one: it continues with documents of the next epoch.
+            bos: first token of each line; it is added unless the document has it there already. Not with fields.
+            eos: last token of each line, before any `pad`; it is added unless the document has it there already. Not
+                with fields.
+            split: False: a line ends before a document that does not fit into it, and is filled up with `pad`. Only a
+                document longer than a line is split then.
+            long: what becomes of a document longer than a line, with split=False. "split": it fills several lines;
+                "truncate": its end is left out; "refuse": it is a DatasetError that names the document.
+            window: number of a shard's documents that are packed by best fit with each other, with split=False; None:
+                documents are packed in order. A worker keeps one window in memory for each shard that it reads.
+            dtype: dtype of tokens and labels. A token that does not fit is a DatasetError.
+            tokens: name of the field with the tokens, in samples that are dicts, and in lines that are dicts.
+            labels: True: add the next token of the document for each token, of shape (length,). The last token of a
+                document and padding have `ignore_index`. At a split the label is the next token, though it is in
+                another line, except between two pieces of a Chunked.
+            positions: True: add the index of each token in its segment, int64 of shape (length,); 0 for padding. It
+                begins with 0 in each line, also where a document is split.
+            segments: True: add the number of each token's segment in the line, from 1, int32 of shape (length,); 0 for
+                padding.
+            cu_seqlens: True: add the beginnings of the segments and the line's end, int32 of shape (segments + 1,), for
+                attention kernels. Padding is a segment of its own here. Use `collate_packed` to make batches.
+            loss_mask: True: add a bool tensor of shape (length,) that is True where there is a label. The name of a
+                column with one value for each token: tokens for which it is 0 are no labels.
+            ignore_index: label of tokens without a label.
+            payload: names of columns with one value, or an array of one shape, for each token: tensors of shape
+                (length, ...) with zeros for padding.
+            attached: names of columns with any number of items for each document, such as the patches of its images: a
+                tensor of shape (items, ...) in each line, and their segments in NAME_segments, int32 of shape (items,).
+                Needs split=False and long="refuse". Use `collate_packed` to make batches.
+        """
+        super().__init__(source)
+        self._length, self._pad = at_least_one("length", length), token_of("pad", pad)
+        self._bos, self._eos = token_of("bos", bos), token_of("eos", eos)
+        self._split, self._long = bool(split), long
+        self._window = None if window is None else at_least_one("window", window)
+        self._fields = RowFields(
+            length=self._length,
+            pad=self._pad,
+            dtype=dtype,
+            tokens=tokens,
+            labels=bool(labels),
+            positions=bool(positions),
+            segments=bool(segments),
+            cu_seqlens=bool(cu_seqlens),
+            loss_mask=loss_mask if isinstance(loss_mask, str) else bool(loss_mask),
+            ignore_index=ignore_index,
+            payload=_names("payload", payload),
+            attached=_names("attached", attached),
+        )
+        self._check()
+
+    def settings(self) -> dict[str, Any]:
+        settings: dict[str, Any] = {"length": self._length, "pad": self._pad}
+        if not self._split:
+            settings["split"] = False
+        if self._long != "split":
+            settings["long"] = self._long
+        given = (("bos", self._bos), ("eos", self._eos), ("window", self._window))
+        return settings | {name: value for name, value in given if value is not None} | self._fields.settings()
+
+    def open(self, shard: int, epoch: int, seed: int, token: Token | None = None, place: Place | None = None) -> Cursor:
+        longest = None if self._long == "split" else (self._length, self._long == "truncate")
+        parser = DocumentParser("Packed", shard, epoch, fields=self._fields, longest=longest)
+        if self._window is not None:
+            return self._open_windows(parser, self._window, shard, epoch, seed, token)
+        (index, offset), inner = entered(token, "Packed", "index", "offset")
+        documents = Documents(self, self.source.open(shard, epoch, seed, inner), shard, index, parser)
+        return _PackedCursor(documents, self._fields, self._bos, self._eos, self._split, offset)
+
+    def _open_windows(
+        self, parser: DocumentParser, window: int, shard: int, epoch: int, seed: int, token: Token | None
+    ) -> Cursor:
+        (number, done), inner = entered(token, "Packed", "window", "done")
+
+        def lines(samples: list[Any], number: int) -> list[Any]:
+            documents = (parser.document(sample, number * window + at) for at, sample in enumerate(samples))
+            parts = [
+                Part(document, begin, min(begin + self._length, len(document.tokens)))
+                for document in documents
+                for begin in range(0, len(document.tokens), self._length)
+            ]
+            fitted = best_fit([part.end - part.begin for part in parts], self._length)
+            return [[parts[at] for at in line] for line in fitted]
+
+        cursor, where = self.source.open(shard, epoch, seed, inner), f"Packed: shard {shard}, epoch {epoch}"
+        limit = SearchLimit(self.source, "Packed", shard)
+        return _FittedCursor(WindowCursor(cursor, window, lines, number, done, where, limit), self._fields)
+
+    def _check(self) -> None:
+        """Raise InvalidArgumentError for arguments that do not go together."""
+        separators = (self._bos is not None) + (self._eos is not None)
+        if self._length <= separators:
+            raise InvalidArgumentError(
+                f"length must leave a token beside a line's BOS and EOS, got {self._length}; make it longer"
+            )
+        if not self._split and self._pad is None:
+            raise InvalidArgumentError("split=False needs the pad token that fills up lines; give pad")
+        if self._long not in ("split", "truncate", "refuse"):
+            raise InvalidArgumentError(f"long must be 'split', 'truncate' or 'refuse', got {self._long!r}")
+        if self._split and (self._long != "split" or self._window is not None):
+            raise InvalidArgumentError("long and window are for whole documents; give split=False")
+        if separators and (not self._fields.plain or self._long != "split" or self._window is not None):
+            raise InvalidArgumentError(
+                "bos and eos of lines must be left out with fields, long and window; put them into documents by "
+                "Chunked or Mapped"
+            )
+        if self._fields.attached and (self._split or self._long != "refuse"):
+            raise InvalidArgumentError(
+                "attached belongs to whole documents; give split=False and long='refuse', and leave longer documents "
+                "out by Filtered"
+            )
+
+
+def best_fit(sizes: Sequence[int], length: int) -> list[list[int]]:
+    """Return lines of items, as lists of the items' numbers, by best-fit decreasing: the longest item first, each into
+    the line in which it leaves the least space. Lines come in the order of their first items. `sizes`: sizes of the
+    items, at most `length`."""
+    lines: list[list[int]] = []
+    spaces: list[tuple[int, int]] = []
+    for item in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
+        size = sizes[item]
+        at = bisect_left(spaces, (size, -1))
+        if at < len(spaces):
+            space, line = spaces.pop(at)
+            lines[line].append(item)
+        else:
+            space, line = length, len(lines)
+            lines.append([item])
+        if space > size:
+            insort(spaces, (space - size, line))
+    return sorted(sorted(line) for line in lines)
+
+
+class _FittedCursor:
+    """Cursor of the lines of windows of documents."""
+
+    def __init__(self, lines: WindowCursor, fields: RowFields) -> None:
+        self._lines, self._fields = lines, fields
+
+    def __iter__(self) -> _FittedCursor:
+        return self
+
+    def __next__(self) -> Any:
+        return self._fields.row(next(self._lines))
+
+    def skip(self, count: int) -> int:
+        return self._lines.skip(count)
+
+    def token(self) -> Token:
+        return self._lines.token()
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+class _PackedCursor:
+    """Cursor of packed lines. The line that is being filled takes its tokens from one or more documents, and may begin
+    in the middle of the first one. The cursor keeps the source's positions before the first of them, and before the
+    last one, because the next line may begin in it."""
+
+    def __init__(
+        self,
+        documents: Documents,
+        fields: RowFields,
+        bos: int | None,
+        eos: int | None,
+        split: bool,
+        offset: int,
+    ) -> None:
+        self._documents, self._fields, self._split = documents, fields, split
+        self._bos, self._eos = bos, eos
+        self._parts: list[Part] = []
+        """Documents that were read so far, from the beginning of the line that is being filled."""
+        self._have = 0
+        """Number of tokens in `_parts`."""
+        self._take = 0
+        """Number of document tokens that the line takes, once it is filled."""
+        self._closing = False
+        """True if the filled line gets an EOS."""
+        self._offset = offset
+        """Offset, in the first document, at which the line that is being filled begins."""
+        self._begin: tuple[int, Token] | None = None
+        """Index of the first document of the line, and the source's token (position) before it; None: the document
+        still has to be read."""
+
+    def __iter__(self) -> _PackedCursor:
+        return self
+
+    def __next__(self) -> Any:
+        if not self._fill():
+            raise StopIteration
+        document, begin, end = self._parts[-1]
+        end -= self._have - self._take
+        parts = [*self._parts[:-1], *([Part(document, begin, end)] if begin < end else [])]
+        if self._bos is None and self._eos is None:
+            row = self._fields.row(parts)
+        else:
+            opening = self._bos if self._capacity() < self._fields.length else None
+            row = self._fields.line(parts, opening, self._eos if self._closing else None)
+        self._advance()
+        return row
+
+    def skip(self, count: int) -> int:
+        for passed in range(count):
+            if not self._fill():
+                return passed
+            self._advance()
+        return count
+
+    def token(self) -> Token:
+        index, before = self._begin or self._documents.following()
+        return {"index": index, "offset": self._offset, "source": before}
+
+    def close(self) -> None:
+        self._documents.close()
+
+    def _fill(self) -> bool:
+        """Read the tokens of the next line. Returns False if too few are left for a line."""
+        while self._have < self._capacity():
+            document = self._documents.read()
+            if document is None:
+                break
+            size = len(document.tokens)
+            if self._begin is None:
+                self._begin = self._documents.present()
+                self._documents.expect("tokens", size, self._offset)
+                self._parts.append(Part(document, self._offset, size))
+                self._have += size - self._offset
+            else:
+                self._parts.append(Part(document, 0, size))
+                self._have += size
+        if not self._have:
+            return False
+        capacity, before = self._capacity(), self._have - self._size(-1)
+        taken = min(self._have, capacity)
+        self._closing = self._needs_eos(-1, taken - before)
+        if before and not self._split and (self._have > capacity or (self._closing and taken == capacity)):
+            taken, self._closing = before, self._needs_eos(-2, self._size(-2))
+        self._take = taken - (self._closing and taken == capacity)
+        return self._take + self._closing == capacity or self._fields.pad is not None
+
+    def _size(self, number: int) -> int:
+        """Return the number of tokens that are left of a part."""
+        part = self._parts[number]
+        return part.end - part.begin
+
+    def _needs_eos(self, number: int, taken: int) -> bool:
+        """Return True if an EOS must be added to a line whose last document token is number `taken` - 1 of a part."""
+        if self._eos is None:
+            return False
+        document, begin, _ = self._parts[number]
+        return int(document.tokens[begin + taken - 1]) != self._eos
+
+    def _capacity(self) -> int:
+        """Return the largest number of document tokens that fit into the line: its length, or one less if a BOS has to
+        be added."""
+        length = self._fields.length
+        if self._bos is None:
+            return length
+        if self._parts and int(self._parts[0].document.tokens[self._parts[0].begin]) == self._bos:
+            return length
+        return length - 1
+
+    def _advance(self) -> None:
+        """Advance past the line that was filled. The next line begins in the document that was read last."""
+        left = self._have - self._take
+        document, _, end = self._parts[-1]
+        self._have, self._parts = left, [Part(document, end - left, end)] if left else []
+        self._begin = self._documents.present() if left else None
+        self._offset = end - left if left else 0
+
+
+def _names(name: str, values: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise InvalidArgumentError(f"{name} must be a list of names of columns, got {values!r}; give [{values!r}]")
+    return tuple(values)

@@ -1,0 +1,271 @@
+"""Rows of packed documents: the tokens of a line, and what a model needs beside them.
+
+A row is made of parts of documents. Each of its arrays is allocated once, and the parts are written into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from penstock.data.ordering.permutation import Ints
+from penstock.proto.errors import DatasetError, InvalidArgumentError
+
+__all__ = ["Document", "Part", "RowFields", "collate_packed"]
+
+_ROWS, _SEGMENTS = "_rows", "_segments"
+"""Endings of the fields with the row, and with the segment, of each item that belongs to a document."""
+
+
+class Document(NamedTuple):
+    """Document of tokens with its other columns."""
+
+    tokens: Ints
+    """Array of integers of shape (tokens,)."""
+    columns: Mapping[str, npt.NDArray[Any]] = {}
+    """Arrays of shape (tokens, ...), by name."""
+    attached: Mapping[str, npt.NDArray[Any]] = {}
+    """Arrays of shape (items, ...), by name."""
+    continues: bool = False
+    """True if it is a piece that continues the document before it."""
+    where: str = ""
+    """Name of the document, for errors."""
+
+
+class Part(NamedTuple):
+    """Tokens of a document from `begin` to `end`, exclusive, in a row."""
+
+    document: Document
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class RowFields:
+    """Settings of the fields of a row."""
+
+    length: int
+    """Number of tokens of a row."""
+    pad: int | None = None
+    """Token that fills up a row."""
+    dtype: str = "int64"
+    """Dtype of tokens and labels."""
+    tokens: str = "tokens"
+    """Name of the field with the tokens, in samples and in rows."""
+    labels: bool = False
+    positions: bool = False
+    segments: bool = False
+    cu_seqlens: bool = False
+    loss_mask: bool | str = False
+    """True: the row has a mask of the tokens with a label; text: name of the column that the mask is made of."""
+    ignore_index: int = -100
+    payload: tuple[str, ...] = ()
+    attached: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("int32", "int64"):
+            raise InvalidArgumentError(f"dtype must be 'int32' or 'int64', got {self.dtype!r}")
+        if type(self.ignore_index) is not int:
+            raise InvalidArgumentError(f"ignore_index must be a whole number, got {self.ignore_index!r}")
+        for name, token in (("pad", self.pad), ("ignore_index", self.ignore_index if self.labels else None)):
+            if token is not None and not np.iinfo(self.dtype).min <= token <= np.iinfo(self.dtype).max:
+                raise InvalidArgumentError(f"{name} must fit {self.dtype}, got {token}")
+        names = self.names
+        if not all(isinstance(name, str) and name for name in names):
+            raise InvalidArgumentError(f"names of fields must be texts, got {names}")
+        doubled = sorted({name for name in names if names.count(name) > 1})
+        if doubled:
+            raise InvalidArgumentError(
+                f"each field of a row must have a name of its own, got {doubled} more than once: rename the columns by "
+                "Mapped"
+            )
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the fields of a row that is a dict."""
+        made = [name for name in ("labels", "positions", "segments", "cu_seqlens", "loss_mask") if getattr(self, name)]
+        items = [name + ending for name in self.attached for ending in ("", _SEGMENTS)]
+        return [self.tokens, *made, *self.payload, *items]
+
+    @cached_property
+    def plain(self) -> bool:
+        """True if a row is a tensor of tokens, and not a dict."""
+        return self == RowFields(self.length, self.pad, self.dtype)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the columns of a sample with one value for each token."""
+        named = isinstance(self.loss_mask, str) and self.loss_mask not in self.payload
+        return (*self.payload, *([str(self.loss_mask)] if named else []))
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings that differ from their defaults, as JSON values, without `length` and `pad`."""
+        usual = RowFields(self.length, self.pad)
+        given = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in given.items()
+            if value != getattr(usual, name)
+        }
+
+    def line(self, parts: Sequence[Part], first: int | None = None, last: int | None = None) -> torch.Tensor:
+        """Return the tokens of a row.
+
+        Args:
+            first: token before those of the parts; None: none.
+            last: token after those of the parts; None: none.
+        """
+        line = np.empty(self.length, self.dtype)
+        at = 0
+        if first is not None:
+            line[0], at = first, 1
+        for document, begin, end in parts:
+            to = at + end - begin
+            line[at:to] = document.tokens[begin:end]
+            at = to
+        if last is not None:
+            line[at], at = last, at + 1
+        if at < self.length:
+            line[at:] = 0 if self.pad is None else self.pad
+        return torch.from_numpy(line)
+
+    def row(self, parts: Sequence[Part]) -> Any:
+        """Return a row of parts of documents: a tensor of tokens, or a dict of fields."""
+        tokens = self.line(parts)
+        return tokens if self.plain else {self.tokens: tokens} | self._others(parts, tokens.numpy())
+
+    def _others(self, parts: Sequence[Part], tokens: Ints) -> dict[str, torch.Tensor]:
+        ends = np.cumsum([part.end - part.begin for part in parts])
+        begins = [0, *(int(end) for end, part in zip(ends, parts[1:], strict=False) if not part.document.continues)]
+        segment_ends = [*begins[1:], int(ends[-1])]
+        made: dict[str, npt.NDArray[Any]] = {}
+        if self.labels or self.loss_mask:
+            self._add_labels(made, parts, segment_ends, tokens)
+        if self.positions:
+            made["positions"] = self._positions(begins, segment_ends)
+        if self.segments:
+            made["segments"] = self._segments(begins, segment_ends)
+        if self.cu_seqlens:
+            padding = [self.length] if segment_ends[-1] < self.length else []
+            made["cu_seqlens"] = np.array([0, *segment_ends, *padding], np.int32)
+        for name in self.payload:
+            made[name] = _column(parts, name, self.length)
+        for name in self.attached:
+            made[name], made[name + _SEGMENTS] = _items(parts, name)
+        return {name: torch.from_numpy(made[name]) for name in self.names[1:]}
+
+    def _add_labels(
+        self, made: dict[str, npt.NDArray[Any]], parts: Sequence[Part], ends: list[int], tokens: Ints
+    ) -> None:
+        """Add the labels and the mask of the tokens that have one."""
+        mask = np.zeros(self.length, np.bool_)
+        mask[: ends[-1]] = True
+        mask[np.array(ends) - 1] = False
+        labels = np.empty(self.length, self.dtype) if self.labels else None
+        if labels is not None:
+            labels[:-1] = tokens[1:]
+        split = [
+            (at, part.document, part.end) for at, part in _last_tokens(parts) if part.end < len(part.document.tokens)
+        ]
+        for at, document, end in split:
+            mask[at] = True
+            if labels is not None:
+                labels[at] = document.tokens[end]
+        if isinstance(self.loss_mask, str):
+            wanted = _column(parts, self.loss_mask, self.length).astype(np.bool_)
+            mask[:-1] &= wanted[1:]
+            for at, document, end in split:
+                mask[at] = bool(document.columns[self.loss_mask][end])
+        if labels is not None:
+            labels[~mask] = self.ignore_index
+            made["labels"] = labels
+        if self.loss_mask:
+            made["loss_mask"] = mask
+
+    def _positions(self, begins: list[int], ends: list[int]) -> npt.NDArray[Any]:
+        counted = np.arange(self.length)
+        positions = np.zeros(self.length, np.int64)
+        for begin, end in zip(begins, ends, strict=True):
+            positions[begin:end] = counted[: end - begin]
+        return positions
+
+    def _segments(self, begins: list[int], ends: list[int]) -> npt.NDArray[Any]:
+        segments = np.zeros(self.length, np.int32)
+        for number, (begin, end) in enumerate(zip(begins, ends, strict=True), 1):
+            segments[begin:end] = number
+        return segments
+
+
+def collate_packed(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Make a batch of packed rows, also of those whose arrays differ in length.
+
+    Fields of one shape are stacked: (rows, length, ...). `cu_seqlens` becomes that of all rows one after the other, an
+    int32 tensor that begins with 0 and ends with rows * length, as flash attention takes it for tokens of shape (rows
+    * length,); `max_seqlen`, an int64 tensor of no dims, is its longest sequence. Items that belong to documents, such
+    as images, are concatenated: (items of all rows, ...), with their segment in `NAME_segments` and the number of
+    their row in `NAME_rows`, both of shape (items,).
+
+        ShardLoader(Packed(source, length=2048, cu_seqlens=True), batch_size=8, collate_fn=collate_packed)
+    """
+    batch: dict[str, torch.Tensor] = {}
+    for name in rows[0]:
+        found = [row[name] for row in rows]
+        if name == "cu_seqlens":
+            starts = [0, *np.cumsum([int(each[-1]) for each in found]).tolist()]
+            batch[name] = torch.cat([found[0][:1], *(each[1:] + at for each, at in zip(found, starts, strict=False))])
+            batch["max_seqlen"] = torch.stack([each.diff().max().long() for each in found]).max()
+        elif name + _SEGMENTS in rows[0]:
+            batch[name] = torch.cat([each for each in found if len(each)] or found[:1])
+        elif name.removesuffix(_SEGMENTS) in rows[0] and name.endswith(_SEGMENTS):
+            batch[name] = torch.cat(found)
+            counts = torch.tensor([len(each) for each in found])
+            batch[name.removesuffix(_SEGMENTS) + _ROWS] = torch.arange(len(rows)).repeat_interleave(counts)
+        else:
+            batch[name] = torch.stack(found)
+    return batch
+
+
+def _last_tokens(parts: Sequence[Part]) -> list[tuple[int, Part]]:
+    """Return each part with the place of its last token in the row."""
+    at, found = -1, []
+    for part in parts:
+        at += part.end - part.begin
+        found.append((at, part))
+    return found
+
+
+def _column(parts: Sequence[Part], name: str, length: int) -> npt.NDArray[Any]:
+    """Return a column of shape (length, ...): the parts' values, then zeros."""
+    first = parts[0].document.columns[name]
+    column = np.zeros((length, *first.shape[1:]), first.dtype)
+    at = 0
+    for document, begin, end in parts:
+        values = document.columns[name]
+        _check_alike(document.where, name, values, first)
+        column[at : at + end - begin] = values[begin:end]
+        at += end - begin
+    return column
+
+
+def _items(parts: Sequence[Part], name: str) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:
+    """Return all items of a row, of shape (items, ...), and the segment of each, counted from 1."""
+    found = [(number, part.document, part.document.attached[name]) for number, part in enumerate(parts, 1)]
+    full = [each for each in found if len(each[2])] or found[:1]
+    for _, document, values in full:
+        _check_alike(document.where, name, values, full[0][2])
+    segments = np.repeat([number for number, _, _ in full], [len(values) for _, _, values in full])
+    return np.concatenate([values for _, _, values in full]), segments.astype(np.int32)
+
+
+def _check_alike(where: str, name: str, values: npt.NDArray[Any], first: npt.NDArray[Any]) -> None:
+    if values.dtype != first.dtype or values.shape[1:] != first.shape[1:]:
+        raise DatasetError(
+            f"{where}: the values of {name!r} must be {first.dtype} of shape {first.shape[1:]} as in other documents "
+            f"of the row, got {values.dtype} of shape {values.shape[1:]}. Make them alike by Mapped"
+        )
