@@ -326,13 +326,13 @@ def test_full_disk_names_its_remedy_if_all_is_held(
     monkeypatch.setattr(shard_cache, "FULL_WAIT_S", 600.0)
     with ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(cache.hold, shards[5])
-        wait_until(lambda: server.requests[shards[5].name] > 0)
+        until(lambda: server.requests[shards[5].name] > 0)
         for hold in held:  # as another job would
             hold.release()
         with waiting.result(60) as found:
             assert found.paths[0].read_bytes() == raw_bytes(5, SIZE)
     cache.fetch_ahead(shards[3:5])  # in threads, which evict too
-    wait_until(lambda: cache.stats().ahead_bytes == 2 * SIZE)
+    until(lambda: cache.stats().ahead_bytes == 2 * SIZE)
     assert "is full: shards that no process uses are evicted" in caplog.text
     cache.close()
 
