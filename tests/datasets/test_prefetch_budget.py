@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from shard_server import ShardServer
-from waiting import wait_until
+from waiting import until
 
 from penstock.data import LogicalShards, MDSWriter, Stream, StreamingDataset, StreamingLoader, index_parquet
 from penstock.data.formats.parquet import parquet_ranges
@@ -65,7 +65,7 @@ def first_batch(dataset: StreamingDataset, **settings: Any) -> tuple[Any, set[st
 
 def settle(server: ShardServer, dataset: StreamingDataset) -> set[str]:
     """Return which shards were fetched, once all that are wanted are there."""
-    wait_until(lambda: not any(cache._prefetcher._queue or cache._prefetcher._moving for cache in dataset._caches))
+    until(lambda: not any(cache._prefetcher._queue or cache._prefetcher._moving for cache in dataset._caches))
     return fetched(server)
 
 
@@ -122,7 +122,7 @@ def test_decoding_fetches_no_more(server: ShardServer, opened: Any, monkeypatch:
     dataset = opened(streams=["groups"], prefetch_bytes=1)
     rows = iter(StreamingLoader(dataset, batch_size=BATCH))
     next(rows)
-    wait_until(lambda: not dataset._decoder._wanted)
+    until(lambda: not dataset._decoder._wanted)
     assert dataset.fetch_stats().fetched_shards == 2, "a row group and the footer"
     assert sum(1 for _ in rows) == 39
 
