@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, Literal, SupportsIndex
 
 import numpy as np
-import numpy.typing as npt
 import torch.utils.data
 import xxhash
 
@@ -32,11 +31,13 @@ from penstock.data.cache.index_watch import IndexWatch
 from penstock.data.cache.open_shards import MIN_OPEN, OpenShards
 from penstock.data.cache.shard_cache import HeldShard, ShardCache
 from penstock.data.formats.decoded_blocks import MEMORY
-from penstock.data.formats.index import read_index
 from penstock.data.formats.mds import columns_of
-from penstock.data.formats.parquet.parquet_ranges import block_shard, has_ranges
+from penstock.data.formats.parquet.parquet_ranges import block_shard
 from penstock.data.formats.readers import open_block, open_shard
 from penstock.data.formats.shards import BlockReader, ReadOptions, Shard, ShardReader, rows_of
+from penstock.data.indexes.open_index import ColumnsPlace, open_index
+from penstock.data.indexes.shard_table import ShardTable
+from penstock.data.indexes.units import Units
 from penstock.data.ordering.permutation import Ints
 from penstock.data.remote.folders import RemoteFolder, joined
 from penstock.data.stop_iteration import stop_iteration_error
@@ -44,6 +45,9 @@ from penstock.data.writing.uploads import local_folder
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 
 __all__ = ["Stream", "StreamingDataset"]
+
+LISTED_BOUNDS = 1 << 14
+"""Number of shards up to which their bounds are a list."""
 
 
 @dataclass(frozen=True)
@@ -182,13 +186,16 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         self._open = OpenShards()
         self._decoder = DecodeAhead(self._decode)
         self._relieve_caches()
-        indexes = [cache.index() for cache in self._caches]
-        shards = [read_index(index, name) for index, (_, _, name) in zip(indexes, remotes, strict=True)]
-        self._indexes = [
-            IndexWatch.of(cache.index_path, index, hashed=_hashed(own), in_place=cache.in_place)
-            for cache, index, own in zip(self._caches, indexes, shards, strict=True)
+        opened = [
+            (index := cache.index(), *open_index(cache.index_path, index, name, ColumnsPlace.of(cache)))
+            for cache, (_, _, name) in zip(self._caches, remotes, strict=True)
         ]
-        for own, (_, _, name), options in zip(shards, remotes, self._options, strict=True):
+        self._tables = [table for _, table, _ in opened]
+        self._indexes = [
+            IndexWatch.of(cache.index_path, index, digest, hashed=table.facts.hashed, in_place=cache.in_place)
+            for cache, (index, table, digest) in zip(self._caches, opened, strict=True)
+        ]
+        for own, (_, _, name), options in zip(self._tables, remotes, self._options, strict=True):
             _check_columns(own, options.columns, name)
             if own and own[0].format == "mds":
                 try:
@@ -196,35 +203,20 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
                     columns_of(own[0], options)
                 except DatasetError as error:
                     raise DatasetError(f"{name}: {error.message}") from None
-        self._shards = [(number, shard) for number, own in enumerate(shards) for shard in own]
-        units = [len(shard.units) for _, shard in self._shards]
-        self._file_of = np.repeat(np.arange(len(units)), units)
-        """Number of the file that each unit of `sizes` lies in."""
-        self.has_blocks = any(shard.blocks for _, shard in self._shards)
+        facts = [table.facts for table in self._tables]
+        self.has_blocks = any(fact.blocks for fact in facts)
         """True if any shard has blocks that are decoded as a whole."""
-        known = [shard for _, shard in self._shards if shard.decoded_bytes]
-        self.sample_bytes = sum(shard.decoded_bytes for shard in known) / max(1, sum(shard.samples for shard in known))
+        known = sum(fact.decoded_samples for fact in facts)
+        self.sample_bytes = sum(fact.decoded_bytes for fact in facts) / max(1, known)
         """Mean number of bytes that a sample takes in a decoded row group; 0 if it is unknown."""
         self._footers = BlockFooters()
-        self.sizes: list[Ints] = [
-            np.array([samples for shard in own for samples in shard.units], np.int64) for own in shards
+        by_unit = [
+            table.has_ranges & cache.fetches_ranges(table.hashed)
+            for table, cache in zip(self._tables, self._caches, strict=True)
         ]
-        """Number of samples in each unit that is read as a whole, for each stream: a row group, or else a shard."""
-        self._unit_sizes = np.concatenate(self.sizes)
-        by_unit = np.array(
-            [has_ranges(one) and self._caches[own].fetches_ranges(one) for own, one in self._shards], bool
-        )
-        self._opened_of = np.cumsum(_begins(self._file_of) | by_unit[self._file_of]) - 1
-        """Number of what is opened to read each unit: a file, or the unit alone, if it is fetched without the rest of
-        the file."""
-        self._first_units = np.flatnonzero(_begins(self._opened_of))
-        """First unit of each thing that is opened."""
-        self._alone = by_unit[self._file_of[self._first_units]]
-        """True for each thing that is opened if it is a unit alone."""
-        counts = np.bincount(self._opened_of, self._unit_sizes, len(self._first_units)).astype(np.int64)
-        self._bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-        self._reads_bulk = any(shard.format not in ("mds", "json", "xsv", "csv", "tsv") for _, shard in self._shards)
-        self._starts: list[int] = self._bounds.tolist()  # indexing a list is faster than an array for a single sample
+        self._units = Units(self._tables, by_unit)
+        self._reads_bulk = any({*fact.formats} - {"mds", "json", "xsv", "csv", "tsv"} for fact in facts)
+        self._set_starts()
         if not len(self):
             raise DatasetError(
                 f"{self.name}: the index lists no samples: write the dataset to its end, or give another folder"
@@ -232,21 +224,32 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         for stream, sizes, (_, _, name) in zip(self.streams, self.sizes, remotes, strict=True):
             if (stream.proportion or stream.repeat or stream.choose) and not sizes.sum():
                 raise DatasetError(f"{name}: the index lists no samples, but an epoch needs some of this stream")
-        self.fingerprint = _fingerprint(shards)
+        self.fingerprint = _fingerprint(self._tables)
         """Digest of all shards. It changes with the data, and does not depend on where they are stored."""
+
+    def _set_starts(self) -> None:
+        # For a single sample, bisect on a memoryview or list is faster than on an array. A list of a million numbers
+        # takes 40 MiB.
+        bounds = self._units.bounds
+        self._starts: Sequence[int] = bounds.tolist() if len(bounds) <= LISTED_BOUNDS else memoryview(bounds)  # type: ignore[arg-type]
+
+    @property
+    def sizes(self) -> list[Ints]:
+        """Number of samples in each unit that is read as a whole, for each stream: a row group, or else a shard."""
+        return [table.sizes for table in self._tables]
 
     @property
     def files(self) -> list[Ints] | None:
         """Number of the file that each unit of `sizes` lies in, for each stream; None if no file has blocks."""
         if not self.has_blocks:
             return None
-        return np.split(self._file_of, np.cumsum([len(sizes) for sizes in self.sizes])[:-1])
+        return self._units.files()
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.name}: {len(self)} samples in {len(self._shards)} shards>"
+        return f"<{type(self).__name__} {self.name}: {len(self)} samples in {self._units.count} shards>"
 
     def __getitem__(self, index: SupportsIndex) -> dict[str, Any]:
         """Return a sample. Waits for its shard.
@@ -276,8 +279,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         """Return the samples with these numbers, without checking that the numbers are in range."""
         if self.is_overridden:
             return [self._overridden(index) for index in samples.tolist()]
-        shards = np.searchsorted(self._bounds, samples, side="right") - 1
-        offsets = samples - self._bounds[shards]
+        shards = np.searchsorted(self._units.bounds, samples, side="right") - 1
+        offsets = samples - self._units.bounds[shards]
         get, opened = self._open.get, self._opened
         if not self._reads_bulk:
             return [get(shard, opened)[row] for shard, row in zip(shards.tolist(), offsets.tolist(), strict=True)]
@@ -309,7 +312,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
     def fetch_ahead(self, shards: Ints) -> None:
         """Fetch the shards of these units (see `sizes`) in the background, in this order. The list replaces the one of
         the call before."""
-        opened = self._opened_of[shards]
+        opened = self._units.opened_of(shards)
         _, firsts = np.unique(opened, return_index=True)
         opened = opened[np.sort(firsts)]
         self._open.most = max(MIN_OPEN, len(opened))
@@ -326,32 +329,27 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         groups."""
         if not self.has_blocks:
             return
-        needed = np.cumsum(self._unit_sizes[units]) * self.sample_bytes
+        needed = np.cumsum(self._units.sizes[units]) * self.sample_bytes
         limit = max(MEMORY.limit, self.decoded_limit or 0) // 2
         self._decoder.want(units[needed <= limit].tolist())
 
     def forget(self, units: Ints) -> None:
         """Let the memory of these decoded units be freed, because their samples are not needed soon."""
-        for unit in units.tolist():
-            reader = self._open.peek(int(self._opened_of[unit]))
+        for unit, opened in zip(units.tolist(), self._units.opened_of(units).tolist(), strict=True):
+            reader = self._open.peek(opened)
             if isinstance(reader, BlockReader):
-                reader.forget(self._block_of(unit))
+                reader.forget(unit - self._units.first_unit(opened))
 
     def _decode(self, unit: int) -> None:
-        reader = self._open.get(int(self._opened_of[unit]), self._opened)
+        opened = int(self._units.opened_of(np.array([unit]))[0])
+        reader = self._open.get(opened, self._opened)
         if isinstance(reader, BlockReader):
-            reader.load(self._block_of(unit))
-
-    def _block_of(self, unit: int) -> int:
-        """Return the number of a unit in what is opened to read it."""
-        return unit - int(self._first_units[self._opened_of[unit]])
+            reader.load(unit - self._units.first_unit(opened))
 
     def _file(self, number: int) -> tuple[int, Shard, int | None]:
         """Return the stream and the file of what is opened, and the number of its only block; None: the whole file."""
-        unit = int(self._first_units[number])
-        file = int(self._file_of[unit])
-        stream, shard = self._shards[file]
-        return stream, shard, unit - int(np.searchsorted(self._file_of, file)) if self._alone[number] else None
+        stream, file, block = self._units.file(number)
+        return stream, self._tables[stream][file], block
 
     def shares(self, epoch_size: int | None = None) -> list[int]:
         """Return the number of samples that an epoch takes of each stream. `epoch_size`: number of samples in the
@@ -382,7 +380,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
             self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_open", "_decoder")} | {
+        made_again = ("_open", "_decoder", "_starts")
+        return {name: value for name, value in self.__dict__.items() if name not in made_again} | {
             "_caches": copy.deepcopy(self._caches)  # the original's may be in use
         }
 
@@ -390,6 +389,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         self.__dict__.update(state)
         self._open = OpenShards()
         self._decoder = DecodeAhead(self._decode)
+        self._set_starts()
         self._relieve_caches()
 
     def _relieve_caches(self) -> None:
@@ -429,11 +429,6 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         return f"{remote.url_of(shard.name)} ({path}: remove it to have it fetched again)"
 
 
-def _begins(numbers: Ints) -> npt.NDArray[np.bool_]:
-    """Return for each of these ascending numbers whether it is the first of its kind."""
-    return np.append(True, numbers[1:] != numbers[:-1])[: len(numbers)]
-
-
 def _columns(where: str, columns: Sequence[str] | None) -> tuple[str, ...] | None:
     """Return the names of the columns to read; None: all."""
     if columns is None:
@@ -453,11 +448,6 @@ def _check_columns(shards: Sequence[Shard], columns: Sequence[str] | None, where
         raise InvalidArgumentError(
             f"{where}: columns must be some of {', '.join(known)}, got {', '.join(missing)}, which the data have not"
         )
-
-
-def _hashed(shards: Sequence[Shard]) -> bool:
-    """Return True if the index has a hash of each file, in its raw or packed form."""
-    return all(file.raw.hashes or (file.packed and file.packed.hashes) for shard in shards for file in shard.files)
 
 
 def _remote_of(stream: Stream) -> tuple[RemoteFolder | None, Path, str]:
@@ -537,13 +527,9 @@ def _apportioned(weights: Sequence[float], total: int) -> list[int]:
     return shares
 
 
-def _fingerprint(streams: Sequence[Sequence[Shard]]) -> str:
+def _fingerprint(tables: Sequence[ShardTable]) -> str:
     digest = xxhash.xxh3_128()
-    for shards in streams:
-        digest.update(f"stream of {len(shards)}\n".encode())
-        for shard in shards:
-            files = [(file.raw.name, file.raw.size, sorted(file.raw.hashes.items())) for file in shard.files]
-            digest.update(f"{shard.format} {shard.samples} {files}\n".encode())
-            if shard.blocks:  # the order depends on them
-                digest.update(f"blocks {shard.blocks} of {shard.decoded_bytes} bytes\n".encode())
+    for table in tables:
+        digest.update(f"stream of {len(table)}\n".encode())
+        table.describe(digest)
     return digest.hexdigest()

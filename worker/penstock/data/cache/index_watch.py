@@ -11,22 +11,24 @@ indexes.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+import xxhash
+
 from penstock.data.cache.file_locks import LONGEST_TEXT
+from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.index import INDEX
-from penstock.data.remote.folders import LARGEST_READ, RemoteFolder
+from penstock.data.remote.folders import RemoteFolder
 from penstock.proto.errors import DatasetError, PenstockError
 from penstock.runtime.files.atomic_files import write_whole
 from penstock.runtime.files.inner_paths import parent_of
 from penstock.runtime.files.plain_files import read_plain
 
-__all__ = ["IndexWatch", "RemoteIndex"]
+__all__ = ["IndexWatch", "RemoteIndex", "digest_of"]
 
 VERSION_TIMEOUT_S = 10.0
 """Seconds to wait for the remote's answer about its index's version."""
@@ -37,7 +39,7 @@ class IndexWatch:
     """Index file of an open dataset, and what it was when the dataset was opened."""
 
     path: Path
-    digest: bytes
+    digest: str
     """Digest of the index's content when the dataset was opened."""
     hashed: bool
     """True if the index has a hash of each shard: an equal index then means equal data."""
@@ -51,8 +53,8 @@ class IndexWatch:
     was not rewritten. Shards newer than this time count as rewritten too."""
 
     @staticmethod
-    def of(path: Path, content: bytes, *, hashed: bool, in_place: bool) -> IndexWatch:
-        return IndexWatch(path, _digest(content), hashed, in_place, _file_version(path))
+    def of(path: Path, index: Descriptor, digest: str, *, hashed: bool, in_place: bool) -> IndexWatch:
+        return IndexWatch(path, digest, hashed, in_place, _version_of(os.fstat(index.fileno())))
 
     def check(self, shard: Sequence[Path]) -> None:
         """Raise DatasetError if the dataset was written again since it was opened. `shard`: paths of the shard files
@@ -82,7 +84,7 @@ class IndexWatch:
 
     def _is_same(self) -> bool:
         try:
-            return _digest(read_plain(self.path, LARGEST_READ)) == self.digest
+            return digest_of(Descriptor(self.path)) == self.digest
         except OSError:
             return False
 
@@ -132,13 +134,21 @@ class RemoteIndex:
             return None
 
 
-def _digest(content: bytes) -> bytes:
-    return hashlib.blake2b(content, digest_size=16).digest()
+def digest_of(file: Descriptor) -> str:
+    """Return the digest of a file of any size. It is read in pieces."""
+    digest, at = xxhash.xxh3_128(), 0
+    while piece := file.read(1 << 20, at):
+        digest.update(piece)
+        at += len(piece)
+    return digest.hexdigest()
 
 
 def _file_version(path: Path) -> tuple[int, int, int] | None:
     try:
-        found = os.stat(path)
+        return _version_of(os.stat(path))
     except OSError:
         return None
+
+
+def _version_of(found: os.stat_result) -> tuple[int, int, int]:
     return found.st_size, found.st_mtime_ns, found.st_ino

@@ -20,7 +20,7 @@ from penstock.data.formats.format_table import FORMATS
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.proto.errors import DatasetError
 
-__all__ = ["INDEX", "join_indexes", "read_index", "write_index"]
+__all__ = ["INDEX", "check_version", "join_indexes", "read_index", "shard_of", "write_index"]
 
 INDEX = "index.json"
 VERSION = 2
@@ -52,7 +52,7 @@ def read_index(data: bytes, where: str) -> list[Shard]:
     files: dict[str, StoredFile] = {}
     for number, entry in enumerate(entries):
         try:
-            shards.append(_shard(entry, known, files))
+            shards.append(shard_of(entry, known, files))
         except (InvalidField, DatasetError) as error:
             raise DatasetError(f"{where}: shard {number}: {error}") from None
     return shards
@@ -86,22 +86,28 @@ def _entries(data: bytes) -> list[Any]:
         raise InvalidField("is not an index:", f"it must be a JSON object, got {kind_of(index)}")
     if "version" not in index:
         raise InvalidField("version", "is missing")
-    _check_version(index["version"])
+    check_version(index["version"])
     shards = index.get("shards")
     if not isinstance(shards, list):
         raise InvalidField("shards", f"must be a list, got {kind_of(shards)}")
     return shards
 
 
-def _check_version(version: object) -> None:
+def check_version(version: object) -> None:
+    """Raise InvalidField if an index, or a shard's entry, has another version."""
     if type(version) is not int or version != VERSION:
         raise InvalidField("version", f"must be {VERSION}, got {version!r}")
 
 
-def _shard(entry: Any, known: dict[str, Mapping[str, Any]], files: dict[str, StoredFile]) -> Shard:
+def shard_of(entry: Any, known: dict[str, Mapping[str, Any]], files: dict[str, StoredFile]) -> Shard:
+    """Return the shard of an entry of an index. Raises InvalidField or DatasetError.
+
+    known: settings of the shards before, which equal ones share. files: files of the shards before, by name, to find a
+    name that has two meanings.
+    """
     if not isinstance(entry, dict):
         raise InvalidField("its entry", f"must be an object, got {kind_of(entry)}")
-    _check_version(entry.get("version"))
+    check_version(entry.get("version"))
     form = entry.get("format")
     known_format = FORMATS.get(form) if isinstance(form, str) else None
     if known_format is None:
