@@ -1,4 +1,4 @@
-"""Large indexes: their columns say what the parsed index says, one process makes them, and no damaged file is believed."""
+"""Large indexes: columns say what the parsed index says, one process makes them, no damaged file is believed."""
 
 from __future__ import annotations
 
@@ -60,9 +60,13 @@ def test_columns_say_what_the_index_says(columns: Path, tmp_path: Path, monkeypa
     for first, second in ((stored, listed), (stored, pickle.loads(pickle.dumps(stored)))):
         assert list(first._tables[0]) == list(second._tables[0]) == expected
         assert first._tables[0].facts == second._tables[0].facts
-        for one, other in zip([*first.sizes, *(first.files or ())], [*second.sizes, *(second.files or ())], strict=True):
+        for one, other in zip(
+            [*first.sizes, *(first.files or ())], [*second.sizes, *(second.files or ())], strict=True
+        ):
             np.testing.assert_array_equal(one, other)
-        assert [first._units.file(n) for n in range(len(expected))] == [second._units.file(n) for n in range(len(expected))]
+        assert [first._units.file(n) for n in range(len(expected))] == [
+            second._units.file(n) for n in range(len(expected))
+        ]
     # the fingerprint that states of earlier versions have
     digest = xxhash.xxh3_128(f"stream of {len(expected)}\n".encode())
     for shard in expected:

@@ -204,7 +204,7 @@ class RemoteFolder:
     def copy(self, name: str, to: Path, *, deadline_s: float) -> None:
         """Download a file whose size is not known to the path `to`. Raises ShardUnavailableError."""
         with open(to, "wb", buffering=0, opener=open_plain) as file:
-            self._fetch(name, file, None, deadline_s, limit=LARGEST_COPY)
+            file.truncate(self._fetch(name, file, None, deadline_s, limit=LARGEST_COPY))
 
     def download(self, name: str, to: Path, *, expected_size: int, deadline_s: float) -> None:
         """Download a file of any size to the path `to`. Raises ShardUnavailableError, also if the disk is full, and
@@ -397,7 +397,8 @@ class RemoteFolder:
         expected: int | None,
         deadline_s: float,
         limit: int = LARGEST_READ,
-    ) -> None:
+    ) -> int:
+        """Write a file's content into an open file, and return its size in bytes."""
         until = time.monotonic() + deadline_s
         progress = DownloadProgress(expected, parallel=PARALLEL if self._asynchronous else 1)
         source = self.url_of(name)
@@ -411,7 +412,7 @@ class RemoteFolder:
                 if expected is not None and target.at != expected:
                     raise TransferBroken(f"ended after {target.at} of {expected} bytes")
                 self._reached = True
-                return
+                return target.at
             except PenstockError:
                 raise
             except Exception as error:
