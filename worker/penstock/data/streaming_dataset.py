@@ -36,8 +36,8 @@ from penstock.data.formats.parquet.parquet_ranges import block_shard
 from penstock.data.formats.readers import open_block, open_shard
 from penstock.data.formats.shards import BlockReader, ReadOptions, Shard, ShardReader, rows_of
 from penstock.data.indexes.open_index import ColumnsPlace, open_index
+from penstock.data.indexes.opened_units import Units
 from penstock.data.indexes.shard_table import ShardTable
-from penstock.data.indexes.units import Units
 from penstock.data.ordering.permutation import Ints
 from penstock.data.remote.folders import RemoteFolder, joined
 from penstock.data.stop_iteration import stop_iteration_error
