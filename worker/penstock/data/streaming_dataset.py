@@ -11,12 +11,12 @@ import os
 import weakref
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self, SupportsIndex
 
 import numpy as np
-import numpy.typing as npt
 import torch.utils.data
 
 from penstock.data.arguments import byte_count
@@ -28,12 +28,14 @@ from penstock.data.cache.open_shards import MIN_OPEN, OpenShards
 from penstock.data.cache.prefetch import FetchStats
 from penstock.data.cache.shard_cache import HeldShard, ShardCache
 from penstock.data.formats.decoded_blocks import MEMORY
-from penstock.data.formats.index import index_notes, read_index
+from penstock.data.formats.index import file_notes
 from penstock.data.formats.mds import columns_of
-from penstock.data.formats.order_layout import OrderLayout, joint_fingerprint, mean_sample_bytes
-from penstock.data.formats.parquet.parquet_ranges import block_shard, has_ranges
+from penstock.data.formats.parquet.parquet_ranges import block_shard
 from penstock.data.formats.readers import open_block, open_shard
 from penstock.data.formats.shards import BlockReader, ReadOptions, Shard, ShardReader, rows_of
+from penstock.data.indexes.open_index import ColumnsPlace, open_index
+from penstock.data.indexes.opened_units import Units
+from penstock.data.indexes.order_layout import OrderLayout, joint_fingerprint
 from penstock.data.ordering.permutation import Ints
 from penstock.data.sample_numbers import many_numbers, one_number
 from penstock.data.stop_iteration import stop_iteration_error
@@ -41,6 +43,9 @@ from penstock.data.streams import Stream, apportioned, check_weights, group, rem
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 
 __all__ = ["StreamingDataset"]
+
+LISTED_BOUNDS = 1 << 14
+"""Number of shards up to which their bounds are a list."""
 
 
 class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
@@ -183,12 +188,16 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         self._decoder = DecodeAhead(self._decode)
         self._relieve_caches()
         indexes = [index for _, index, _ in opened]
-        shards = [read_index(index, name) for index, (_, _, name) in zip(indexes, remotes, strict=True)]
-        self._indexes = [
-            IndexWatch.of(cache.index_path, index, hashed=_hashed(own), in_place=cache.in_place)
-            for cache, index, own in zip(self._caches, indexes, shards, strict=True)
+        read = [
+            (index, *open_index(cache.index_path, index, name, ColumnsPlace.of(cache)))
+            for cache, index, (_, _, name) in zip(self._caches, indexes, remotes, strict=True)
         ]
-        for own, (_, _, name), options in zip(shards, remotes, self._options, strict=True):
+        self._tables = [table for _, table, _ in read]
+        self._indexes = [
+            IndexWatch.of(cache.index_path, index, digest, hashed=table.facts.hashed, in_place=cache.in_place)
+            for cache, (index, table, digest) in zip(self._caches, read, strict=True)
+        ]
+        for own, (_, _, name), options in zip(self._tables, remotes, self._options, strict=True):
             _check_columns(own, options.columns, name)
             if own and own[0].format == "mds":
                 try:
@@ -196,42 +205,35 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
                     columns_of(own[0], options)
                 except DatasetError as error:
                     raise DatasetError(f"{name}: {error.message}") from None
-        self._shards = [(number, shard) for number, own in enumerate(shards) for shard in own]
-        self._footers = BlockFooters()
         self._ahead: dict[int, None] = {}
         """Numbers of what `fetch_ahead` admitted last."""
         self._to_decode: list[int] = []
         """Units to decode ahead that `fetch_ahead` has not admitted yet."""
         self.layouts = [
-            OrderLayout.noted(index_notes(index), own, name)
-            for index, own, (_, _, name) in zip(indexes, shards, remotes, strict=True)
+            OrderLayout.noted(file_notes(index), own, name)
+            for index, own, (_, _, name) in zip(indexes, self._tables, remotes, strict=True)
         ]
         """Units of each stream's samples that decide their order; the numbers of units below count through them."""
-        own_layout = OrderLayout.of([shard for _, shard in self._shards], "")
-        self._file_of, self._unit_sizes = own_layout.files, own_layout.units
-        """File of each unit that is read as a whole, and the number of samples in it: a row group, or else a shard."""
-        self.has_blocks = own_layout.blocks
+        facts = [table.facts for table in self._tables]
+        self.has_blocks = any(fact.blocks for fact in facts)
         """True if any shard has blocks that are decoded as a whole."""
-        self.sample_bytes = mean_sample_bytes([own_layout])
+        known = sum(fact.decoded_samples for fact in facts)
+        self.sample_bytes = sum(fact.decoded_bytes for fact in facts) / max(1, known)
         """Mean number of bytes that a sample takes in a decoded row group; 0 if it is unknown."""
-        bounds = [np.concatenate([[0], np.cumsum(units)]) for units in (self._unit_sizes, self._order_sizes())]
-        self._bounds_of_units = None if all(each.own for each in self.layouts) else bounds
+        self._footers = BlockFooters()
+        by_unit = [
+            table.has_ranges & cache.fetches_ranges(table.hashed)
+            for table, cache in zip(self._tables, self._caches, strict=True)
+        ]
+        self._units = Units(self._tables, by_unit)
+        self._bounds_of_units: list[Ints] | None = None
         """First sample of each unit that is read, and of each unit of `layouts`, with the number of all samples at the
         end; None if they are the same units."""
-        by_unit = np.array(
-            [has_ranges(one) and self._caches[own].fetches_ranges(one) for own, one in self._shards], bool
-        )
-        self._opened_of = np.cumsum(_begins(self._file_of) | by_unit[self._file_of]) - 1
-        """Number of what is opened to read each unit: a file, or the unit alone, if it is fetched without the rest of
-        the file."""
-        self._first_units = np.flatnonzero(_begins(self._opened_of))
-        """First unit of each thing that is opened."""
-        self._alone = by_unit[self._file_of[self._first_units]]
-        """True for each thing that is opened if it is a unit alone."""
-        counts = np.bincount(self._opened_of, self._unit_sizes, len(self._first_units)).astype(np.int64)
-        self._bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-        self._reads_bulk = any(shard.format not in ("mds", "json", "xsv", "csv", "tsv") for _, shard in self._shards)
-        self._starts: list[int] = self._bounds.tolist()  # indexing a list is faster than an array for a single sample
+        if not all(each.own for each in self.layouts):
+            divisions = self._units.sizes, self._order_sizes()
+            self._bounds_of_units = [np.concatenate([[0], np.cumsum(units)]) for units in divisions]
+        self._reads_bulk = any({*fact.formats} - {"mds", "json", "xsv", "csv", "tsv"} for fact in facts)
+        self._set_starts()
         if not len(self):
             raise DatasetError(
                 f"{self.name}: the index lists no samples: write the dataset to its end, or give another folder"
@@ -243,6 +245,12 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         """Digest of all data. It changes with them, and does not depend on where they are stored, nor on the format to
         which `penstock data convert` converted them."""
 
+    def _set_starts(self) -> None:
+        # For a single sample, bisect on a memoryview or list is faster than on an array. A list of a million numbers
+        # takes 40 MiB.
+        bounds = self._units.bounds
+        self._starts: Sequence[int] = bounds.tolist() if len(bounds) <= LISTED_BOUNDS else memoryview(bounds)  # type: ignore[arg-type]
+
     @property
     def sizes(self) -> list[Ints]:
         """Number of samples in each unit of `layouts`, for each stream."""
@@ -252,7 +260,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         return int(self._starts[-1])
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.name}: {len(self)} samples in {len(self._shards)} shards>"
+        return f"<{type(self).__name__} {self.name}: {len(self)} samples in {self._units.count} shards>"
 
     def __getitem__(self, index: Any) -> Any:
         """Return a sample; for a slice, a list or an array of numbers, the list of these samples. Waits for shards.
@@ -287,8 +295,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         return self._read_many(samples)
 
     def _read_many(self, samples: Ints) -> list[dict[str, Any]]:
-        shards = np.searchsorted(self._bounds, samples, side="right") - 1
-        offsets = samples - self._bounds[shards]
+        shards = np.searchsorted(self._units.bounds, samples, side="right") - 1
+        offsets = samples - self._units.bounds[shards]
         get, opened = self._open.get, self._opened
         if not self._reads_bulk:
             return [get(shard, opened)[row] for shard, row in zip(shards.tolist(), offsets.tolist(), strict=True)]
@@ -353,7 +361,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
     def _opened_for(self, units: Ints) -> list[int]:
         """Return the numbers of what is opened to read these units of `layouts`."""
-        opened: list[int] = self._opened_of[self._own_units(units)].tolist()
+        opened: list[int] = self._units.opened_of(self._own_units(units)).tolist()
         return opened
 
     def fetch_stats(self) -> FetchStats:
@@ -375,7 +383,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         if not self.has_blocks:
             return
         units = self._own_units(units)
-        needed = np.cumsum(self._unit_sizes[units]) * self.sample_bytes
+        needed = np.cumsum(self._units.sizes[units]) * self.sample_bytes
         limit = max(MEMORY.limit, self.decoded_limit or 0) // 2
         self._to_decode = units[needed <= limit].tolist()
         self._decoder.want(self._decodable())
@@ -383,7 +391,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
     def _decodable(self) -> list[int]:
         """Remove and return those of the units to decode that are in place, open, or being fetched ahead. Decoding must
         not fetch more than the prefetch does."""
-        known = [(unit, int(self._opened_of[unit])) for unit in self._to_decode]
+        opened = self._units.opened_of(np.array(self._to_decode, np.int64)).tolist()
+        known = list(zip(self._to_decode, opened, strict=True))
         ready = [unit for unit, number in known if number in self._ahead or self._is_at_hand(number)]
         taken = set(ready)
         self._to_decode = [unit for unit in self._to_decode if unit not in taken]
@@ -394,10 +403,11 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
     def forget(self, units: Ints) -> None:
         """Let the memory of these decoded units be freed, because their samples are not needed soon."""
-        for unit in self._own_units(units).tolist():
-            reader = self._open.peek(int(self._opened_of[unit]))
+        units = self._own_units(units)
+        for unit, opened in zip(units.tolist(), self._units.opened_of(units).tolist(), strict=True):
+            reader = self._open.peek(opened)
             if isinstance(reader, BlockReader):
-                reader.forget(self._block_of(unit))
+                reader.forget(unit - self._units.first_unit(opened))
 
     def _order_sizes(self) -> Ints:
         return np.concatenate(self.sizes)
@@ -414,20 +424,15 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         return np.repeat(first - begins, counts) + np.arange(int(counts.sum()))
 
     def _decode(self, unit: int) -> None:
-        reader = self._open.get(int(self._opened_of[unit]), self._opened)
+        opened = int(self._units.opened_of(np.array([unit]))[0])
+        reader = self._open.get(opened, self._opened)
         if isinstance(reader, BlockReader):
-            reader.load(self._block_of(unit))
-
-    def _block_of(self, unit: int) -> int:
-        """Return the number of a unit in what is opened to read it."""
-        return unit - int(self._first_units[self._opened_of[unit]])
+            reader.load(unit - self._units.first_unit(opened))
 
     def _file(self, number: int) -> tuple[int, Shard, int | None]:
         """Return the stream and the file of what is opened, and the number of its only block; None: the whole file."""
-        unit = int(self._first_units[number])
-        file = int(self._file_of[unit])
-        stream, shard = self._shards[file]
-        return stream, shard, unit - int(np.searchsorted(self._file_of, file)) if self._alone[number] else None
+        stream, file, block = self._units.file(number)
+        return stream, self._tables[stream][file], block
 
     def shares(self, epoch_size: int | None = None) -> list[int]:
         """Return the number of samples that an epoch takes of each stream. `epoch_size`: number of samples in the
@@ -458,14 +463,26 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
             self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_open", "_decoder")} | {
-            "_caches": copy.deepcopy(self._caches)  # the original's may be in use
-        }
+        made_again = ("_open", "_decoder", "_starts")
+        return (
+            {name: value for name, value in self.__dict__.items() if name not in made_again}
+            | {
+                "_caches": copy.deepcopy(self._caches),  # the original's may be in use
+                "layouts": [
+                    replace(each, units=each.units[:0], counts=None) if each.own else each for each in self.layouts
+                ],
+            }
+        )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._open = OpenShards()
         self._decoder = DecodeAhead(self._decode)
+        self.layouts = [
+            replace(each, units=table.sizes, counts=table.counts) if each.own else each
+            for each, table in zip(self.layouts, self._tables, strict=True)
+        ]
+        self._set_starts()
         self._relieve_caches()
 
     def _relieve_caches(self) -> None:
@@ -511,11 +528,6 @@ def _cache(stream: Stream, settings: Mapping[str, Any], index: str) -> ShardCach
     return ShardCache(remote, folder, index=index, **settings)
 
 
-def _begins(numbers: Ints) -> npt.NDArray[np.bool_]:
-    """Return for each of these ascending numbers whether it is the first of its kind."""
-    return np.append(True, numbers[1:] != numbers[:-1])[: len(numbers)]
-
-
 def _columns(where: str, columns: Sequence[str] | None) -> tuple[str, ...] | None:
     """Return the names of the columns to read; None: all."""
     if columns is None:
@@ -535,8 +547,3 @@ def _check_columns(shards: Sequence[Shard], columns: Sequence[str] | None, where
         raise InvalidArgumentError(
             f"{where}: columns must be some of {', '.join(known)}, got {', '.join(missing)}, which the data have not"
         )
-
-
-def _hashed(shards: Sequence[Shard]) -> bool:
-    """Return True if the index has a hash of each file, in its raw or packed form."""
-    return all(file.raw.hashes or (file.packed and file.packed.hashes) for shard in shards for file in shard.files)

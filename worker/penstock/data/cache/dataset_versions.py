@@ -10,11 +10,12 @@ disturbed when the next one is published (writing/publish.py). A dataset whose i
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 from penstock.data.cache.shard_cache import ShardCache
-from penstock.data.formats.index import INDEX, VERSION_NOTE, index_notes, version_index
+from penstock.data.formats.descriptors import Descriptor
+from penstock.data.formats.index import INDEX, VERSION_NOTE, file_notes, version_index
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardUnavailableError
 
 __all__ = ["Version", "check_version", "open_version", "version_of"]
@@ -29,15 +30,15 @@ def check_version(name: str, version: Version) -> None:
         raise InvalidArgumentError(f'{name} must be a number of at least 1, "newest" or None, got {version!r}')
 
 
-def version_of(index: bytes) -> int | None:
-    """Return the number of the version that an index is of; None if the dataset has no versions."""
-    number = index_notes(index).get(VERSION_NOTE)
+def version_of(notes: Mapping[str, Any]) -> int | None:
+    """Return the number of the version that an index with these notes is of; None if the dataset has no versions."""
+    number = notes.get(VERSION_NOTE)
     return number if type(number) is int and number > 0 else None
 
 
 def open_version(
     make: Callable[[str], ShardCache], version: Version, name: str
-) -> tuple[ShardCache, bytes, int | None]:
+) -> tuple[ShardCache, Descriptor, int | None]:
     """Return the cache of a version, its index, and its number; None as the number if the dataset has no versions.
 
     Args:
@@ -49,28 +50,28 @@ def open_version(
     if isinstance(version, int):
         return _numbered(make, version, name)
     newest = make(INDEX)
-    text = newest.index()
-    number = version_of(text)
+    index = newest.index()
+    number = version_of(file_notes(index))
     if number is None:
-        return newest, text, None
+        return newest, index, None
     try:
-        number = version_of(newest.newest_index()) or number
+        number = version_of(newest.newest_notes()) or number
     finally:
         newest.close()
     return _numbered(make, number, name)
 
 
-def _numbered(make: Callable[[str], ShardCache], version: int, name: str) -> tuple[ShardCache, bytes, int]:
+def _numbered(make: Callable[[str], ShardCache], version: int, name: str) -> tuple[ShardCache, Descriptor, int]:
     cache = make(version_index(version))
     try:
-        text = cache.index()
+        index = cache.index()
     except ShardUnavailableError as error:
         cache.close()
         raise DatasetError(
             f"{name} must have version {version}: {error.message}. Give version=None for the newest one; a writer with "
             "append=True makes versions"
         ) from error
-    if version_of(text) != version:
+    if version_of(file_notes(index)) != version:
         cache.close()
         raise DatasetError(f"{name}: {version_index(version)} must be the index of version {version}, got another one")
-    return cache, text, version
+    return cache, index, version

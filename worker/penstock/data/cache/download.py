@@ -28,7 +28,7 @@ from penstock.proto.errors import DatasetError, ShardCorruptError, ShardUnavaila
 from penstock.runtime.files.inner_paths import is_strange_link, parent_of, unlink_below
 from penstock.runtime.files.plain_files import open_plain, read_plain
 
-__all__ = ["Downloads", "put"]
+__all__ = ["Downloads", "give_name", "put"]
 
 ATTEMPTS = 2
 """Number of times that a file is downloaded if it arrives corrupt each time. An error is raised after the last."""
@@ -45,14 +45,14 @@ def put(data: bytes, temporary: Path, folder: Path, name: str, source: str) -> N
                     view = view[file.write(view) :]
             except OSError as error:
                 raise unwritable(error, str(temporary), len(data), source) from error
-        _name(temporary, folder, name)
+        give_name(temporary, folder, name)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             temporary.unlink()
         raise
 
 
-def _name(temporary: Path, folder: Path, name: str) -> None:
+def give_name(temporary: Path, folder: Path, name: str) -> None:
     """Rename a temporary file to `name` below a folder, without following links of other users. The file's bytes are
     synced first, so a power loss cannot leave the name without them."""
     descriptor = open_plain(temporary, os.O_RDONLY | os.O_NOFOLLOW)
@@ -276,7 +276,7 @@ class Downloads:
     def _fetch(self, stored: StoredFile, temporary: Path, until: float) -> None:
         def name_it(source: str) -> None:
             self._verify(temporary, stored, f"{source} ({self._own(stored)})")
-            _name(temporary, self._folder, stored.name)
+            give_name(temporary, self._folder, stored.name)
 
         self._download(stored, temporary, until, name_it)
 
@@ -287,7 +287,7 @@ class Downloads:
         def inflate(source: str) -> None:
             self._inflate(shard, file, got, temporary("raw"))
             if self._keep_packed:
-                _name(got, self._folder, packed.name)
+                give_name(got, self._folder, packed.name)
             else:
                 got.unlink()
 

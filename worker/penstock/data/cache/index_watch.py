@@ -11,22 +11,24 @@ indexes.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+import xxhash
+
 from penstock.data.cache.file_locks import LONGEST_TEXT
-from penstock.data.formats.index import PRECEDED_NOTE, index_notes, version_index
-from penstock.data.remote.folders import LARGEST_READ, RemoteFolder
+from penstock.data.formats.descriptors import Descriptor
+from penstock.data.formats.index import PRECEDED_NOTE, file_notes, index_notes, version_index
+from penstock.data.remote.folders import RemoteFolder
 from penstock.proto.errors import DatasetError, PenstockError
 from penstock.runtime.files.atomic_files import write_whole
 from penstock.runtime.files.inner_paths import parent_of
 from penstock.runtime.files.plain_files import read_plain
 
-__all__ = ["IndexWatch", "RemoteIndex", "index_digest"]
+__all__ = ["IndexWatch", "RemoteIndex", "digest_of"]
 
 VERSION_TIMEOUT_S = 10.0
 """Seconds to wait for the remote's answer about its index's version."""
@@ -37,7 +39,7 @@ class IndexWatch:
     """Index file of an open dataset, and what it was when the dataset was opened."""
 
     path: Path
-    digest: bytes
+    digest: str
     """Digest of the index's content when the dataset was opened."""
     hashed: bool
     """True if the index has a hash of each shard: an equal index then means equal data."""
@@ -51,8 +53,8 @@ class IndexWatch:
     was not rewritten. Shards newer than this time count as rewritten too."""
 
     @staticmethod
-    def of(path: Path, content: bytes, *, hashed: bool, in_place: bool) -> IndexWatch:
-        return IndexWatch(path, _digest(content), hashed, in_place, _file_version(path))
+    def of(path: Path, index: Descriptor, digest: str, *, hashed: bool, in_place: bool) -> IndexWatch:
+        return IndexWatch(path, digest, hashed, in_place, _version_of(os.fstat(index.fileno())))
 
     def check(self, shard: Sequence[Path]) -> None:
         """Raise DatasetError if the dataset was written again since it was opened. `shard`: paths of the shard files
@@ -82,15 +84,17 @@ class IndexWatch:
 
     def _is_same(self) -> bool:
         try:
-            if _digest(read_plain(self.path, LARGEST_READ)) == self.digest:
+            if digest_of(Descriptor(self.path)) == self.digest:
                 return True
-            first = self.path.with_name(version_index(1))
-            if not _preceded(read_plain(first, LARGEST_READ), self.digest):
+            path = self.path.with_name(version_index(1))
+            first = Descriptor(path)
+            if file_notes(first).get(PRECEDED_NOTE) != self.digest:
                 return False
+            digest = digest_of(first)
         except OSError:
             return False
         # A writer appended to the dataset: this one is version 1 now.
-        self.path, self.digest = first, _digest(read_plain(first, LARGEST_READ))
+        self.path, self.digest = path, digest
         return True
 
 
@@ -135,11 +139,11 @@ class RemoteIndex:
     def _became_first_version(self) -> bool:
         """Return True if the index was replaced because a writer appended to the dataset."""
         try:
-            cached = read_plain(self.folder / self.name, LARGEST_READ)
+            cached = digest_of(Descriptor(self.folder / self.name))
             first = self.remote.read(version_index(1), deadline_s=VERSION_TIMEOUT_S)
         except (OSError, DatasetError):
             return False
-        return _preceded(first, _digest(cached))
+        return index_notes(first).get(PRECEDED_NOTE) == cached
 
     def _version(self) -> str | None:
         """Return the version of the remote's index; "" if there is no index, None if the version is unknown."""
@@ -153,23 +157,21 @@ class RemoteIndex:
             return None
 
 
-def index_digest(content: bytes) -> str:
-    """Return the digest of an index's content, in hexadecimal."""
-    return _digest(content).hex()
-
-
-def _preceded(first_version: bytes, digest: bytes) -> bool:
-    """Return True if the index of version 1 says that the index with this digest was the dataset's before."""
-    return index_notes(first_version).get(PRECEDED_NOTE) == digest.hex()
-
-
-def _digest(content: bytes) -> bytes:
-    return hashlib.blake2b(content, digest_size=16).digest()
+def digest_of(file: Descriptor) -> str:
+    """Return the digest of a file of any size. It is read in pieces."""
+    digest, at = xxhash.xxh3_128(), 0
+    while piece := file.read(1 << 20, at):
+        digest.update(piece)
+        at += len(piece)
+    return digest.hexdigest()
 
 
 def _file_version(path: Path) -> tuple[int, int, int] | None:
     try:
-        found = os.stat(path)
+        return _version_of(os.stat(path))
     except OSError:
         return None
+
+
+def _version_of(found: os.stat_result) -> tuple[int, int, int]:
     return found.st_size, found.st_mtime_ns, found.st_ino

@@ -23,19 +23,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from penstock.data.cache.cache_state import LONGEST_PAUSE_S, CacheState
-from penstock.data.cache.download import Downloads, put
+from penstock.data.cache.download import Downloads, give_name
 from penstock.data.cache.eviction import Eviction
 from penstock.data.cache.file_hashes import HASHES
 from penstock.data.cache.file_locks import FileLock
 from penstock.data.cache.prefetch import FetchStats, Prefetcher
 from penstock.data.cache.shard_versions import ShardVersion, file_stat, key_of
-from penstock.data.formats.index import INDEX
+from penstock.data.formats.descriptors import Descriptor
+from penstock.data.formats.index import INDEX, file_notes, index_notes
 from penstock.data.formats.shards import Shard
-from penstock.data.remote.folders import LARGEST_READ, RemoteFolder
+from penstock.data.remote.folders import RemoteFolder
 from penstock.data.remote.transfer import is_full, unwritable
 from penstock.proto.errors import DatasetError, InvalidArgumentError, PenstockError, ShardUnavailableError
-from penstock.runtime.files.plain_files import read_plain
 
 __all__ = ["HeldShard", "ShardCache"]
 
@@ -54,6 +57,8 @@ LOOK_S = 0.1
 locked shard cannot be evicted."""
 INDEXABLE_ENDINGS = {".parquet", ".jsonl", ".ndjson", ".csv", ".tsv", ".tar", ".tfrecord", ".arrow", ".idx"}
 """Endings of files in a folder that `index_folder` can index."""
+LARGEST_PAGE = 64 << 20
+"""Size of an index, in bytes, up to which its copy is parsed before it is believed to be one."""
 CONFIRM_S = 10.0
 """Seconds to wait for the remote to answer whether it has a file."""
 
@@ -151,9 +156,9 @@ class ShardCache:
         self._limit = limit if remote else None
         self._validate = validate
         self._keep_packed = keep_packed
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._threads = threads
-        self._group = group
+        self.group = group
         self._index_name = index
         self._root = str(self.folder)
         self._downloads = Downloads(remote, self.folder, index, validate=self._validate, keep_packed=keep_packed)
@@ -166,7 +171,7 @@ class ShardCache:
     def _reset(self) -> None:
         self._lock = threading.RLock()  # reentrant, as a RemoteFolder's
         self._held: dict[str, _InUse] = {}
-        self._state = CacheState(self.folder, self.remote, self._timeout_s, self._group)
+        self._state = CacheState(self.folder, self.remote, self.timeout_s, self.group)
         self._prefetcher = Prefetcher(self._state, self._threads, self._prefetch_one)
         self._warned = False
         self._told_full = False
@@ -180,9 +185,9 @@ class ShardCache:
             "limit": self._limit,
             "validate": self._validate,
             "keep_packed": self._keep_packed,
-            "timeout_s": self._timeout_s,
+            "timeout_s": self.timeout_s,
             "threads": self._threads,
-            "group": self._group,
+            "group": self.group,
             "index": self._index_name,
         }
 
@@ -201,20 +206,19 @@ class ShardCache:
         """True if files are used where they lie, and not copied into the cache."""
         return bool(self._in_place)
 
-    def fetches_ranges(self, shard: Shard) -> bool:
-        """Return True if parts of a shard's file may be fetched instead of the file: nothing verifies the whole file by
-        a hash, and it is not used in place."""
-        return not (self._in_place or self.remote is None or self._validate or self._verified(shard))
+    def fetches_ranges(self, hashed: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """Return for each shard whether parts of its file may be fetched instead of the file: nothing verifies the
+        whole file by a hash, and it is not used in place. `hashed`: whether a raw file of it has a hash."""
+        if self._in_place or self.remote is None or self._validate:
+            return np.zeros(len(hashed), bool)
+        return np.ones(len(hashed), bool) if self._validate is False else ~hashed
 
-    def _verified(self, shard: Shard) -> bool:
-        return self._validate is None and any(file.raw.hashes for file in shard.files)
-
-    def index(self) -> bytes:
-        """Return the index file's content. One process of the host fetches the file, once. Raises
+    def index(self) -> Descriptor:
+        """Return the index file, open. One process of the host fetches the file, once. Raises
         ShardUnavailableError, or DatasetError for a file that is not an index."""
         if self._in_place:
             try:
-                return read_plain(self.index_path, LARGEST_READ)
+                return Descriptor(self.index_path)
             except FileNotFoundError:
                 what = f"{self._in_place} must be a dataset's folder: it has no {self._index_name}{self._remedy()}"
                 raise ShardUnavailableError(what) from None
@@ -223,24 +227,24 @@ class ShardCache:
         assert self.remote is not None
         self._state.prepare()
         path = self.index_path
-        until = time.monotonic() + self._timeout_s
+        until = time.monotonic() + self.timeout_s
         while True:
             with contextlib.suppress(FileNotFoundError):
-                return read_plain(path, LARGEST_READ)
+                return Descriptor(path)
             name = self._index_name
             with self._state.fetching(name, until, name) as temporary:
                 if file_stat(str(path)) is None:
                     self._downloads.before_index_fetch()
-                    data = self.remote.read(name, deadline_s=until - time.monotonic())
-                    self._check_index(data)
-                    put(data, temporary("raw"), self.folder, name, self.remote.url_of(name))
+                    self.remote.copy(name, temporary("raw"), deadline_s=until - time.monotonic())
+                    self._check_index(Descriptor(temporary("raw")))
+                    give_name(temporary("raw"), self.folder, name)
 
-    def newest_index(self) -> bytes:
-        """Return the content of the index file at the remote now, which may be newer than the cache's copy. Raises
+    def newest_notes(self) -> dict[str, Any]:
+        """Return the notes of the index file at the remote now, which may be newer than the cache's copy. Raises
         ShardUnavailableError."""
         if self._in_place or self.remote is None:
-            return self.index()
-        return self.remote.read(self._index_name, deadline_s=self._timeout_s)
+            return file_notes(self.index())
+        return index_notes(self.remote.read(self._index_name, deadline_s=self.timeout_s))
 
     def _remedy(self) -> str:
         """Return the remedy that the error for a folder without an index gives. Looks only one folder down: there may
@@ -250,14 +254,20 @@ class ShardCache:
                 return f"; index_folder({self._in_place!r}) writes one of the files in it"
         return ""
 
-    def _check_index(self, data: bytes) -> None:
-        """Raise DatasetError if `data` is not an index, but a login page or a proxy's answer, for example. Such data
-        must not be cached as the index."""
+    def _check_index(self, file: Descriptor) -> None:
+        """Raise DatasetError if a file is not an index, but a login page or a proxy's answer, for example. Such data
+        must not be cached as the index. Of a large one only the ends are looked at: no page is that large."""
         assert self.remote is not None
-        try:
-            is_index = isinstance(json.loads(data), dict)
-        except ValueError:
-            is_index = False
+        size = os.fstat(file.fileno()).st_size
+        if size > LARGEST_PAGE:
+            is_index = file.read(256, 0).lstrip()[:1] == b"{" and file.read(256, size - 256).rstrip()[-1:] == b"}"
+            data = b"" if is_index else file.read(40, 0)
+        else:
+            data = file.read(size, 0)
+            try:
+                is_index = isinstance(json.loads(data), dict)
+            except ValueError:
+                is_index = False
         if not is_index:
             raise DatasetError(
                 f"{self.remote.url_of(self._index_name)} must be the index of a dataset, got a file that begins with "
@@ -282,7 +292,7 @@ class ShardCache:
             if in_use:
                 in_use.count += 1
                 return HeldShard(self, key, in_use.paths)
-        until = time.monotonic() + self._timeout_s
+        until = time.monotonic() + self.timeout_s
         lock, paths = self._with_space(shard, until, lambda: self._taken(shard, key, until), demand=True)
         with self._lock:
             in_use = self._held.setdefault(key, _InUse(lock, paths))
@@ -542,7 +552,7 @@ class ShardCache:
 
     def _prefetch_one(self, shard: Shard, key: str, decided: Callable[[], None]) -> bool:
         """Fetch a shard before a reader needs it. Returns False if the cache has no space."""
-        until = time.monotonic() + self._timeout_s
+        until = time.monotonic() + self.timeout_s
 
         def fetched() -> bool:
             lock = self._state.wait(f"{self._state.shards}/{key}", until, shard.name, shared=True)

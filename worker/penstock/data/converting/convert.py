@@ -5,7 +5,7 @@ read back and compared, and then gets its index; several processes convert parts
 the indexes become that of the whole. So a run may be killed at any moment, and the next one makes only the parts that
 are not finished.
 
-Samples keep their numbers. The index notes how the source's shards divided them (formats/order_layout.py), so the
+Samples keep their numbers. The index notes how the source's shards divided them (indexes/order_layout.py), so the
 result has the source's order, and a state taken over the source goes on over the result.
 """
 
@@ -31,9 +31,10 @@ from penstock.data.converting.conversion_plan import JOB, ConversionPlan, parts_
 from penstock.data.converting.convert_part import PartConverter, data_of, source_of
 from penstock.data.converting.target_columns import TargetColumn, mds_columns, parquet_columns
 from penstock.data.formats.index import INDEX, index_notes, join_indexes, read_index, write_index
-from penstock.data.formats.order_layout import OrderLayout
 from penstock.data.formats.readers import open_shard
 from penstock.data.formats.shards import ReadOptions, Shard, rows_of
+from penstock.data.indexes.order_layout import OrderLayout
+from penstock.data.indexes.shard_table import ListedShards
 from penstock.data.remote.folders import RemoteFolder
 from penstock.data.writing.uploads import writable_remote
 from penstock.proto import errors
@@ -129,7 +130,7 @@ def convert_dataset(
     with tempfile.TemporaryDirectory(prefix="penstock-convert-") as scratch, contextlib.closing(remote):
         origin = source_of(os.fspath(source), source_options, scratch, limit=None, timeout_s=timeout_s)
         try:
-            text = origin.index()
+            text = origin.index().read_all()
             shards = read_index(text, os.fspath(source))
             size = sum(shard.size for shard in shards)
             workers = workers or max(1, min(len(os.sched_getaffinity(0)), size // PROCESS_BYTES))
@@ -153,7 +154,7 @@ def convert_dataset(
             source_options=dict(source_options or {}),
             dest_options=dict(dest_options or {}),
         )
-        layout = OrderLayout.noted(index_notes(text), shards, os.fspath(source)) if keep_order else None
+        layout = OrderLayout.noted(index_notes(text), ListedShards(shards), os.fspath(source)) if keep_order else None
         return _Conversion(plan, remote, layout, timeout_s).run(min(workers, max(1, len(plan.parts))))
 
 

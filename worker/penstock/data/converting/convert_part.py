@@ -45,7 +45,7 @@ class PartConverter:
         self._source = source_of(
             plan.source, plan.source_options, plan.cache, limit=plan.cache_limit, timeout_s=plan.timeout_s
         )
-        self._shards = read_index(self._source.index(), plan.source)
+        self._shards = read_index(self._source.index().read_all(), plan.source)
         self._dest = RemoteFolder(plan.dest, plan.dest_options)
         self._options = ReadOptions(
             images="file", encoded=plan.encoded, columns=[column.name for column in plan.columns]

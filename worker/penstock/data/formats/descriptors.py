@@ -51,6 +51,10 @@ class Descriptor:
             data += more
         return data
 
+    def read_all(self) -> bytes:
+        """Return the whole file. Raises OSError."""
+        return self.read(os.fstat(self._number).st_size, 0)
+
     def read_into(self, array: np.ndarray[Any, Any], begin: int) -> int:
         """Fill a contiguous array from position `begin`. Returns the number of bytes read, which is smaller than the
         array's at the file's end. Raises OSError."""

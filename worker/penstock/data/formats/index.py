@@ -9,12 +9,14 @@ What is the same for all of them (names and encodings of columns) is checked onc
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
 from penstock.data.formats.compressed_files import parse_compression
+from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.fields import InvalidField, kind_of
 from penstock.data.formats.format_table import FORMATS
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
@@ -24,9 +26,12 @@ __all__ = [
     "INDEX",
     "PRECEDED_NOTE",
     "VERSION_NOTE",
+    "check_version",
+    "file_notes",
     "index_notes",
     "join_indexes",
     "read_index",
+    "shard_of",
     "version_index",
     "write_index",
 ]
@@ -37,6 +42,7 @@ VERSION_NOTE = "dataset_version"
 VERSION = 2
 NOTES = "penstock"
 """Name of the index's entry that holds the notes; it is the first one, because entries are sorted."""
+_NOTES_BEGIN = f'{{"{NOTES}": '.encode()
 MAX_NUMBER = 1 << 44
 """Largest size of a file in bytes, and largest number of samples in it. With this limit, sums over all shards stay
 below 64 bits."""
@@ -68,7 +74,7 @@ def read_index(data: bytes, where: str) -> list[Shard]:
     files: dict[str, StoredFile] = {}
     for number, entry in enumerate(entries):
         try:
-            shards.append(_shard(entry, known, files))
+            shards.append(shard_of(entry, known, files))
         except (InvalidField, DatasetError) as error:
             raise DatasetError(f"{where}: shard {number}: {error}") from None
     return shards
@@ -90,14 +96,24 @@ def version_index(version: int) -> str:
 
 def index_notes(data: bytes) -> dict[str, Any]:
     """Return the notes that `write_index` put into an index; empty without any. The list of shards is not parsed."""
-    begin = f'{{"{NOTES}": '
-    if not data.startswith(begin.encode()):
+    if not data.startswith(_NOTES_BEGIN):
         return {}
     try:
-        notes, _ = json.JSONDecoder().raw_decode(data.decode(), len(begin))
+        notes, _ = json.JSONDecoder().raw_decode(data.decode(), len(_NOTES_BEGIN))
     except (ValueError, RecursionError):
         return {}
     return notes if isinstance(notes, dict) else {}
+
+
+def file_notes(file: Descriptor) -> dict[str, Any]:
+    """Return the notes of an index file of any size, of which only the beginning is read."""
+    size, piece = os.fstat(file.fileno()).st_size, 1 << 16
+    while True:
+        data = file.read(piece, 0)
+        notes = index_notes(data)
+        if notes or piece >= size or not data.startswith(_NOTES_BEGIN):
+            return notes
+        piece *= 4
 
 
 def join_indexes(parts: Iterable[tuple[str, Iterable[Shard]]]) -> list[Shard]:
@@ -122,22 +138,28 @@ def _entries(data: bytes) -> list[Any]:
         raise InvalidField("is not an index:", f"it must be a JSON object, got {kind_of(index)}")
     if "version" not in index:
         raise InvalidField("version", "is missing")
-    _check_version(index["version"])
+    check_version(index["version"])
     shards = index.get("shards")
     if not isinstance(shards, list):
         raise InvalidField("shards", f"must be a list, got {kind_of(shards)}")
     return shards
 
 
-def _check_version(version: object) -> None:
+def check_version(version: object) -> None:
+    """Raise InvalidField if an index, or a shard's entry, has another version."""
     if type(version) is not int or version != VERSION:
         raise InvalidField("version", f"must be {VERSION}, got {version!r}")
 
 
-def _shard(entry: Any, known: dict[str, Mapping[str, Any]], files: dict[str, StoredFile]) -> Shard:
+def shard_of(entry: Any, known: dict[str, Mapping[str, Any]], files: dict[str, StoredFile]) -> Shard:
+    """Return the shard of an entry of an index. Raises InvalidField or DatasetError.
+
+    known: settings of the shards before, which equal ones share. files: files of the shards before, by name, to find a
+    name that has two meanings.
+    """
     if not isinstance(entry, dict):
         raise InvalidField("its entry", f"must be an object, got {kind_of(entry)}")
-    _check_version(entry.get("version"))
+    check_version(entry.get("version"))
     form = entry.get("format")
     known_format = FORMATS.get(form) if isinstance(form, str) else None
     if known_format is None:

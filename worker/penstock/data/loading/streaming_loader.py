@@ -14,7 +14,7 @@ import numpy as np
 
 from penstock.data.arguments import byte_count, one_of, sample_count, seconds_count, whole
 from penstock.data.formats.decoded_blocks import MEMORY
-from penstock.data.formats.order_layout import OrderLayout, joined_files, mean_sample_bytes
+from penstock.data.indexes.order_layout import OrderLayout, joined_files, mean_sample_bytes
 from penstock.data.loading.collating import checked_collate
 from penstock.data.loading.fetching import PREFETCHED_BATCHES, ReadAhead, check_threads, in_threads
 from penstock.data.loading.map_reading import MapReader

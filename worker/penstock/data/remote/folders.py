@@ -59,6 +59,7 @@ from penstock.runtime.files.plain_files import open_plain, read_plain
 __all__ = ["LARGEST_READ", "RemoteFolder", "joined"]
 
 LARGEST_READ = 1 << 30
+LARGEST_COPY = 1 << 44
 """Largest file that is read into memory as a whole, in bytes: an index of some million shards."""
 RANGE_BYTES = 16 << 20
 """Largest part of a range that is requested at a time, in bytes."""
@@ -208,6 +209,11 @@ class RemoteFolder:
         buffer = io.BytesIO()
         self._fetch(name, buffer, None, deadline_s)
         return buffer.getvalue()
+
+    def copy(self, name: str, to: Path, *, deadline_s: float) -> None:
+        """Download a file whose size is not known to the path `to`. Raises ShardUnavailableError."""
+        with open(to, "wb", buffering=0, opener=open_plain) as file:
+            file.truncate(self._fetch(name, file, None, deadline_s, limit=LARGEST_COPY))
 
     def download(self, name: str, to: Path, *, expected_size: int, deadline_s: float) -> None:
         """Download a file of any size to the path `to`. Raises ShardUnavailableError, also if the disk is full, and
@@ -393,14 +399,22 @@ class RemoteFolder:
         if loop:
             loop.close()
 
-    def _fetch(self, name: str, file: io.FileIO | io.BytesIO, expected: int | None, deadline_s: float) -> None:
+    def _fetch(
+        self,
+        name: str,
+        file: io.FileIO | io.BytesIO,
+        expected: int | None,
+        deadline_s: float,
+        limit: int = LARGEST_READ,
+    ) -> int:
+        """Write a file's content into an open file, and return its size in bytes."""
         until = time.monotonic() + deadline_s
         parallel = self._asynchronous or self._protocol in _BY_RANGES
         progress = DownloadProgress(expected, parallel=PARALLEL if parallel else 1)
         source = self.url_of(name)
         failures = 0
         while True:
-            target = DownloadTarget(file, progress.at, LARGEST_READ if expected is None else expected, source)
+            target = DownloadTarget(file, progress.at, limit if expected is None else expected, source)
             try:
                 if self._closed.is_set():
                     raise ShardUnavailableError(f"{source} was not fetched, because its cache was closed")
@@ -408,7 +422,7 @@ class RemoteFolder:
                 if expected is not None and target.at != expected:
                     raise TransferBroken(f"ended after {target.at} of {expected} bytes")
                 self._reached = True
-                return
+                return target.at
             except PenstockError:
                 raise
             except Exception as error:

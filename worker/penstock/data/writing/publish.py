@@ -10,9 +10,10 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence
 
+import xxhash
+
 from penstock.data.cache.dataset_versions import version_of
 from penstock.data.cache.file_locks import take
-from penstock.data.cache.index_watch import index_digest
 from penstock.data.formats.index import (
     INDEX,
     PRECEDED_NOTE,
@@ -50,13 +51,13 @@ def publish(remote: RemoteFolder, added: Sequence[Shard], *, timeout_s: float) -
     """
     with _sole_publisher(remote, timeout_s):
         text, shards = newest_shards(remote, timeout_s=timeout_s)
-        number = 0 if text is None else version_of(text)
+        number = 0 if text is None else version_of(index_notes(text))
         known = {shard.name for shard in shards}
         new = [shard for shard in added if shard.name not in known]
         check_columns(remote.url, shards, new)
         if text is not None and number is None:
             number = 1
-            notes = {**index_notes(text), VERSION_NOTE: 1, PRECEDED_NOTE: index_digest(text)}
+            notes = {**index_notes(text), VERSION_NOTE: 1, PRECEDED_NOTE: xxhash.xxh3_128_hexdigest(text)}
             remote.write(version_index(1), write_index(shards, notes), deadline_s=timeout_s)
         number = number or 0
         if new or text is None:
@@ -64,7 +65,7 @@ def publish(remote: RemoteFolder, added: Sequence[Shard], *, timeout_s: float) -
             while version_index(number) in names:  # a process was killed before it published this one
                 number += 1
             remote.write(version_index(number), write_index(shards, {VERSION_NOTE: number}), deadline_s=timeout_s)
-        elif version_of(text) is not None:
+        elif version_of(index_notes(text)) is not None:
             return number, shards
         remote.write(INDEX, write_index(shards, {VERSION_NOTE: number}), deadline_s=timeout_s)
         return number, shards

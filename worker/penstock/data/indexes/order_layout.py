@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from penstock.data.formats.shards import Shard
+from penstock.data.indexes.shard_table import ShardTable
 from penstock.proto.errors import DatasetError
 
 __all__ = ["OrderLayout", "joined_files", "joint_fingerprint", "mean_sample_bytes"]
@@ -31,8 +31,8 @@ class OrderLayout:
     """Digest of the data, which changes with them, and does not depend on where they are stored."""
     units: Ints
     """Number of samples in each unit: a row group, or else a shard; shape (units,)."""
-    files: Ints
-    """Number of the file that each unit lies in, ascending from 0; shape (units,)."""
+    counts: Ints | None
+    """Number of units in each file; None if each has one."""
     blocks: bool
     """True if a file has blocks that are decoded as a whole."""
     decoded: tuple[int, int]
@@ -40,34 +40,35 @@ class OrderLayout:
     own: bool = True
     """True if the units are those of the dataset's own shards."""
 
-    @staticmethod
-    def of(shards: Sequence[Shard], fingerprint: str | None = None) -> OrderLayout:
-        """Return the layout of a dataset's own shards. `fingerprint`: that of other data; None: that of the shards."""
-        known = [shard for shard in shards if shard.decoded_bytes]
-        return OrderLayout(
-            _fingerprint(shards) if fingerprint is None else fingerprint,
-            np.array([samples for shard in shards for samples in shard.units], np.int64),
-            np.repeat(np.arange(len(shards)), [len(shard.units) for shard in shards]).astype(np.int64),
-            any(shard.blocks for shard in shards),
-            (sum(shard.decoded_bytes for shard in known), sum(shard.samples for shard in known)),
-        )
+    @property
+    def files(self) -> Ints:
+        """Number of the file that each unit lies in, ascending from 0; shape (units,)."""
+        if self.counts is None:
+            return np.arange(len(self.units))
+        return np.repeat(np.arange(len(self.counts)), self.counts)
 
     @staticmethod
-    def noted(notes: Mapping[str, Any], shards: Sequence[Shard], name: str) -> OrderLayout:
+    def of(table: ShardTable) -> OrderLayout:
+        """Return the layout of a dataset's own shards."""
+        facts = table.facts
+        decoded = facts.decoded_bytes, facts.decoded_samples
+        return OrderLayout(_fingerprint(table), table.sizes, table.counts, facts.blocks, decoded)
+
+    @staticmethod
+    def noted(notes: Mapping[str, Any], table: ShardTable, name: str) -> OrderLayout:
         """Return the layout that an index has notes of, or else that of its shards. Raises DatasetError for notes that
         do not fit the shards."""
         note = notes.get("order")
         if note is None:
-            return OrderLayout.of(shards)
+            return OrderLayout.of(table)
         try:
             units, counts = (np.array(note[each], np.int64).reshape(-1) for each in ("units", "files"))
             if (units < 0).any() or (counts < 0).any() or int(counts.sum()) != len(units):
                 raise ValueError("units and files must be numbers that fit each other")
-            if int(units.sum()) != sum(shard.samples for shard in shards):
+            if int(units.sum()) != int(table.starts[-1]):
                 raise ValueError(f"the units have {int(units.sum())} samples, the shards another number")
-            files = np.repeat(np.arange(len(counts)), counts).astype(np.int64)
             decoded = int(note["decoded"][0]), int(note["decoded"][1])
-            return OrderLayout(str(note["fingerprint"]), units, files, bool(note["blocks"]), decoded, own=False)
+            return OrderLayout(str(note["fingerprint"]), units, counts, bool(note["blocks"]), decoded, own=False)
         except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
             raise DatasetError(
                 f"{name}: the index's notes of another dataset's order are damaged: {error}. Convert it again"
@@ -75,7 +76,7 @@ class OrderLayout:
 
     def note(self) -> dict[str, Any]:
         """Return the note from which `noted` makes this layout."""
-        counts = np.bincount(self.files) if len(self.files) else self.files
+        counts = np.ones(len(self.units), np.int64) if self.counts is None else self.counts
         return {
             "fingerprint": self.fingerprint,
             "units": self.units.tolist(),
@@ -109,11 +110,7 @@ def joint_fingerprint(layouts: Sequence[OrderLayout]) -> str:
     return xxhash.xxh3_128("".join(f"{each.fingerprint}\n" for each in layouts).encode()).hexdigest()
 
 
-def _fingerprint(shards: Sequence[Shard]) -> str:
-    digest = xxhash.xxh3_128(f"stream of {len(shards)}\n".encode())
-    for shard in shards:
-        files = [(file.raw.name, file.raw.size, sorted(file.raw.hashes.items())) for file in shard.files]
-        digest.update(f"{shard.format} {shard.samples} {files}\n".encode())
-        if shard.blocks:  # the order depends on them
-            digest.update(f"blocks {shard.blocks} of {shard.decoded_bytes} bytes\n".encode())
+def _fingerprint(table: ShardTable) -> str:
+    digest = xxhash.xxh3_128(f"stream of {len(table)}\n".encode())
+    table.describe(digest)
     return digest.hexdigest()

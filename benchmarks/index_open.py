@@ -1,0 +1,58 @@
+"""Opening of a large index: by its parsed entries, and by its columns. Both in one run, so that their ratio counts.
+
+Run `python -m benchmarks.index_open [SHARDS]`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import xxhash
+
+from penstock.data import StreamingDataset
+from penstock.data.formats.index import read_index
+
+
+def write_index(folder: Path, shards: int) -> Path:
+    """Write an index of MDS shards, without the shards."""
+    common = {"column_encodings": ["int", "bytes"], "column_names": ["id", "blob"], "column_sizes": [8, None]}
+    common |= {"compression": None, "format": "mds", "hashes": ["xxh3_64"], "version": 2, "zip_data": None}
+    path = folder / "index.json"
+    with path.open("w") as file:
+        file.write('{"shards": [')
+        for number in range(shards):
+            raw = {"basename": f"shard.{number:07}.mds", "bytes": 1 << 20, "hashes": {"xxh3_64": f"{number:016x}"}}
+            file.write(", " * bool(number) + json.dumps({**common, "raw_data": raw, "samples": 1000}, sort_keys=True))
+        file.write('], "version": 2}')
+    return path
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Return how long a call takes, in seconds."""
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+def main() -> None:
+    """Print the times, their ratio and the floor."""
+    shards = int(sys.argv[1]) if len(sys.argv) > 1 else 20_000
+    with tempfile.TemporaryDirectory() as name:
+        os.environ["XDG_CACHE_HOME"] = f"{name}/home"
+        path = write_index(Path(name), shards)
+        parsed = seconds(lambda: read_index(path.read_bytes(), name))
+        made = seconds(lambda: StreamingDataset(local=name))
+        opened = min(seconds(lambda: StreamingDataset(local=name)) for _ in range(3))
+        floor = seconds(lambda: xxhash.xxh3_128_hexdigest(path.read_bytes()))
+    print(f"{shards} shards: parsed in {parsed:.3f} s, columns made in {made:.3f} s, opened in {opened:.3f} s")
+    print(f"{parsed / opened:.0f} times as fast; floor (the index read and hashed): {floor:.3f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""Entries of an index.json of any size, one by one, in bounded memory.
+
+A whole index of a million shards takes 3 GiB as Python objects. Here the text is read in pieces, and json's own decoder
+takes one entry after the other from the front of the text.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterator
+from json.decoder import WHITESPACE  # type: ignore[attr-defined]
+from typing import Any, NamedTuple, NoReturn
+
+import xxhash
+
+from penstock.data.formats.descriptors import Descriptor
+from penstock.data.formats.fields import InvalidField, kind_of
+from penstock.data.formats.index import check_version
+
+__all__ = ["Entry", "IndexEntries"]
+
+PIECE = 1 << 20
+"""Bytes that are read at a time."""
+LONGEST_VALUE = 1 << 28
+"""Largest number of characters of one entry, or of another value beside the entries."""
+
+
+class Entry(NamedTuple):
+    """A shard's entry, and where it stands in the file."""
+
+    begin: int
+    """Offset in the file, in bytes."""
+    text: bytes
+    value: Any
+
+
+class IndexEntries:
+    """Entries of the index in an open file, in order, as an iterable that is read once. Raises InvalidField for what is
+    not an index."""
+
+    def __init__(self, file: Descriptor) -> None:
+        self._file = file
+        self._read = 0
+        self._decode = codecs.getincrementaldecoder("utf-8")().decode
+        self._decoder = json.JSONDecoder(parse_constant=_refuse)
+        self._digest = xxhash.xxh3_128()
+        self._text, self._at = "", 0
+        self._offset = 0
+        """Offset in the file, in bytes, of the character at `_at`."""
+        self._ended = False
+
+    @property
+    def digest(self) -> str:
+        """Digest of all that was read: after the last entry, of the file."""
+        return self._digest.hexdigest()
+
+    def __iter__(self) -> Iterator[Entry]:
+        try:
+            yield from self._index()
+        except (ValueError, RecursionError) as error:
+            raise InvalidField("is not JSON:", str(error)) from None
+
+    def _index(self) -> Iterator[Entry]:
+        if self._next() != "{":
+            raise InvalidField("is not an index:", "it must be a JSON object")
+        self._take("{")
+        seen: set[str] = set()
+        separator = "," if self._next() != "}" else "}"
+        while separator == ",":
+            key = self._value().value
+            if not isinstance(key, str):
+                raise ValueError("the name of a field must be a string")
+            self._take(":")
+            if key in seen:
+                raise InvalidField(key, "must be given once")
+            seen.add(key)
+            if key == "shards":
+                yield from self._shards()
+            else:
+                value = self._value().value
+                if key == "version":
+                    check_version(value)
+            separator = self._take(",}")
+        if not seen:
+            self._take("}")
+        if self._next():
+            raise ValueError("text after the index")
+        for key in ("version", "shards"):
+            if key not in seen:
+                raise InvalidField(key, "is missing")
+
+    def _shards(self) -> Iterator[Entry]:
+        if self._next() != "[":
+            raise InvalidField("shards", f"must be a list, got {kind_of(self._value().value)}")
+        self._take("[")
+        if self._next() == "]":
+            self._take("]")
+            return
+        while True:
+            yield self._value()
+            if self._take(",]") == "]":
+                return
+
+    def _next(self) -> str:
+        """Return the next character that is not white space, without taking it; "" at the end."""
+        while True:
+            end = WHITESPACE.match(self._text, self._at).end()
+            self._offset += end - self._at
+            self._at = end
+            if end < len(self._text):
+                return self._text[end]
+            if not self._more():
+                return ""
+
+    def _take(self, expected: str) -> str:
+        found = self._next()
+        if not found or found not in expected:
+            raise ValueError(f"byte {self._offset} must be one of {' '.join(expected)}, got {found!r}")
+        self._at += 1
+        self._offset += 1
+        return found
+
+    def _value(self) -> Entry:
+        """Take the next value. Reads on while it is not complete; each time twice as much, so that a long value is not
+        decoded often."""
+        self._next()
+        pieces = 1
+        while True:
+            try:
+                value, end = self._decoder.raw_decode(self._text, self._at)
+                # A number at the end of the text may continue in the next piece.
+                if end < len(self._text) or not self._more():
+                    break
+            except json.JSONDecodeError as error:
+                if len(self._text) - self._at > LONGEST_VALUE:
+                    raise ValueError(f"a value must have at most {LONGEST_VALUE} characters, or: {error}") from None
+                if sum(self._more() for _ in range(pieces)) == 0:
+                    raise
+                pieces *= 2
+        text = self._text[self._at : end].encode()
+        found = Entry(self._offset, text, value)
+        self._at, self._offset = end, self._offset + len(text)
+        return found
+
+    def _more(self) -> bool:
+        """Read on; return False at the end of the file."""
+        if self._ended:
+            return False
+        piece = self._file.read(PIECE, self._read)
+        self._digest.update(piece)
+        self._read += len(piece)
+        self._ended = not piece
+        self._text, self._at = self._text[self._at :] + self._decode(piece, not piece), 0
+        return bool(piece)
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not a JSON number")

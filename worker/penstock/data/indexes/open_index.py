@@ -1,0 +1,184 @@
+"""Opening of a dataset's index. A large one is turned into columns by one process of the host, and mapped by all.
+
+The file of columns is in the cache's state folder, or for a dataset that is read in place in the user's cache folder,
+under the index's digest. It belongs to the index whose digest it has; a damaged or old one is made again. A process
+that cannot write there makes columns of its own, without a name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from penstock.data.cache.cache_state import STATE
+from penstock.data.cache.file_locks import FileLock, take
+from penstock.data.cache.index_watch import digest_of
+from penstock.data.cache.shard_cache import ShardCache
+from penstock.data.formats.descriptors import Descriptor
+from penstock.data.formats.index import read_index
+from penstock.data.indexes.shard_table import ListedShards, ShardTable, StoredShards, write_columns
+from penstock.proto.errors import DatasetError, ShardUnavailableError
+from penstock.runtime.files.inner_paths import parent_of
+from penstock.runtime.files.plain_files import is_ours
+
+__all__ = ["LARGE_INDEX", "ColumnsPlace", "open_index"]
+
+LARGE_INDEX = 4 << 20
+"""Size of an index, in bytes, from which it has a file of columns: about 10,000 shards, which take 0.4 s to parse."""
+LONGEST_PAUSE_S = 0.1
+"""Longest pause between two looks at a lock, in seconds."""
+
+
+@dataclass(frozen=True)
+class ColumnsPlace:
+    """Folder for the file of columns of an index."""
+
+    root: Path
+    folder: str
+    """Path below `root`."""
+    group: int | None
+    """ID of the Unix group whose members share the folder; None: this user alone."""
+    timeout_s: float
+    """Seconds to wait for the process that makes the file."""
+
+    @staticmethod
+    def of(cache: ShardCache) -> ColumnsPlace:
+        """Return the folder for the index of a dataset with this cache."""
+        if not cache.in_place:
+            return ColumnsPlace(cache.folder, STATE, cache.group, cache.timeout_s)
+        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        return ColumnsPlace(Path(home).absolute(), "penstock/indexes", None, cache.timeout_s)
+
+
+def open_index(path: Path, index: Descriptor, where: str, place: ColumnsPlace) -> tuple[ShardTable, str]:
+    """Return the shards of an index, and its digest.
+
+    Args:
+        path: path of the index, from which a copy of the table in another process opens it again.
+        index: the open index.
+        where: its address, for errors.
+
+    Raises DatasetError if it is not an index, ShardUnavailableError if no file of columns can be made.
+    """
+    size = os.fstat(index.fileno()).st_size
+    if size < LARGE_INDEX:
+        data = index.read(LARGE_INDEX, 0)
+        return ListedShards(read_index(data, where)), xxhash.xxh3_128_hexdigest(data)
+    digest = digest_of(index)
+    return _OpenIndex(path, index, where, place, digest).table(), digest
+
+
+class _CopiedShards(StoredShards):
+    """Table that another process can have a copy of."""
+
+    reopen: tuple[Callable[..., ShardTable], tuple[object, ...]]
+
+    def __reduce__(self) -> tuple[Callable[..., ShardTable], tuple[object, ...]]:
+        return self.reopen
+
+
+def _reopened(path: Path, where: str, place: ColumnsPlace, digest: str) -> ShardTable:
+    try:
+        table, found = open_index(path, Descriptor(path), where, place)
+    except OSError as error:
+        raise ShardUnavailableError(f"{path} cannot be read: {error.strerror}: open the dataset again") from error
+    if found != digest:
+        raise DatasetError(f"{path} was written again since the dataset was opened: open the dataset again")
+    return table
+
+
+class _OpenIndex:
+    def __init__(self, path: Path, index: Descriptor, where: str, place: ColumnsPlace, digest: str) -> None:
+        self._path, self._index, self._where, self._place, self._digest = path, index, where, place, digest
+        self._name = f"{place.folder}/{digest}.columns"
+
+    def table(self) -> ShardTable:
+        try:
+            return self._shared()
+        except OSError:  # a folder that cannot be written, or a full disk
+            pass
+        try:
+            with tempfile.TemporaryFile() as file:
+                self._write(file)
+                return self._opened(Descriptor(f"/proc/self/fd/{file.fileno()}"))
+        except OSError as error:
+            raise ShardUnavailableError(
+                f"the columns of {self._where} cannot be written: {error.strerror}; give a cache folder or TMPDIR with "
+                f"as much free space as the index has"
+            ) from error
+
+    def _shared(self) -> ShardTable:
+        found = self._existing()
+        if found is not None:
+            return found
+        os.makedirs(self._place.root, exist_ok=True)
+        with parent_of(self._place.root, self._name, make=True):
+            pass
+        lock = self._lock()
+        try:
+            found = self._existing()
+            return self._made() if found is None else found
+        finally:
+            with contextlib.suppress(OSError):
+                lock.remove()
+            lock.release()
+
+    def _lock(self) -> FileLock:
+        until, pause = time.monotonic() + self._place.timeout_s, 0.001
+        while True:
+            lock = take(str(self._place.root), f"{self._name}.lock", shared=False)
+            if lock is not None:
+                return lock
+            if time.monotonic() >= until:
+                raise ShardUnavailableError(
+                    f"the columns of {self._where} were not made within {self._place.timeout_s:g} s: another process "
+                    f"has the lock {self._place.root}/{self._name}.lock. Set timeout_s higher"
+                )
+            time.sleep(pause)
+            pause = min(LONGEST_PAUSE_S, 2 * pause)
+
+    def _existing(self) -> ShardTable | None:
+        """Return the table of the file that is there; None for none that can be used."""
+        try:
+            with parent_of(self._place.root, self._name) as (folder, name):
+                columns = Descriptor(name, folder=folder)
+            if not is_ours(os.fstat(columns.fileno()), self._place.group):
+                return None
+            return self._opened(columns)
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def _made(self) -> ShardTable:
+        with parent_of(self._place.root, self._name) as (folder, name):
+            temporary = f"{name}!new"
+            columns = Descriptor(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600, folder=folder)
+            try:
+                if self._place.group is not None:
+                    with contextlib.suppress(PermissionError):  # another member's file
+                        os.fchown(columns.fileno(), -1, self._place.group)
+                        os.fchmod(columns.fileno(), 0o660)
+                with open(columns.fileno(), "r+b", closefd=False) as file:
+                    self._write(file)
+                table = self._opened(columns)
+                os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary, dir_fd=folder)
+                raise
+        return table
+
+    def _write(self, file: object) -> None:
+        if write_columns(self._index, file, self._where) != self._digest:  # type: ignore[arg-type]
+            raise DatasetError(f"{self._where} was changed while it was read: open the dataset again")
+
+    def _opened(self, columns: Descriptor) -> ShardTable:
+        table = _CopiedShards(self._index, columns, self._digest, self._where)
+        table.reopen = _reopened, (self._path, self._where, self._place, self._digest)
+        return table

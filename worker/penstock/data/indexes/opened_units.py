@@ -1,0 +1,105 @@
+"""Units of a dataset, and what is opened to read each: a file, or one block of it that is fetched without the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.data.indexes.shard_table import ShardTable
+from penstock.data.ordering.permutation import Ints
+
+__all__ = ["Units"]
+
+
+class Units:
+    """Numbers of units, files and opened things, over all streams. They are the same where no file has blocks, so that
+    nothing is stored for each shard."""
+
+    def __init__(self, tables: Sequence[ShardTable], by_unit: Sequence[npt.NDArray[np.bool_]]) -> None:
+        """
+        Args:
+            by_unit: for each stream, whether each file is fetched unit by unit.
+        """
+        self._tables = tables
+        self._firsts = np.cumsum([0, *(len(table) for table in tables)])
+        """Number of each stream's first file."""
+        self.sizes: Ints = joined([table.sizes for table in tables])
+        self._file_of: Ints | None = None
+        if any(table.counts is not None for table in tables):
+            counts = [np.ones(len(table), np.int64) if table.counts is None else table.counts for table in tables]
+            self._set_blocks(np.concatenate(counts), np.concatenate([np.zeros(0, bool), *by_unit]))
+            opened = np.bincount(self._opened_of, self.sizes, len(self._first_units)).astype(np.int64)
+            self.bounds: Ints = np.concatenate([np.zeros(1, np.int64), np.cumsum(opened)])
+            """Number of the first sample of each opened thing, and at the end the number of samples."""
+        elif len(tables) == 1:
+            self.bounds = tables[0].starts
+        else:
+            self.bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.sizes)])
+
+    def _set_blocks(self, counts: Ints, by_unit: npt.NDArray[np.bool_]) -> None:
+        self._file_of = np.repeat(np.arange(len(counts)), counts)
+        """Number of the file that each unit lies in."""
+        self._opened_of: Ints = np.cumsum(_begins(self._file_of) | by_unit[self._file_of]) - 1
+        """Number of what is opened to read each unit."""
+        self._first_units = np.flatnonzero(_begins(self._opened_of))
+        """First unit of each thing that is opened."""
+        self._alone = by_unit[self._file_of[self._first_units]]
+        """True for each thing that is opened if it is a unit alone."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for a copy in another process, without what its tables map again."""
+        given = dict(self.__dict__)
+        if len(self._tables) == 1:
+            del given["sizes"]
+            if self._file_of is None:
+                del given["bounds"]
+        return given
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if len(self._tables) == 1:
+            self.sizes = self._tables[0].sizes
+            if self._file_of is None:
+                self.bounds = self._tables[0].starts
+
+    @property
+    def count(self) -> int:
+        """Number of files."""
+        return int(self._firsts[-1])
+
+    def files(self) -> list[Ints]:
+        """Return the number of the file that each unit lies in, for each stream."""
+        file_of = np.arange(self.count) if self._file_of is None else self._file_of
+        return np.split(file_of, np.cumsum([len(table.sizes) for table in self._tables])[:-1])
+
+    def opened_of(self, units: Ints) -> Ints:
+        """Return the number of what is opened to read each of these units."""
+        return units if self._file_of is None else self._opened_of[units]
+
+    def first_unit(self, opened: int) -> int:
+        """Return the first unit of what is opened."""
+        return opened if self._file_of is None else int(self._first_units[opened])
+
+    def file(self, opened: int) -> tuple[int, int, int | None]:
+        """Return the stream of what is opened, the number of its file in the stream, and the number of its only block;
+        None: the whole file."""
+        unit = self.first_unit(opened)
+        file, block = unit, None
+        if self._file_of is not None:
+            file = int(self._file_of[unit])
+            block = unit - int(np.searchsorted(self._file_of, file)) if self._alone[opened] else None
+        stream = int(np.searchsorted(self._firsts, file, side="right")) - 1
+        return stream, file - int(self._firsts[stream]), block
+
+
+def joined(arrays: Sequence[Ints]) -> Ints:
+    """Return one array of several, without a copy if there is only one."""
+    return arrays[0] if len(arrays) == 1 else np.concatenate([np.zeros(0, np.int64), *arrays])
+
+
+def _begins(numbers: Ints) -> npt.NDArray[np.bool_]:
+    """Return for each of these ascending numbers whether it is the first of its kind."""
+    return np.append(True, numbers[1:] != numbers[:-1])[: len(numbers)]
