@@ -31,7 +31,7 @@ from penstock.data.cache.shard_versions import ShardVersion
 from penstock.runtime.files.inner_paths import unlink_below
 from penstock.runtime.files.plain_files import read_plain
 
-__all__ = ["Eviction"]
+__all__ = ["Eviction", "disk_bytes", "free_bytes", "same_disk"]
 
 LARGE_CACHE = 1000
 """Number of shards from which a cache is large: counting them takes longer than 5 ms."""
@@ -204,3 +204,21 @@ def _decoded_bound(text: bytes) -> int | None:
     """Return the upper bound of the bytes in use; None if the text has none."""
     found = _BOUND_TEXT.fullmatch(text)
     return int(found[1]) if found else None
+
+
+def disk_bytes(folder: str) -> int:
+    """Return the size of a folder's disk, in bytes."""
+    disk = os.statvfs(folder)
+    return disk.f_blocks * disk.f_frsize
+
+
+def free_bytes(folder: str) -> int:
+    """Return the number of bytes that are free on a folder's disk."""
+    disk = os.statvfs(folder)
+    return disk.f_bavail * disk.f_frsize
+
+
+def same_disk(one: str, other: str) -> bool:
+    with contextlib.suppress(OSError):
+        return os.stat(one).st_dev == os.stat(other).st_dev
+    return False

@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from penstock.data.cache.cache_state import LONGEST_PAUSE_S, CacheState
 from penstock.data.cache.download import Downloads, give_name
-from penstock.data.cache.eviction import Eviction
+from penstock.data.cache.eviction import Eviction, disk_bytes, free_bytes, same_disk
 from penstock.data.cache.file_hashes import HASHES
 from penstock.data.cache.file_locks import FileLock
 from penstock.data.cache.prefetch import FetchStats, Prefetcher
@@ -409,7 +409,7 @@ class ShardCache:
                 return work()
             except (OSError, PenstockError) as error:
                 if is_full(error) and tries < FULL_TRIES:
-                    free = _free_bytes(self._root) if is_full(error, DISK) else 0  # a quota may not show in it
+                    free = free_bytes(self._root) if is_full(error, DISK) else 0  # a quota may not show in it
                     if free >= shard.size + FREE_MORE or self._has_given_back(shard.size, until, demand=demand):
                         tries += 1
                         continue
@@ -424,7 +424,7 @@ class ShardCache:
     def _has_given_back(self, size: int, until: float, *, demand: bool) -> bool:
         """Return True once shards were evicted because the disk is full. If all are in use, a reader waits a moment for
         other processes to release some."""
-        if _disk_bytes(self._root) < size:  # eviction does not help
+        if disk_bytes(self._root) < size:  # eviction does not help
             return False
         yield_until = min(until, time.monotonic() + FULL_WAIT_S)
         while not self._free(size, until, demand=demand):
@@ -443,7 +443,7 @@ class ShardCache:
         number of freed bytes. `size`: bytes that are needed; `demand`: True if a reader waits for them."""
         size += FREE_MORE
         freed = 0
-        near = [cache for cache in (self, *self.neighbours) if cache is self or _same_disk(cache._root, self._root)]
+        near = [cache for cache in (self, *self.neighbours) if cache is self or same_disk(cache._root, self._root)]
         for pressure in (False, True) if demand else (False,):
             if pressure and self.on_pressure and freed < size:
                 self.on_pressure()
@@ -471,10 +471,10 @@ class ShardCache:
 
     def _disk_has(self, size: int, until: float, *, demand: bool) -> bool:
         """Return True if the disk has `size` bytes free, after evicting shards if need be."""
-        return _free_bytes(self._root) >= size or (
-            _disk_bytes(self._root) >= size
+        return free_bytes(self._root) >= size or (
+            disk_bytes(self._root) >= size
             and self._free(size, until, demand=demand) > 0
-            and _free_bytes(self._root) >= size
+            and free_bytes(self._root) >= size
         )
 
     def _claim(self, key: str, lock: FileLock, need: ShardVersion, until: float, *, demand: bool) -> bool:
@@ -580,24 +580,6 @@ class ShardCache:
             held, self._held = self._held, {}
         for in_use in held.values():
             in_use.lock.release()
-
-
-def _disk_bytes(folder: str) -> int:
-    """Return the size of a folder's disk, in bytes."""
-    disk = os.statvfs(folder)
-    return disk.f_blocks * disk.f_frsize
-
-
-def _free_bytes(folder: str) -> int:
-    """Return the number of bytes that are free on a folder's disk."""
-    disk = os.statvfs(folder)
-    return disk.f_bavail * disk.f_frsize
-
-
-def _same_disk(one: str, other: str) -> bool:
-    with contextlib.suppress(OSError):
-        return os.stat(one).st_dev == os.stat(other).st_dev
-    return False
 
 
 _caches: weakref.WeakSet[ShardCache] = weakref.WeakSet()
