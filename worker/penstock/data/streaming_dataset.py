@@ -36,6 +36,7 @@ from penstock.data.formats.index import read_index
 from penstock.data.formats.mds import columns_of
 from penstock.data.formats.parquet.parquet_ranges import block_shard, has_ranges
 from penstock.data.formats.readers import open_block, open_shard
+from penstock.data.formats.records.energon_folder import is_prepared, select_split
 from penstock.data.formats.shards import BlockReader, ReadOptions, Shard, ShardReader, rows_of
 from penstock.data.ordering.permutation import Ints
 from penstock.data.remote.folders import RemoteFolder, joined
@@ -58,7 +59,8 @@ class Stream:
     """Folder on this machine that caches the dataset's files; None: a folder for this remote in the user's cache
     directory."""
     split: str | None = None
-    """Name of a subfolder that is appended to `remote` and `local`."""
+    """Name of a subfolder that is appended to `remote` and `local`; of a local folder that Energon prepared, the name
+    of a split in its split.yaml, or "*" for all of them."""
     proportion: float | None = None
     """Weight of this stream's samples in an epoch, relative to the other streams'."""
     repeat: float | None = None
@@ -183,7 +185,10 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         self._decoder = DecodeAhead(self._decode)
         self._relieve_caches()
         indexes = [cache.index() for cache in self._caches]
-        shards = [read_index(index, name) for index, (_, _, name) in zip(indexes, remotes, strict=True)]
+        shards = [
+            select_split(read_index(index, name), stream.split, name)
+            for index, (_, _, name), stream in zip(indexes, remotes, self.streams, strict=True)
+        ]
         self._indexes = [
             IndexWatch.of(cache.index_path, index, hashed=_hashed(own), in_place=cache.in_place)
             for cache, index, own in zip(self._caches, indexes, shards, strict=True)
@@ -465,9 +470,11 @@ def _remote_of(stream: Stream) -> tuple[RemoteFolder | None, Path, str]:
     below = stream.split or ""
     if Path(below).is_absolute() or ".." in Path(below).parts:
         raise InvalidArgumentError(f"split must be a folder below the dataset's, got {stream.split!r}")
+    if stream.remote is None and stream.local is None:
+        raise InvalidArgumentError("a Stream must have remote, local or both, got neither")
+    if is_prepared(Path(stream.remote or stream.local or "")):
+        below = ""  # the archives of all splits lie side by side, see select_split
     if stream.remote is None:
-        if stream.local is None:
-            raise InvalidArgumentError("a Stream must have remote, local or both, got neither")
         folder = local_folder("local", stream.local) / below
         return None, folder, str(folder)
     url = os.fspath(stream.remote)
