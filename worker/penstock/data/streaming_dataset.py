@@ -33,6 +33,7 @@ from penstock.data.formats.mds import columns_of
 from penstock.data.formats.order_layout import OrderLayout, joint_fingerprint, mean_sample_bytes
 from penstock.data.formats.parquet.parquet_ranges import block_shard, has_ranges
 from penstock.data.formats.readers import open_block, open_shard
+from penstock.data.formats.records.energon_folder import select_split
 from penstock.data.formats.shards import BlockReader, ReadOptions, Shard, ShardReader, rows_of
 from penstock.data.ordering.permutation import Ints
 from penstock.data.sample_numbers import many_numbers, one_number
@@ -183,7 +184,10 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         self._decoder = DecodeAhead(self._decode)
         self._relieve_caches()
         indexes = [index for _, index, _ in opened]
-        shards = [read_index(index, name) for index, (_, _, name) in zip(indexes, remotes, strict=True)]
+        shards = [
+            select_split(read_index(index, name), stream.split, Path(stream.remote or stream.local or ""), name)
+            for index, (_, _, name), stream in zip(indexes, remotes, self.streams, strict=True)
+        ]
         self._indexes = [
             IndexWatch.of(cache.index_path, index, hashed=_hashed(own), in_place=cache.in_place)
             for cache, index, own in zip(self._caches, indexes, shards, strict=True)

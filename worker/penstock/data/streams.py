@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from penstock.data.arguments import real_number, sample_count, whole
+from penstock.data.formats.records.energon_folder import is_prepared
 from penstock.data.remote.folders import RemoteFolder, joined
 from penstock.data.writing.uploads import local_folder
 from penstock.proto.errors import InvalidArgumentError
@@ -31,7 +32,8 @@ class Stream:
     """Folder on this machine that caches the dataset's files; None: a folder for this remote in the user's cache
     directory."""
     split: str | None = None
-    """Name of a subfolder that is appended to `remote` and `local`."""
+    """Name of a subfolder that is appended to `remote` and `local`; of a local folder that Energon prepared, the name
+    of a split in its split.yaml, or "*" for all of them."""
     proportion: float | None = None
     """Weight of this stream's samples in an epoch, relative to the other streams'."""
     repeat: float | None = None
@@ -57,9 +59,11 @@ def remote_of(stream: Stream) -> tuple[RemoteFolder | None, Path, str]:
     below = stream.split or ""
     if Path(below).is_absolute() or ".." in Path(below).parts:
         raise InvalidArgumentError(f"split must be a folder below the dataset's, got {stream.split!r}")
+    if stream.remote is None and stream.local is None:
+        raise InvalidArgumentError("a Stream must have remote, local or both, got neither")
+    if is_prepared(Path(stream.remote or stream.local or "")):
+        below = ""  # the archives of all splits lie side by side, see select_split
     if stream.remote is None:
-        if stream.local is None:
-            raise InvalidArgumentError("a Stream must have remote, local or both, got neither")
         folder = local_folder("local", stream.local) / below
         return None, folder, str(folder)
     url = os.fspath(stream.remote)

@@ -83,11 +83,16 @@ def _opened(folder: Path, **options: Any) -> Iterator[StreamingDataset]:
     """Open a dataset without writing into its folder: what it stores itself, such as decompressed shards, goes into a
     temporary folder."""
     with tempfile.TemporaryDirectory() as scratch:
-        dataset = StreamingDataset(str(folder.absolute()), scratch, **options)
+        dataset = StreamingDataset(str(folder.absolute()), scratch, split=_split_of(folder), **options)
         try:
             yield dataset
         finally:
             dataset.close()
+
+
+def _split_of(folder: Path) -> str | None:
+    """Return the value of `split` that stands for all samples of a folder: "*" if its index lists splits."""
+    return "*" if any("splits" in shard.settings for shard in _shards(folder)) else None
 
 
 def _shards(folder: Path) -> list[Shard]:
