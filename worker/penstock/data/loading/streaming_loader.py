@@ -267,6 +267,16 @@ class StreamingLoader(PositionLoader):
             balance=balanced,
         )
 
+    @property
+    def order(self) -> ShardedOrder:
+        """Order of the samples of all epochs, without what an order file or `balance` says."""
+        return self._shards
+
+    @property
+    def predownload(self) -> int:
+        """Largest number of upcoming samples whose shards are fetched ahead of need."""
+        return self._ahead
+
     # ---- versions of the data
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
