@@ -2,6 +2,7 @@
 
 from penstock.data.formats.lance.lance_rows import LanceRows
 from penstock.data.formats.megatron.token_documents import MegatronDocuments
+from penstock.data.loading.counting import Counts
 from penstock.data.loading.map_loader import MapLoader
 from penstock.data.loading.streaming_loader import StreamingLoader
 from penstock.data.sharded.layers.documents import Chunked, Packed
@@ -26,6 +27,7 @@ from penstock.data.writing.writers import MDSWriter
 __all__ = [
     "CSVWriter",
     "Chunked",
+    "Counts",
     "Cursor",
     "Filtered",
     "Grouped",

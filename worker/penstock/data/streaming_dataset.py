@@ -154,6 +154,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         remotes = [_remote_of(stream) for stream in self.streams]
         self.name = ", ".join(name for _, _, name in remotes[:3]) + (", ..." if len(remotes) > 3 else "")
         """Name of the dataset, for errors."""
+        self.stream_names = _stream_names([name for _, _, name in remotes])
+        """Name of each stream: the last part of its address. Streams with the same name get their numbers too."""
         if images not in ("pil", "array"):
             raise InvalidArgumentError(f'images must be "pil" or "array", got {images!r}')
         self._options = [
@@ -241,6 +243,14 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         if not self.has_blocks:
             return None
         return np.split(self._file_of, np.cumsum([len(sizes) for sizes in self.sizes])[:-1])
+
+    def sources_of(self, numbers: Ints) -> list[str]:
+        """Return, for the samples with these numbers, the names of the streams that they come from."""
+        names = self.stream_names
+        if len(names) == 1:
+            return names * len(numbers)
+        ends = np.cumsum([int(sizes.sum()) for sizes in self.sizes])
+        return [names[stream] for stream in np.searchsorted(ends, numbers, side="right").tolist()]
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -505,6 +515,11 @@ def _group(group: str | int | None) -> int | None:
         raise InvalidArgumentError(
             f"cache_group must be a group of this machine, got {group!r}: see getent group"
         ) from error
+
+
+def _stream_names(addresses: list[str]) -> list[str]:
+    names = [address.rstrip("/").rpartition("/")[2] for address in addresses]
+    return [f"{name}.{number}" if names.count(name) > 1 else name for number, name in enumerate(names)]
 
 
 def _check_weights(streams: Sequence[Stream]) -> None:

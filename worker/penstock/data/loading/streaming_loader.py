@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, get_args
 
@@ -14,6 +14,7 @@ import numpy as np
 from penstock.data.arguments import byte_count, one_of, sample_count, whole
 from penstock.data.formats.decoded_blocks import MEMORY
 from penstock.data.loading.collating import checked_collate
+from penstock.data.loading.counting import Counts, LoaderCounts, SampleCounter
 from penstock.data.loading.fetching import ReadAhead, check_threads, in_threads
 from penstock.data.loading.map_reading import MapReader
 from penstock.data.loading.position_loader import Fetcher, PositionLoader, check_settings
@@ -81,6 +82,7 @@ class StreamingLoader(PositionLoader):
         fetch_threads: int = 0,
         reseed: bool | None = None,
         keys: str | None = None,
+        counts: Counts | None = None,
         rank: tuple[int, int] | None = None,
         collate_fn: Callable[[list[Any]], Any] = collate,
     ) -> None:
@@ -127,6 +129,7 @@ class StreamingLoader(PositionLoader):
                 overrides `__getitem__`, for batches if `collate_fn` is given. No other code draws random numbers.
             keys: name of a field that each batch gets, with a restore key for each row: see `restore_sample`. A batch
                 that is not a dict becomes {"batch": it, keys: ...}.
+            counts: what to count of the samples, by source and key; None: nothing. See `Counts`.
             rank: (this rank, number of data-parallel ranks); the ranks share each global batch. None: the worker's box
                 and the number of boxes, or outside a worker RANK and WORLD_SIZE. Ranks that need the same rows, as in
                 tensor parallelism, pass the same value.
@@ -167,6 +170,8 @@ class StreamingLoader(PositionLoader):
             files=dataset.files,
             inner=_inner_block(dataset, shuffle_memory, partitions),
         )
+        wanted = zip(dataset.stream_names, shares, strict=True)
+        own_counts = LoaderCounts(counts, {name: (round(1e6 * share / sum(shares)), 0) for name, share in wanted})
         reader = _reader(
             dataset,
             len(order),
@@ -175,6 +180,7 @@ class StreamingLoader(PositionLoader):
             reseed,
             own_collate=collate_fn is not collate,
             threads=fetch_threads,
+            counter=own_counts.counter,
         )
         mixed = len(shares) > 1
         described: dict[str, Any] = {
@@ -212,7 +218,15 @@ class StreamingLoader(PositionLoader):
         """Position from which the shards to prefetch were listed last: the epoch's remainder, and the position in
         it."""
         super().__init__(
-            dataset.name, filed or order, described, identity=identity, batch=batch, tail=tail, skip=skip, keys=keys
+            dataset.name,
+            filed or order,
+            described,
+            identity=identity,
+            batch=batch,
+            tail=tail,
+            skip=skip,
+            keys=keys,
+            counts=own_counts,
         )
 
     def _read_samples(self, plan: BatchPlan) -> list[Any]:
@@ -220,6 +234,9 @@ class StreamingLoader(PositionLoader):
 
     def _make_batch(self, plan: BatchPlan) -> Any:
         return self._reader.batch(plan)
+
+    def _sources_of(self, numbers: Ints) -> Sequence[str] | None:
+        return self._reader.sources(numbers)
 
     def _fetcher(self, own_batches: WorkerBatches) -> Fetcher | None:
         if not self._threads:
@@ -288,6 +305,7 @@ def _reader(
     *,
     own_collate: bool,
     threads: int,
+    counter: SampleCounter | None,
 ) -> MapReader:
     """Return a reader of the dataset's samples, for epochs of `length` samples. Random generators are seeded only for
     user code, because no other code draws random numbers."""
@@ -300,6 +318,7 @@ def _reader(
         reseed=dataset.is_overridden and not threads if reseed is None else reseed,
         reseed_collate=own_collate if reseed is None else reseed,
         many=dataset.get_many,
+        counter=counter,
     )
 
 

@@ -17,7 +17,7 @@ import torch
 from penstock.data.arguments import at_least_one, whole
 from penstock.data.ordering.permutation import Ints
 from penstock.data.sharded.layers.layer import Layer, SearchLimit, entered
-from penstock.data.sharded.protocol import Cursor, Place, ShardedSource, Token
+from penstock.data.sharded.protocol import NOWHERE, Cursor, Origin, Place, ShardedSource, Token, origin_of, summed
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 
 __all__ = ["Chunked", "Packed"]
@@ -161,6 +161,8 @@ class _Documents:
         self._next = index
         self._index, self._before, self.size = index, None, 0
         """Index of the document that was read last, the source's token before it, and its number of tokens."""
+        self.origin = NOWHERE
+        """Origin of the document that was read last."""
 
     @property
     def where(self) -> str:
@@ -169,6 +171,7 @@ class _Documents:
 
     def read(self) -> Ints | None:
         """Return the next document that has enough tokens; None if there is none left."""
+        left_out: dict[str, int] = {}
         while True:
             before = self._inner.token()
             try:
@@ -178,10 +181,13 @@ class _Documents:
             self._before, self._index, self._next = before, self._next, self._next + 1
             document = self._stripped(self._array(sample))
             self.size = len(document)
+            origin = origin_of(self._inner)
             if self.size >= self._least:
                 self._limit.found()
+                self.origin = origin.after(left_out)
                 return document
             self._limit.nothing()
+            left_out = summed(left_out, origin.after({origin.source: 1}).skipped)
 
     def present(self) -> tuple[int, Token]:
         """Return the index of the document that was read last, and the source's token (position) before it."""
@@ -247,6 +253,9 @@ class _ChunkedCursor:
         """Number of pieces of the document in `_document`."""
         self._piece = piece
         """Number of the next piece in its document."""
+        self.origin = NOWHERE
+
+    traced = True
 
     def __iter__(self) -> _ChunkedCursor:
         return self
@@ -256,6 +265,8 @@ class _ChunkedCursor:
         if document is None:
             raise StopIteration
         start = self._piece * self._length
+        origin = self._documents.origin
+        self.origin = origin._replace(skipped={}) if self._piece else origin
         self._advance(1)
         return torch.from_numpy(document[start : start + self._length])
 
@@ -313,6 +324,9 @@ class _PackedCursor:
         self._bos, self._eos = bos, eos
         self._parts: list[Ints] = []
         """Tokens that were read so far, from the beginning of the line that is being filled."""
+        self._origins: list[Origin] = []
+        """Origin of each document in `_parts`, without `skipped` if an earlier line has its beginning."""
+        self.origin = NOWHERE
         self._have = 0
         """Number of tokens in `_parts`."""
         self._take = 0
@@ -325,6 +339,8 @@ class _PackedCursor:
         """Index of the first document of the line, and the source's token (position) before it; None: the document
         still has to be read."""
 
+    traced = True
+
     def __iter__(self) -> _PackedCursor:
         return self
 
@@ -333,6 +349,7 @@ class _PackedCursor:
             raise StopIteration
         body = np.concatenate(self._parts)[: self._take] if len(self._parts) > 1 else self._parts[0][: self._take]
         line = body.copy() if self._take == self._length else self._with_separators(body)
+        self.origin = self._line_origin()
         self._advance()
         return torch.from_numpy(line)
 
@@ -356,11 +373,14 @@ class _PackedCursor:
             document = self._documents.read()
             if document is None:
                 break
+            origin = self._documents.origin
             if self._begin is None:
                 self._begin = self._documents.present()
                 self._documents.expect("tokens", len(document), self._offset)
                 document = document[self._offset :]
+                origin = origin._replace(skipped={}) if self._offset else origin
             self._parts.append(document)
+            self._origins.append(origin)
             self._have += len(document)
         if not self._have:
             return False
@@ -383,6 +403,17 @@ class _PackedCursor:
             return self._length
         return self._length - 1
 
+    def _line_origin(self) -> Origin:
+        """Return the origin of the line that was filled: the documents' tokens in it, by source."""
+        left, parts, skipped = self._take, [], {}
+        for document, origin in zip(self._parts, self._origins, strict=True):
+            taken = min(left, len(document))
+            if taken:
+                parts.append((origin.source, taken))
+                skipped = summed(skipped, origin.skipped) if origin.skipped else skipped
+            left -= taken
+        return Origin(parts[0][0] if parts else "", skipped, tuple(parts))
+
     def _with_separators(self, body: Ints) -> Ints:
         line = np.full(self._length, 0 if self._pad is None else self._pad, np.int64)
         begin = self._length - self._capacity()
@@ -397,6 +428,10 @@ class _PackedCursor:
     def _advance(self) -> None:
         """Advance past the line that was filled. The next line begins in the document that was read last."""
         left = self._have - self._take
+        if left == len(self._parts[-1]):  # no token of the last document is in the line
+            self._origins = self._origins[-1:]
+        else:
+            self._origins = [self._origins[-1]._replace(skipped={})] if left else []
         self._have, self._parts = left, [self._parts[-1][len(self._parts[-1]) - left :]] if left else []
         self._begin = self._documents.present() if left else None
         self._offset = self._documents.size - left if left else 0

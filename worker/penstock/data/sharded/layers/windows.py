@@ -15,7 +15,17 @@ import numpy as np
 from penstock.data.arguments import at_least_one
 from penstock.data.ordering.permutation import mix
 from penstock.data.sharded.layers.layer import Layer, SearchLimit, entered, title
-from penstock.data.sharded.protocol import Cursor, Place, ShardedSource, Token
+from penstock.data.sharded.protocol import (
+    NOWHERE,
+    Cursor,
+    Origin,
+    Place,
+    ShardedSource,
+    Token,
+    is_traced,
+    origin_of,
+    summed,
+)
 from penstock.data.stop_iteration import forbid_stop_iteration
 from penstock.proto.errors import DatasetError
 from penstock.proto.state.generators import derive_seed
@@ -23,7 +33,8 @@ from penstock.proto.state.generators import derive_seed
 __all__ = ["Grouped", "WindowShuffled"]
 
 _Arrange = Callable[[list[Any], int], list[Any]]
-"""Function from the samples of a window and the window's number to the items that the layer yields for it."""
+"""Function from the samples of a window and the window's number to the items that the layer yields for it: the number
+of a sample, or a list of numbers for a list of samples."""
 
 
 class WindowShuffled(Layer):
@@ -61,8 +72,8 @@ class WindowShuffled(Layer):
         def shuffled(samples: list[Any], number: int) -> list[Any]:
             # All at once: sorting by random words is faster than a Feistel network that computes each position by
             # itself.
-            order = np.argsort(mix(key, number, np.arange(len(samples))), kind="stable")
-            return [samples[at] for at in order.tolist()]
+            order: list[int] = np.argsort(mix(key, number, np.arange(len(samples))), kind="stable").tolist()
+            return order
 
         return _Cursor(cursor, self._window, shuffled, number, done, where)
 
@@ -109,13 +120,13 @@ class Grouped(Layer):
         return _Cursor(cursor, self._window, self._grouped, number, done, where, limit)
 
     def _grouped(self, samples: list[Any], number: int) -> list[Any]:
-        open_lists: dict[Hashable, list[Any]] = {}
+        open_lists: dict[Hashable, list[int]] = {}
         full = []
-        for sample in samples:
+        for at, sample in enumerate(samples):
             with forbid_stop_iteration(f"the key of Grouped {self._name}"):
                 key = self._key(sample)
             group = open_lists.setdefault(key, [])
-            group.append(sample)
+            group.append(at)
             if len(group) == self._size:
                 full.append(open_lists.pop(key))
         return [*full, *(open_lists.values() if self._rest else ())]
@@ -145,6 +156,9 @@ class _Cursor:
         """Number of items of this window that have been yielded."""
         self._held: list[Any] | None = None
         """Items of this window, in the order in which they are yielded; None: the window still has to be read."""
+        self._origins: list[Origin] = []
+        """Origin of each item in `_held`; empty if the source's samples are not traced."""
+        self._origin = NOWHERE
         self._begin: Token | None = None
         """Token (position) of the source before the window in `_held`."""
 
@@ -156,8 +170,18 @@ class _Cursor:
         if self._done >= len(held):
             raise StopIteration
         sample, held[self._done] = held[self._done], None  # do not keep the yielded sample alive
+        if self._origins:
+            self._origin = self._origins[self._done]
         self._advance(1)
         return sample
+
+    @property
+    def traced(self) -> bool:
+        return is_traced(self._inner)
+
+    @property
+    def origin(self) -> Origin:
+        return self._origin
 
     def skip(self, count: int) -> int:
         left = count
@@ -188,8 +212,18 @@ class _Cursor:
         """Return the items of the present window, and read it if needed; an empty list after the last window."""
         while self._held is None:
             self._begin = self._inner.token()
-            read = [sample for _, sample in zip(range(self._window), self._inner, strict=False)]
-            held = self._arrange(read, self._number)
+            origins = []
+            if self.traced:
+                read = []
+                for _, sample in zip(range(self._window), self._inner, strict=False):
+                    read.append(sample)
+                    origins.append(origin_of(self._inner))
+            else:
+                read = [sample for _, sample in zip(range(self._window), self._inner, strict=False)]
+            order = self._arrange(read, self._number)
+            held = [read[at] if type(at) is int else [read[each] for each in at] for at in order]
+            if origins:
+                self._origins = [origins[at] if type(at) is int else _joined(origins, at) for at in order]
             if self._done and self._done >= len(held):
                 raise DatasetError(
                     f"{self._where}: window {self._number} has {len(held)} samples, but the state says that "
@@ -208,3 +242,13 @@ class _Cursor:
         self._done += count
         if self._held is not None and self._done == len(self._held):
             self._number, self._done, self._held = self._number + 1, 0, None
+
+
+def _joined(origins: list[Origin], numbers: list[int]) -> Origin:
+    """Return the origin of a list of samples."""
+    own = [origins[number] for number in numbers]
+    source = own[0].source if len({each.source for each in own}) == 1 else "(mixed)"
+    skipped: dict[str, int] = {}
+    for each in own:
+        skipped = summed(skipped, each.skipped)
+    return Origin(source, skipped, tuple(part for each in own for part in each.parts))
