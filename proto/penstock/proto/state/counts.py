@@ -202,9 +202,10 @@ def merged_rows(several: Iterable[Mapping[Group, Sequence[int]]]) -> Rows:
             _add(found.setdefault(group, new_row()), row)
     if len(found) <= MOST_GROUPS:
         return found
-    order = sorted(found, key=lambda group: (-found[group][SAMPLES], group))
-    rest = merged_rows([{OTHER: found.pop(group)} for group in order[MOST_GROUPS - 1 :] if group != OTHER])
-    _add(found.setdefault(OTHER, new_row()), rest[OTHER])
+    rest = found.setdefault(OTHER, new_row())
+    order = sorted(found.keys() - {OTHER}, key=lambda group: (-found[group][SAMPLES], group))
+    for group in order[MOST_GROUPS - 1 :]:
+        _add(rest, _without_shares(found.pop(group)))
     return found
 
 
