@@ -15,6 +15,7 @@ from penstock.deploy.console.coordinator_options import Peer
 from penstock.deploy.console.tables import Table, show
 from penstock.deploy.operations.state_values import as_json as plain
 from penstock.deploy.operations.state_values import brief
+from penstock.deploy.training_data.count_tables import count_tables, counts_as_dict, rows_of_workers
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.rpc.calls import FetchedState
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -58,6 +59,7 @@ def as_dict(run: str, fetched: FetchedState) -> dict[str, Any]:
     """Return the records and positions as plain values, with each `user_state_dict` decoded."""
     workers = [_worker(record, data) for record, data in fetched.records]
     first = fetched.records[0][0] if fetched.records else pb.WorkerRecord()
+    rows = rows_of_workers(worker["user_state_dict"] for worker in workers)
     return {
         "run": run,
         "step": first.step,
@@ -65,6 +67,7 @@ def as_dict(run: str, fetched: FetchedState) -> dict[str, Any]:
         "num_workers_per_box": first.num_workers_per_box,
         "boxes": [_box(box, position) for box, position in sorted(fetched.positions.items())],
         "workers": workers,
+        "counts": counts_as_dict(rows) if rows else None,
     }
 
 
@@ -145,4 +148,5 @@ def tables(found: dict[str, Any]) -> list[Table]:
                 "" if worker["state_methods"] == 0 else brief(worker["user_state_dict"]),
             )
         )
-    return [boxes, workers]
+    rows = rows_of_workers(worker["user_state_dict"] for worker in found["workers"])
+    return [boxes, workers, *(count_tables(rows) if rows else ())]
