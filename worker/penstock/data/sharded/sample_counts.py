@@ -39,8 +39,8 @@ def wanted_shares(source: ShardedSource) -> dict[str, tuple[int, int]]:
             for own, below, part in zip(source.names, source.sources, source.wanted(), strict=True):
                 found.update(walk(below, f"{name}/{own}" if name else own, share * part))
             return found
-        below = getattr(source, "source", None)
-        return {name: share} if below is None else walk(below, name, share)
+        inner = getattr(source, "source", None)
+        return {name: share} if inner is None else walk(inner, name, share)
 
     shares = walk(source, "", 1.0)
     if len(units) != 1:

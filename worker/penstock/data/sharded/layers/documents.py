@@ -405,7 +405,8 @@ class _PackedCursor:
 
     def _line_origin(self) -> Origin:
         """Return the origin of the line that was filled: the documents' tokens in it, by source."""
-        left, parts, skipped = self._take, [], {}
+        left, parts = self._take, []
+        skipped: dict[str, int] = {}
         for document, origin in zip(self._parts, self._origins, strict=True):
             taken = min(left, len(document))
             if taken:
