@@ -6,7 +6,7 @@ information that user code reads are set. An exception of user code is raised as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Self
@@ -16,7 +16,7 @@ import xxhash
 from penstock.proto.batch.classes import MAX_NAME
 from penstock.proto.errors import InputFnError, NotRestartableError, PenstockError
 from penstock.proto.state import assignment as place_of
-from penstock.proto.state.counts import Tally
+from penstock.proto.state.counts import Group, Tally
 from penstock.proto.state.generators import derive_seed, seed_rng
 from penstock.proto.state.restartable import (
     DataLoaderCheckpoint,
@@ -182,6 +182,13 @@ class SlotLoader:
         the loader does not count."""
         tally = self._tally
         return b"" if tally is None else tally.take()
+
+    def last_batch(self) -> tuple[list[range] | None, Mapping[Group, Sequence[int]] | None]:
+        """Return what the loader knows of the batch that it handed out last: the sample numbers of the global batch, as
+        `skip` takes them, and the counts of its samples; None for what it does not know."""
+        numbers, tally = getattr(self._loader, "last_samples", None), self._tally
+        with self._user("last_samples()"):
+            return (numbers() if callable(numbers) else None), (None if tally is None else tally.last)
 
     @property
     def _tally(self) -> Tally | None:
