@@ -211,7 +211,7 @@ def test_keys_beyond_the_limit_are_counted_together() -> None:
     assert read_changes(long.take()) == long.rows
 
 
-@pytest.mark.parametrize("data", [b"\x01", b"\xff" * 80, bytes(50), b"\x01\x00\x00" + bytes(48) + b"\xff"])
+@pytest.mark.parametrize("data", [b"\x02", b"\xff" * 80, bytes(50), b"\1\1\0" + bytes(304) + b"\xff"])
 def test_damaged_changes_are_refused(data: bytes) -> None:
     with pytest.raises(ProtocolError, match="counts of a batch"):
         read_changes(data)

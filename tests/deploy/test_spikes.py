@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from penstock.client import DataExecutor, DataLoader
 from penstock.client.testing import FakeAppliance
 from penstock.deploy.cli.main import app
-from penstock.deploy.training_data.loss_log import Loss, read_losses, spikes_of
+from penstock.deploy.replay.loss_log import Loss, read_losses, spikes_of
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.state.assignment import Assignment, assigned
 

@@ -21,9 +21,9 @@ from typing import Any, cast
 import numpy.random  # noqa: F401  # needed by every child, loaded once
 import torch
 
+from penstock.deploy.console.count_tables import counts_as_dict
 from penstock.deploy.forking_interpreter import serve, take_task
 from penstock.deploy.operations import batch_tables
-from penstock.deploy.training_data.count_tables import counts_as_dict
 from penstock.proto.batch.digest import cover_of
 from penstock.proto.batch.replay_digest import ReplayDigest
 from penstock.proto.errors import LaneLostError, ReplayMismatchError

@@ -13,6 +13,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 from penstock.proto.errors import ProtocolError, StateCorruptError
@@ -36,6 +37,7 @@ __all__ = [
     "by_source",
     "counts_part",
     "cut_name",
+    "is_whole",
     "merged_rows",
     "new_row",
     "plain_rows",
@@ -67,8 +69,12 @@ Group: TypeAlias = tuple[str, str]
 Row: TypeAlias = list[int]
 Rows: TypeAlias = dict[Group, Row]
 
-_HEAD = struct.Struct(f"<BBB{FIELDS}Q")
 _WIDTH = FIELDS + BINS
+_ROW = struct.Struct(f"<BB{_WIDTH}Q")
+_WHOLE, _CHANGED = b"\1", b"\0"
+"""First byte of the counts in a frame: all rows follow, or only those that have changed."""
+ALL_BELOW = 4 << 10
+"""Size in bytes up to which a frame has all rows. The training process then only keeps the newest frame's counts."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +136,10 @@ class Tally:
         for group, row in self.rows.items():
             row[SHARE_OF_SAMPLES:FIELDS] = self._shares.get(group[0], (0, 0))
         self._changed = set(self.rows)
+        self._packed: dict[Group, bytes] = {}
+        """Rows as they were packed last, by group."""
+        self._begun = False
+        """True once `take` was called."""
         self.last: Mapping[Group, Sequence[int]] = {}
         """Counts of the batch that was handed out last."""
 
@@ -143,51 +153,53 @@ class Tally:
                 group = group if len(rows) < MOST_GROUPS - 1 else OTHER
                 row = rows.setdefault(group, new_row())
                 row[SHARE_OF_SAMPLES:FIELDS] = self._shares.get(group[0], (0, 0))
-            _add(row, counted)
+            row[:] = map(int.__add__, row, counted)  # a batch has no shares
             self._changed.add(group)
 
     def take(self) -> bytes:
-        """Return the rows that have changed since the last call, as a BATCH frame carries them; after a start or a
-        loaded state, all rows. b"": none."""
-        if not self._changed:
+        """Return the counts as a BATCH frame carries them: all rows if they are few, else those that have changed since
+        the last call. b"": nothing has changed. After a start or a loaded state all rows have changed."""
+        changed, packed = self._changed, self._packed
+        if not changed:
             return b""
-        parts = [_packed(group, self.rows[group]) for group in self._changed]
-        self._changed.clear()
-        return b"".join(parts)
+        for group in changed:
+            source, key = (name.encode() for name in group)
+            packed[group] = b"".join((_ROW.pack(len(source), len(key), *self.rows[group]), source, key))
+        whole = not self._begun or len(packed) * _ROW.size <= ALL_BELOW
+        parts = packed.values() if whole else [packed[group] for group in changed]
+        self._begun = True
+        changed.clear()
+        return (_WHOLE if whole else _CHANGED) + b"".join(parts)
 
 
 Shares: TypeAlias = Mapping[str, tuple[int, int]]
 
 
+@lru_cache(4096)
 def cut_name(name: str) -> str:
     """Return a name of at most MOST_NAME bytes, without characters that cannot be encoded."""
     data = name.encode("utf-8", "replace")
     return data.decode() if len(data) <= MOST_NAME else data[: MOST_NAME - 3].decode("utf-8", "ignore") + "..."
 
 
-def _packed(group: Group, row: Row) -> bytes:
-    bins = _WIDTH
-    while bins > FIELDS and not row[bins - 1]:
-        bins -= 1
-    source, key = (name.encode() for name in group)
-    head = _HEAD.pack(len(source), len(key), bins - FIELDS, *row[:FIELDS])
-    return b"".join((head, struct.pack(f"<{bins - FIELDS}Q", *row[FIELDS:bins]), source, key))
+def is_whole(data: bytes) -> bool:
+    """Return True if the counts in a BATCH frame have all rows, so that those of earlier frames are not needed."""
+    return data[:1] == _WHOLE
 
 
 def read_changes(data: bytes) -> Rows:
     """Return the rows in a BATCH frame. Raises ProtocolError for bytes that `Tally.take` did not make."""
     found: Rows = {}
-    at = 0
+    at = 1
     try:
+        if data[:1] not in (_WHOLE, _CHANGED):
+            raise ValueError(f"rows of kind {data[:1]!r}")
         while at < len(data):
-            of_source, of_key, bins, *counts = _HEAD.unpack_from(data, at)
-            at += _HEAD.size
-            lengths = struct.unpack_from(f"<{bins}Q", data, at)
-            begin, middle = at + 8 * bins, at + 8 * bins + of_source
+            of_source, of_key, *row = _ROW.unpack_from(data, at)
+            begin, middle = at + _ROW.size, at + _ROW.size + of_source
             at = middle + of_key
-            if bins > BINS or at > len(data) or max(of_source, of_key) > MOST_NAME:
-                raise ValueError(f"{bins} bins, names of {of_source} and {of_key} bytes")
-            row = [*counts, *lengths, *([0] * (BINS - bins))]
+            if at > len(data) or max(of_source, of_key) > MOST_NAME:
+                raise ValueError(f"names of {of_source} and {of_key} bytes")
             found[str(data[begin:middle], "utf-8"), str(data[middle:at], "utf-8")] = row
     except (struct.error, ValueError) as error:
         raise ProtocolError(f"the counts of a batch must be rows of a Tally, got {error}") from error

@@ -18,7 +18,9 @@ def counted_samples(counter: SampleCounter, samples: Sequence[HeldSample]) -> di
     """Return the counts of a batch's samples, and of those that layers left out before them."""
     origins = [held.origin for held in samples]
     values, sources = [held.sample for held in samples], [cut_name(origin.source) for origin in origins]
-    parts = [[(cut_name(source), size) for source, size in origin.parts] for origin in origins]
+    parts = None
+    if any(origin.parts for origin in origins):
+        parts = [[(cut_name(source), size) for source, size in origin.parts] for origin in origins]
     counted = counter.count(values, sources, parts)
     skipped: dict[str, int] = {}
     for origin in origins:

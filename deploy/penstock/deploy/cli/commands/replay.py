@@ -102,7 +102,7 @@ def replay(
         run, step or 1, box, row, out, attempt, state_dir, checkpoint or (), args, kwargs, allow or (), script, timeout
     )
     if loss is not None:
-        from penstock.deploy.training_data.spike_report import show_spikes
+        from penstock.deploy.replay.spike_report import show_spikes
 
         show_spikes(request, loss, spikes, peer, as_json)
         return

@@ -96,7 +96,7 @@ def state_show(
     """
     path = Path(run)
     if path.is_file():
-        from penstock.deploy.training_data.state_file import show_state_file
+        from penstock.deploy.operations.show_state import show_state_file
 
         if step is not None:
             raise InvalidArgumentError(f"--step is for a RUN, but {run} is a file, whose state is of one step: omit it")

@@ -13,10 +13,10 @@ from typing import Any
 
 from penstock.deploy.console.coordinator_options import Peer
 from penstock.deploy.console.tables import Table, show
+from penstock.deploy.replay.loss_log import LEAST, Spike, read_losses, spikes_of
 from penstock.deploy.replay.replay_batch import ReplayRequest, archive_of, replay
 from penstock.deploy.replay.replay_processes import ReplayForker
 from penstock.deploy.replay.replay_report import tables
-from penstock.deploy.training_data.loss_log import LEAST, Spike, read_losses, spikes_of
 from penstock.proto.errors import PenstockError
 
 __all__ = ["pasted", "show_spikes"]
