@@ -260,6 +260,7 @@ class OpenedLoader:
             cover,
         )
         run, reader = appliance.open_stream(self, opening)
+        run.progress.counts = reader.counts
         if saved is not None:
             reader.counts.begin(saved.counts_of(settings.box, settings.num_boxes))
         self._openings += 1

@@ -51,6 +51,8 @@ class BoxProgress:
     epoch_ended: bool = False
     unreachable: Callable[[], list[tuple[int, int, str]]] = list
     """Function that returns (slot, generation, reason) for each slot whose worker this host cannot reach."""
+    counts: DeliveredCounts | None = None
+    """Counts of the delivered samples, by source and key; None before there is a reader."""
     abandoned: tuple[tuple[int, int], ...] = field(default=())
     """Pairs (epoch, last step) of the epochs that the loop left by `break`."""
     _reported_waits: tuple[list[float], list[float]] = field(default=([], []))

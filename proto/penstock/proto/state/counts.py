@@ -22,6 +22,8 @@ __all__ = [
     "BINS",
     "COUNTS",
     "FIELDS",
+    "MOST_GROUPS",
+    "MOST_NAME",
     "OTHER",
     "SAMPLES",
     "SKIPPED",
