@@ -14,6 +14,7 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import add
 from typing import Any, TypeAlias
 
 from penstock.proto.errors import ProtocolError, StateCorruptError
@@ -155,7 +156,7 @@ class Tally:
                 group = group if len(rows) < MOST_GROUPS - 1 else OTHER
                 row = rows.setdefault(group, new_row())
                 row[SHARE_OF_SAMPLES:FIELDS] = self._shares.get(group[0], (0, 0))
-            row[:] = map(int.__add__, row, counted)  # a batch has no shares
+            row[:] = map(add, row, counted)  # a batch has no shares
             self._changed.add(group)
 
     def take(self) -> bytes:

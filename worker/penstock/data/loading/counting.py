@@ -4,6 +4,7 @@ counts, and how they reach states and the training process."""
 from __future__ import annotations
 
 import warnings
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -96,26 +97,41 @@ class SampleCounter:
         sources: the source of each sample; None: all are of source "". parts: pairs (source, number of tokens) of the
         documents in each sample; without any, the sample's tokens are those of its own source.
         """
+        if not samples:
+            return {}
         sources = [""] * len(samples) if sources is None else sources
-        keys = [""] * len(samples) if self._by is None else list(map(self._key, samples))
-        lengths: list[int | None] = list(map(self._length, samples))
+        keys = [""] * len(samples) if self._by is None else self._keys(samples)
+        lengths = self._lengths(samples)
         if parts is not None:
             lengths = [sum(size for _, size in own) if own else n for own, n in zip(parts, lengths, strict=True)]
-        found: dict[Group, Row] = {}
+        by_group: dict[Group, list[int | None]] = defaultdict(list)
         for group, length in zip(zip(sources, keys, strict=True), lengths, strict=True):
-            row = found.get(group)
-            if row is None:
-                row = found[group] = new_row()
-            row[SAMPLES] += 1
-            if length is not None:
-                row[TOKENS] += length
-                row[FIELDS + min(length.bit_length(), BINS - 1)] += 1
+            by_group[group].append(length)
+        found = {group: _row_of(own) for group, own in by_group.items()}
         if parts is not None:
             _move_tokens(found, sources, keys, parts)
         if self._truncated is not None:
             for group, sample in zip(zip(sources, keys, strict=True), samples, strict=True):
                 found[group][TRUNCATED] += bool(_value(sample, self._truncated, "truncated"))
         return found
+
+    def _keys(self, samples: Sequence[Any]) -> list[str]:
+        values = _column(samples, self._by)
+        if values is not None and set(map(type, values)) == {str}:
+            return list(map(cut_name, values))
+        return list(map(self._key, samples))
+
+    def _lengths(self, samples: Sequence[Any]) -> list[int | None]:
+        """Return the number of tokens of each sample. There is a faster way for samples that are dicts of tensors."""
+        name = self._tokens
+        if name is None and type(samples[0]) is dict:
+            name = next((field for field in TOKEN_FIELDS if field in samples[0]), None)
+        values = _column(samples, name)
+        if values is not None and set(map(type, values)) == {torch.Tensor}:
+            sizes = [value.shape for value in values]
+            if all(sizes):
+                return [size[0] for size in sizes]
+        return list(map(self._length, samples))
 
     def _key(self, sample: Any) -> str:
         assert self._by is not None
@@ -146,6 +162,25 @@ class SampleCounter:
                 f"{value!r:.100}"
             )
         return int(length)
+
+
+def _column(samples: Sequence[Any], name: _Part | None) -> list[Any] | None:
+    """Return the field of each sample; None if the samples are not dicts that have it."""
+    if isinstance(name, str) and type(samples[0]) is dict:
+        try:
+            return [sample[name] for sample in samples]
+        except (KeyError, TypeError):
+            pass  # the general way raises the right error
+    return None
+
+
+def _row_of(lengths: list[int | None]) -> Row:
+    """Return the row of samples with these numbers of tokens."""
+    row, known = new_row(), [length for length in lengths if length is not None]
+    row[SAMPLES], row[TOKENS] = len(lengths), sum(known)
+    for bits, count in Counter(map(int.bit_length, known)).items():
+        row[FIELDS + min(bits, BINS - 1)] += count
+    return row
 
 
 def _move_tokens(
