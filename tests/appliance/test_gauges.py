@@ -171,7 +171,7 @@ def counted(**samples: int) -> Any:
 
 def test_shares_are_those_of_the_last_seconds() -> None:
     series = ShareSeries()
-    series.add(0.0, [SimpleNamespace(sources={})])
+    series.add(0.0, [counted()])
     assert not series.names
     for second in range(1, 181):  # of each box; from second 100 on only code comes
         web, code = min(second, 100) * 3, second + 3 * max(0, second - 100)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from all_workers import AllWorkers, saved
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -45,6 +46,7 @@ from penstock.proto.state.counts import (
     by_key,
     by_source,
     counts_part,
+    cut_name,
     merged_rows,
     new_row,
     read_changes,
@@ -83,7 +85,7 @@ def runs(fleet: AllWorkers, steps: int, loses: bool) -> list[Any]:
     return got
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(CHAIN, st.integers(0, 20), st.integers(0, 30))
 def test_counts_of_a_map_are_a_recount(chain: list[Any], first: int, skipped: int) -> None:
     def made() -> MapLoader:
@@ -112,7 +114,7 @@ def test_counts_of_a_map_are_a_recount(chain: list[Any], first: int, skipped: in
             assert sum(own.skipped for own in found.values()) == min(skipped, 60 - first)
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(stacks(), CHAIN, st.integers(3, 6))
 def test_counts_of_any_stack_are_those_of_one_worker(make: Make, chain: list[Any], batch: int) -> None:
     options: dict[str, Any] = {"global_batch_size": batch, "tail": "drop", "counts": Counts(tokens=len)}
@@ -206,6 +208,9 @@ def test_keys_beyond_the_limit_are_counted_together() -> None:
     assert len(twice) == MOST_GROUPS
     assert sum(row[SAMPLES] for row in twice.values()) == 300
     assert len(loader.tally.take()) < 48 << 10
+    names = [cut_name("ä" * 40 + str(number)) for number in range(2)]
+    assert [len(name.encode()) <= 48 for name in names] == [True, True]
+    assert names[0] != names[1]
     long = Tally()
     long.add({("ä" * 24, "b" * 48): [1] * 38})
     assert read_changes(long.take()) == long.rows
@@ -225,6 +230,14 @@ def test_damaged_counts_of_a_state_are_refused(plain: Any) -> None:
         counts_part({"boxes": plain if plain == 1 else [plain]}, 0, 1, 0)
 
 
+def test_keys_of_any_kind_have_names() -> None:
+    keys = [None, b"de", np.str_("en"), np.int64(3), torch.tensor([4]), True, 0.5, "\ud800"]
+    loader = MapLoader(range(8), batch_size=8, counts=Counts(by=lambda number: keys[number]), collate_fn=list)
+    list(loader)
+    assert loader.tally is not None
+    assert set(by_key(loader.tally.rows)) == {"(none)", "de", "en", "3", "4", "True", "0.5", "?"}
+
+
 def test_invalid_counts_are_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="name of a field or a function"):
         Counts(by=3)  # type: ignore[arg-type]
@@ -234,6 +247,7 @@ def test_invalid_counts_are_refused() -> None:
         Mixture([documents(3), documents(3)], [1, 1], names=["a", "a"])
     for counts, message in [
         (Counts(by="color"), "needs a field of this name in each sample, but a dict has the fields number"),
+        (Counts(by=lambda sample: torch.zeros(2)), "must give a text or a number for each sample, got a Tensor"),
         (Counts(by="tokens"), "must give a text or a number for each sample, got a list"),
         (Counts(tokens="language", by=lambda sample: next(iter(()))), "StopIteration came out of the function"),
         (Counts(tokens=lambda sample: -1), "must give a number >= 0"),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 
-from penstock.proto.state.counts import Rows, is_whole, merged_rows, read_changes
+from penstock.proto.errors import ProtocolError
+from penstock.proto.state.counts import MOST_GROUPS, Rows, is_whole, merged_rows, read_changes
 
 __all__ = ["DeliveredCounts"]
 
@@ -31,7 +32,7 @@ class DeliveredCounts:
             self._rows[0] = dict(rows)
 
     def take(self, slot: int, changes: bytes) -> None:
-        """Take the rows that a delivered batch of a slot has changed."""
+        """Take the counts of a delivered batch of a slot. Raises ProtocolError if they are not those of a Tally."""
         kept = self._changes[slot]
         if is_whole(changes):
             kept.clear()  # they say all that earlier ones said
@@ -55,4 +56,6 @@ class DeliveredCounts:
             except IndexError:
                 return
             rows = read_changes(newest)
-            self._rows[slot] = rows if is_whole(newest) else {**self._rows[slot], **rows}
+            self._rows[slot] = rows = rows if is_whole(newest) else {**self._rows[slot], **rows}
+            if len(rows) > MOST_GROUPS:
+                raise ProtocolError(f"a slot must count at most {MOST_GROUPS} groups, got {len(rows)}")

@@ -38,6 +38,7 @@ from penstock.proto.lane.endpoints import LANE_PROTOCOL, connect_local
 from penstock.proto.rpc.bounds.polling import PollPace, intervals
 from penstock.proto.rpc.calls import CoordinatorClient, FetchedState
 from penstock.proto.state.counts import by_source
+from penstock.proto.state.position import MOST
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import lane_pb2
 from penstock.runtime.process import forks
@@ -449,8 +450,8 @@ def _sources(progress: BoxProgress) -> list[pb.SourceCount]:
     return [
         pb.SourceCount(
             source=name,
-            samples=counts.samples,
-            tokens=counts.tokens,
+            samples=min(counts.samples, MOST),
+            tokens=min(counts.tokens, MOST),
             wanted=counts.wanted[0] if counts.wanted is not None else 0.0,
             wanted_of_tokens=counts.wanted is not None and counts.wanted[1] == "tokens",
         )

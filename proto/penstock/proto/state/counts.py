@@ -17,6 +17,8 @@ from functools import lru_cache
 from operator import add
 from typing import Any, TypeAlias
 
+from xxhash import xxh3_64_intdigest
+
 from penstock.proto.errors import ProtocolError, StateCorruptError
 
 __all__ = [
@@ -66,6 +68,7 @@ MOST_NAME = 48
 OTHER = ("(other)", "(other)")
 """Group of the samples beyond MOST_GROUPS groups."""
 MOST = 1 << 62
+"""Largest count that is accepted from a peer or a state."""
 
 Group: TypeAlias = tuple[str, str]
 """Pair (source, key). A source or key that is not known is ""."""
@@ -180,9 +183,12 @@ Shares: TypeAlias = Mapping[str, tuple[int, int]]
 
 @lru_cache(4096)
 def cut_name(name: str) -> str:
-    """Return a name of at most MOST_NAME bytes, without characters that cannot be encoded."""
+    """Return a name of at most MOST_NAME bytes, without characters that cannot be encoded. A longer name is cut, and
+    ends with a hash of the whole, so that names stay different."""
     data = name.encode("utf-8", "replace")
-    return data.decode() if len(data) <= MOST_NAME else data[: MOST_NAME - 3].decode("utf-8", "ignore") + "..."
+    if len(data) <= MOST_NAME:
+        return data.decode()
+    return data[: MOST_NAME - 11].decode("utf-8", "ignore") + f"...{xxh3_64_intdigest(data) >> 32:08x}"
 
 
 def is_whole(data: bytes) -> bool:
@@ -201,8 +207,8 @@ def read_changes(data: bytes) -> Rows:
             of_source, of_key, *row = _ROW.unpack_from(data, at)
             begin, middle = at + _ROW.size, at + _ROW.size + of_source
             at = middle + of_key
-            if at > len(data) or max(of_source, of_key) > MOST_NAME:
-                raise ValueError(f"names of {of_source} and {of_key} bytes")
+            if at > len(data) or max(of_source, of_key) > MOST_NAME or max(row) > MOST:
+                raise ValueError(f"names of {of_source} and {of_key} bytes, and counts up to {max(row)}")
             found[str(data[begin:middle], "utf-8"), str(data[middle:at], "utf-8")] = row
     except (struct.error, ValueError) as error:
         raise ProtocolError(f"the counts of a batch must be rows of a Tally, got {error}") from error

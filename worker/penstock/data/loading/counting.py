@@ -39,6 +39,9 @@ __all__ = ["CountedBatch", "Counts", "LoaderCounts", "SampleCounter", "skipped_r
 TOKEN_FIELDS = ("input_ids", "tokens", "token_ids")
 """Fields of a dict sample that hold its tokens, if `Counts` names none: the first that the sample has."""
 
+NONE = "(none)"
+"""Name of the key None."""
+
 _Part = str | Callable[[Any], Any]
 
 
@@ -138,8 +141,14 @@ class SampleCounter:
         value = _value(sample, self._by, "by")
         if type(value) is str:
             return cut_name(value)
-        if isinstance(value, torch.Tensor | np.ndarray | np.generic):
-            value = value.item() if value.size == 1 or isinstance(value, torch.Tensor) else value
+        if (isinstance(value, np.ndarray | np.generic) and value.size == 1) or (
+            isinstance(value, torch.Tensor) and value.numel() == 1
+        ):
+            value = value.item()
+        if value is None:
+            return NONE
+        if isinstance(value, bytes):
+            return cut_name(value.decode("utf-8", "replace"))
         if not isinstance(value, str | int | float):
             raise DatasetError(
                 f"Counts(by=...) must give a text or a number for each sample, got a {type(value).__name__}"
