@@ -1,4 +1,4 @@
-"""Cost of counting by source and key (docs/counts.md): processor time of a batch with `counts=` and without, in one run.
+"""Cost of counting by source and key (docs/counts.md): processor time of a batch with counts and without, in one run.
 
     python -m benchmarks.counts
 
