@@ -109,6 +109,7 @@ def test_samples_of_spikes_can_be_left_out(state: Path, tmp_path: Path, monkeypa
     given = [sample for batch in read(range(20)) for sample in batch]
     for batch in batches:
         own = given[6 * (batch["step"] - 1) : 6 * batch["step"]]
+        assert [int(key.split(":")[2]) for key in batch["restore_keys"]] == [*range(*batch["samples"][0])]
         keys = {key: counts["samples"] for key, counts in batch["counts"]["keys"].items()}
         assert keys == Counter("en" if number % 3 else "de" for number in own)
         assert batch["counts"]["sources"][""]["tokens"] == sum(own)

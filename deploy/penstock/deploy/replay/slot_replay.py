@@ -155,10 +155,17 @@ class _SlotReplay:
         numbers, counted = self._source.last_batch()
         trained_on = {
             "samples": None if numbers is None else [[each.start, each.stop] for each in numbers],
+            "restore_keys": self._restore_keys(),
             "counts": None if counted is None else counts_as_dict(merged_rows([counted])),
         }
         text = json.dumps({**found, **trained_on, "samples_streamed": place.samples}).encode()
         self._channel.send("done", text, digest=self._source.digest)
+
+    def _restore_keys(self) -> list[str] | None:
+        """Return the restore keys of the newest batch; None if it has none."""
+        name = self._source.key_field
+        keys = self._batch.get(name) if name is not None and isinstance(self._batch, Mapping) else None
+        return list(map(str, keys)) if isinstance(keys, list) else None
 
     def _done(self, **fields: Any) -> None:
         """Send the task's answer, with the digests of the batches made since the last answer. The last one is of batch

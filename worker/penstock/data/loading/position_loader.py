@@ -297,6 +297,11 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         """Counts up to the present position, by source and key; None without `counts`."""
         return self._counts.tally
 
+    @property
+    def key_field(self) -> str | None:
+        """Field of a batch with its restore keys; None if it has none."""
+        return self._key_field
+
     def last_samples(self) -> list[range]:
         """Return the sample numbers of the global batch that was handed out last, as `skip` takes them; an empty list
         before the first batch."""

@@ -305,6 +305,11 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         """Counts up to the present position, by source and key; None without `counts`."""
         return self._counts.tally
 
+    @property
+    def key_field(self) -> str | None:
+        """Field of a batch with its restore keys; None if it has none."""
+        return self._keys
+
     def _counts_part(self, aggregated: Mapping[str, Any]) -> dict[str, Any]:
         identity = self._identity
         return self._counts.part(aggregated, identity.box, identity.boxes, identity.turn().number)

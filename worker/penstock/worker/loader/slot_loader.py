@@ -183,6 +183,12 @@ class SlotLoader:
         tally = self._tally
         return b"" if tally is None else tally.take()
 
+    @property
+    def key_field(self) -> str | None:
+        """Field of a batch with its restore keys, as the loader's attribute `key_field` says; None: it has none."""
+        name = getattr(self._loader, "key_field", None)
+        return name if isinstance(name, str) else None
+
     def last_batch(self) -> tuple[list[range] | None, Mapping[Group, Sequence[int]] | None]:
         """Return what the loader knows of the batch that it handed out last: the sample numbers of the global batch, as
         `skip` takes them, and the counts of its samples; None for what it does not know."""
