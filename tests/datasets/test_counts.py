@@ -114,7 +114,7 @@ def test_counts_of_a_map_are_a_recount(chain: list[Any], first: int, skipped: in
             assert sum(own.skipped for own in found.values()) == min(skipped, 60 - first)
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(stacks(), CHAIN, st.integers(3, 6))
 def test_counts_of_any_stack_are_those_of_one_worker(make: Make, chain: list[Any], batch: int) -> None:
     options: dict[str, Any] = {"global_batch_size": batch, "tail": "drop", "counts": Counts(tokens=len)}

@@ -84,7 +84,7 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of step 9."""
     path = tmp_path_factory.mktemp("state") / "state.pt"
     loader = DataLoader(counted, 6)
-    with FakeAppliance(num_workers_per_box=2, seed=5):
+    with FakeAppliance(seed=5):
         for _ in DataExecutor(loader, num_steps=9):
             pass
         torch.save({"loader": loader.state_dict()}, path)
