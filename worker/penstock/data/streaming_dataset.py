@@ -38,7 +38,7 @@ from penstock.data.formats.shards import BlockReader, ReadOptions, Shard, ShardR
 from penstock.data.ordering.permutation import Ints
 from penstock.data.sample_numbers import many_numbers, one_number
 from penstock.data.stop_iteration import stop_iteration_error
-from penstock.data.streams import Stream, apportioned, check_weights, group, remote_of, with_plain_values
+from penstock.data.streams import Stream, apportioned, check_weights, group, remote_of, stream_names, with_plain_values
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 
 __all__ = ["StreamingDataset"]
@@ -130,6 +130,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         remotes = [remote_of(stream) for stream in self.streams]
         self.name = ", ".join(name for _, _, name in remotes[:3]) + (", ..." if len(remotes) > 3 else "")
         """Name of the dataset, for errors."""
+        self.stream_names = stream_names([name for _, _, name in remotes])
+        """Name of each stream: the last part of its address. Streams with the same name get their numbers too."""
         if images not in ("pil", "array"):
             raise InvalidArgumentError(f'images must be "pil" or "array", got {images!r}')
         self._options = [
@@ -251,6 +253,14 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
     def sizes(self) -> list[Ints]:
         """Number of samples in each unit of `layouts`, for each stream."""
         return [layout.units for layout in self.layouts]
+
+    def sources_of(self, numbers: Ints) -> list[str]:
+        """Return, for the samples with these numbers, the names of the streams that they come from."""
+        names = self.stream_names
+        if len(names) == 1:
+            return names * len(numbers)
+        ends = np.cumsum([int(sizes.sum()) for sizes in self.sizes])
+        return [names[stream] for stream in np.searchsorted(ends, numbers, side="right").tolist()]
 
     def __len__(self) -> int:
         return int(self._starts[-1])

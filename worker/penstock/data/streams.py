@@ -17,7 +17,7 @@ from penstock.data.remote.folders import RemoteFolder, joined
 from penstock.data.writing.uploads import local_folder
 from penstock.proto.errors import InvalidArgumentError
 
-__all__ = ["Stream", "apportioned", "check_weights", "group", "remote_of", "with_plain_values"]
+__all__ = ["Stream", "apportioned", "check_weights", "group", "remote_of", "stream_names", "with_plain_values"]
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,12 @@ def remote_of(stream: Stream) -> tuple[RemoteFolder | None, Path, str]:
         return remote, local_folder("local", stream.local) / below, remote.url
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return remote, Path(cache) / "penstock" / hashlib.sha256(remote.identity.encode()).hexdigest()[:16], remote.url
+
+
+def stream_names(addresses: Sequence[str]) -> list[str]:
+    """Return a name for each stream: the last part of its address, with the stream's number if several have it."""
+    names = [address.rstrip("/").rpartition("/")[2] for address in addresses]
+    return [f"{name}.{number}" if names.count(name) > 1 else name for number, name in enumerate(names)]
 
 
 def with_plain_values(number: int, stream: Stream) -> Stream:

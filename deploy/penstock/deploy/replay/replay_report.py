@@ -55,6 +55,8 @@ def tables(found: dict[str, Any]) -> list[Table]:
             ("replayed from", found["replayed_from"]["what"]),
         ],
     )
+    if found["samples"]:
+        about.rows.append(("samples", ", ".join(f"{first} to {end - 1}" for first, end in found["samples"])))
     leaves = Table("Batch", ("leaf", "kind", "dtype", "shape", "min>", "max>", "mean>", "NaN>", "first values"))
     for leaf in found["leaves"]:
         shape = "" if leaf["shape"] is None else "[" + ", ".join(map(str, leaf["shape"])) + "]"
@@ -63,7 +65,7 @@ def tables(found: dict[str, Any]) -> list[Table]:
         leaves.rows.append(
             (leaf["name"] or "batch", leaf["kind"], leaf["dtype"] or "", shape, *numbers, nan, _first(leaf))
         )
-    shown = [about, leaves]
+    shown = [about, *_counts(found), leaves]
     if "row" in found:
         row = Table(f"Row {found['row']['row']}", ("leaf", "shape", "values"))
         for leaf in found["row"]["leaves"]:
@@ -71,6 +73,17 @@ def tables(found: dict[str, Any]) -> list[Table]:
             row.rows.append((leaf["name"] or "batch", shape, _text(leaf["values"])))
         shown.append(row)
     return shown
+
+
+def _counts(found: dict[str, Any]) -> list[Table]:
+    if found["counts"] is None:
+        return []
+    table = Table("Samples of the batch", ("source or key", "samples>", "tokens>", "truncated>", "skipped before>"))
+    for what in ("sources", "keys"):
+        for name, counts in found["counts"][what].items():
+            numbers = (str(counts[field]) for field in ("samples", "tokens", "truncated", "skipped"))
+            table.rows.append((f"{what[:-1]} {name or '-'}", *numbers))
+    return [table]
 
 
 def _number(value: Any) -> str:

@@ -70,7 +70,16 @@ def megatron_blend(
         LogicalShards([documents], shards=shards, shuffle=shuffle, shuffle_block=shuffle_block, names=[prefix])
         for prefix, documents in zip(prefixes, parts, strict=True)
     ]
-    return Mixture(sources, weights or [documents.num_tokens for documents in parts], by=by, stop=stop)
+    return Mixture(
+        sources, weights or [documents.num_tokens for documents in parts], by=by, stop=stop, names=_names(prefixes)
+    )
+
+
+def _names(prefixes: list[str]) -> list[str]:
+    """Return the names of the sources in counts: the last parts of their prefixes, with their numbers if some are
+    equal."""
+    names = [os.path.basename(prefix) for prefix in prefixes]
+    return names if len(set(names)) == len(names) else [f"{name}.{number}" for number, name in enumerate(names)]
 
 
 def _given(blend: str | os.PathLike[str] | Sequence[str | float], part: MegatronPart) -> list[str]:

@@ -1,0 +1,256 @@
+"""Counts of samples by source and key: equal to a recount of what was handed out, over kills and topologies."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from all_workers import AllWorkers, saved
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from layer_stacks import documents, stacks
+from tests.datasets.sharded.contract import Fleet, Make
+
+from penstock.data import (
+    Counts,
+    Filtered,
+    MapLoader,
+    MDSWriter,
+    Mixture,
+    Packed,
+    Repeated,
+    ShardLoader,
+    Stream,
+    StreamingDataset,
+    StreamingLoader,
+    WindowShuffled,
+)
+from penstock.proto.errors import (
+    DatasetError,
+    InvalidArgumentError,
+    ProtocolError,
+    StateCorruptError,
+    StateMismatchError,
+)
+from penstock.proto.state.counts import (
+    MOST_GROUPS,
+    OTHER,
+    SAMPLES,
+    Rows,
+    Tally,
+    by_key,
+    by_source,
+    counts_part,
+    cut_name,
+    merged_rows,
+    new_row,
+    read_changes,
+    rows_of,
+    saved_rows,
+)
+
+SHAPES = st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 2), (3, 1)])
+CHAIN = st.lists(st.tuples(SHAPES, st.integers(0, 7), st.booleans()), min_size=1, max_size=5)
+"""Topologies, the steps on each, and whether a worker is lost there."""
+
+
+class Words:
+    """Map-style samples of known keys and lengths."""
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        words = [number] * (number % 7)
+        return {"number": number, "tokens": words, "language": "en" if number % 3 else "de", "cut": number % 5 == 0}
+
+
+def counts_of(fleet: AllWorkers) -> Rows:
+    """The counts in a state; those of the workers' tallies must be the same."""
+    rows = rows_of(fleet.state())
+    assert rows is not None
+    assert rows == merged_rows(loader.tally.rows for loader in fleet.workers)
+    return rows
+
+
+def runs(fleet: AllWorkers, steps: int, loses: bool) -> list[Any]:
+    got = fleet.take(steps)
+    if loses and steps:
+        fleet.lose(steps % len(fleet.workers))
+    return got
+
+
+@settings(max_examples=8, deadline=None)
+@given(CHAIN, st.integers(0, 20), st.integers(0, 30))
+def test_counts_of_a_map_are_a_recount(chain: list[Any], first: int, skipped: int) -> None:
+    def made() -> MapLoader:
+        counts = Counts(by="language", tokens="tokens", truncated="cut")
+        skip = [range(first, first + skipped)]
+        return MapLoader(
+            Words(), global_batch_size=6, shuffle=True, seed=4, skip=skip, counts=counts, collate_fn=list, reseed=False
+        )
+
+    fleet: AllWorkers | None = None
+    samples: list[Any] = []
+    for shape, steps, loses in chain:
+        fleet = AllWorkers(made, shape, fleet)
+        samples += [sample for batch in runs(fleet, steps, loses) for sample in batch]
+        rows, languages = counts_of(fleet), Counter(sample["language"] for sample in samples)
+        found = by_key(rows)
+        for language, count in languages.items():
+            own = [sample for sample in samples if sample["language"] == language]
+            lengths = Counter(1 << len(sample["tokens"]).bit_length() >> 1 for sample in own)
+            assert (found[language].samples, found[language].lengths) == (count, dict(lengths))
+            assert found[language].tokens == sum(len(sample["tokens"]) for sample in own)
+            assert found[language].truncated == sum(sample["cut"] for sample in own)
+        assert sum(own.samples for own in found.values()) == len(samples)
+        assert sum(own.skipped for own in found.values()) <= skipped
+        if len(samples) > first:  # a batch was handed out after the skipped samples
+            assert sum(own.skipped for own in found.values()) == min(skipped, 60 - first)
+
+
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@given(stacks(), CHAIN, st.integers(3, 6))
+def test_counts_of_any_stack_are_those_of_one_worker(make: Make, chain: list[Any], batch: int) -> None:
+    options: dict[str, Any] = {"global_batch_size": batch, "tail": "drop", "counts": Counts(tokens=len)}
+    whole, expected, rows = Fleet(make, (1, 1), **options), [Rows()], 0
+    with suppress(DatasetError):  # an epoch of a small source may have no batch, or a shard nothing to repeat
+        for _ in range(sum(steps for _, steps, _ in chain)):
+            whole.take(1)
+            expected.append(counts_of(whole))
+    assume(len(expected) > sum(steps for _, steps, _ in chain))
+    fleet: Fleet | None = None
+    for shape, steps, loses in chain:
+        fleet = Fleet(make, shape, fleet, **options)
+        runs(fleet, steps, loses)
+        rows += steps
+        assert counts_of(fleet) == expected[rows]
+    assert sum(row[SAMPLES] for row in expected[rows].values()) == rows * batch
+
+
+def test_each_token_is_counted_for_its_source() -> None:
+    """Documents of source n have tokens from 1,000 n on; what is left out and what is packed is counted too."""
+
+    def long(document: Any) -> bool:
+        return len(document) > 3
+
+    corpora = [Filtered(documents(20, 20, first=10 * source), long) for source in range(2)]
+    inner = Mixture([Repeated(corpora[0]), Repeated(corpora[1])], [2, 1], names=["a", "b"])
+    source = Packed(
+        WindowShuffled(Mixture([inner, Repeated(documents(9, 9, first=20))], [3, 1], names=["x", "y"]), 7), length=9
+    )
+    loader = ShardLoader(source, batch_size=4, counts=Counts(), collate_fn=list)
+    passing = iter(loader)
+    lines = [line for _ in range(15) for line in next(passing)]
+    tokens = Counter({0: "x/a", 1: "x/b", 2: "y"}[int(token) // 10_000] for line in lines for token in line)
+    assert loader.tally is not None
+    found = by_source(loader.tally.rows)
+    assert {name: own.tokens for name, own in found.items()} == tokens
+    assert sum(own.samples for own in found.values()) == len(lines)
+    assert found["x/a"].skipped > found["x/b"].skipped > 0 == found["y"].skipped
+    wanted = {"x/a": 0.5, "x/b": 0.25, "y": 0.25}
+    assert {name: own.wanted for name, own in found.items()} == {name: (s, "samples") for name, s in wanted.items()}
+
+
+def test_samples_of_streams_are_counted_by_their_folders(tmp_path: Path) -> None:
+    for name, samples in (("web", 30), ("code", 10)):
+        with MDSWriter(tmp_path / name, columns={"tokens": "ndarray:int32"}) as writer:
+            for number in range(samples):
+                writer.write({"tokens": np.full(1 + number % 5, len(name), np.int32)})
+    dataset = StreamingDataset(streams=[Stream(local=tmp_path / "web"), Stream(local=tmp_path / "code")])
+    loader = StreamingLoader(
+        dataset, batch_size=8, shuffle=True, seed=2, counts=Counts(), collate_fn=list, fetch_threads=1
+    )
+    list(loader)
+    assert loader.tally is not None
+    found = by_source(loader.tally.rows)
+    assert {name: own.samples for name, own in found.items()} == {"web": 30, "code": 10}
+    assert {name: own.tokens for name, own in found.items()} == {"web": 90, "code": 30}
+    assert found["web"].wanted == (0.75, "samples")
+    assert loader.last_samples() == [range(32, 40)]
+
+
+def test_state_without_counts_and_with_others() -> None:
+    def made(**options: Any) -> MapLoader:
+        return MapLoader(Words(), batch_size=5, seed=1, collate_fn=list, **options)
+
+    plain, counted = made(), made(counts=Counts(by="language"))
+    for loader in (plain, counted):
+        next(iter(loader))
+    assert callable(plain.advance_state)
+    assert not callable(counted.advance_state)
+    later = made(counts=Counts(by="language"))
+    with pytest.warns(UserWarning, match="begin at its position"):
+        later.load_state_dict(saved(plain.state_dict()))
+    with pytest.warns(UserWarning, match="without counts="):
+        made().load_state_dict(saved(counted.state_dict()))
+    other = made(counts=Counts(by="number"))
+    with pytest.raises(StateMismatchError, match=r"by .language., but Counts.by=. is .number."):
+        other.load_state_dict(counted.state_dict())
+    other.load_state_dict(counted.state_dict(), strict=False)
+    assert other.tally is not None
+    assert not other.tally.rows
+
+
+def test_keys_beyond_the_limit_are_counted_together() -> None:
+    loader = MapLoader(range(300), batch_size=10, counts=Counts(by=lambda number: number), collate_fn=list)
+    list(loader)
+    assert loader.tally is not None
+    rows = loader.tally.rows
+    assert len(rows) == MOST_GROUPS
+    assert rows[OTHER][SAMPLES] == 300 - MOST_GROUPS + 1
+    twice = merged_rows([rows, {("", str(number)): new_row() for number in range(1000, 1100)}])
+    assert len(twice) == MOST_GROUPS
+    assert sum(row[SAMPLES] for row in twice.values()) == 300
+    assert len(loader.tally.take()) < 48 << 10
+    names = [cut_name("ä" * 40 + str(number)) for number in range(2)]
+    assert [len(name.encode()) <= 48 for name in names] == [True, True]
+    assert names[0] != names[1]
+    long = Tally()
+    long.add({("ä" * 24, "b" * 48): [1] * 38})
+    assert read_changes(long.take()) == long.rows
+
+
+@pytest.mark.parametrize("data", [b"\x02", b"\xff" * 80, bytes(50), b"\1\1\0" + bytes(304) + b"\xff"])
+def test_damaged_changes_are_refused(data: bytes) -> None:
+    with pytest.raises(ProtocolError, match="counts of a batch"):
+        read_changes(data)
+
+
+@pytest.mark.parametrize("plain", [1, [1], [["", ""]], [["", "", -1, 0, 0, 0, 0, 0]], [["", 1, 0, 0, 0, 0, 0, 0]]])
+def test_damaged_counts_of_a_state_are_refused(plain: Any) -> None:
+    with pytest.raises(StateCorruptError, match="are damaged"):
+        saved_rows(plain)
+    with pytest.raises(StateCorruptError, match="are damaged"):
+        counts_part({"boxes": plain if plain == 1 else [plain]}, 0, 1, 0)
+
+
+def test_keys_of_any_kind_have_names() -> None:
+    keys = [None, b"de", np.str_("en"), np.int64(3), torch.tensor([4]), True, 0.5, "\ud800"]
+    loader = MapLoader(range(8), batch_size=8, counts=Counts(by=lambda number: keys[number]), collate_fn=list)
+    list(loader)
+    assert loader.tally is not None
+    assert set(by_key(loader.tally.rows)) == {"(none)", "de", "en", "3", "4", "True", "0.5", "?"}
+
+
+def test_invalid_counts_are_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="name of a field or a function"):
+        Counts(by=3)  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgumentError, match=r"must be a penstock.data.Counts, got str"):
+        MapLoader(Words(), batch_size=2, counts="language")  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgumentError, match="2 different texts"):
+        Mixture([documents(3), documents(3)], [1, 1], names=["a", "a"])
+    for counts, message in [
+        (Counts(by="color"), "needs a field of this name in each sample, but a dict has the fields number"),
+        (Counts(by=lambda sample: torch.zeros(2)), "must give a text or a number for each sample, got a Tensor"),
+        (Counts(by="tokens"), "must give a text or a number for each sample, got a list"),
+        (Counts(tokens="language", by=lambda sample: next(iter(()))), "StopIteration came out of the function"),
+        (Counts(tokens=lambda sample: -1), "must give a number >= 0"),
+    ]:
+        with pytest.raises(DatasetError, match=message):
+            next(iter(MapLoader(Words(), batch_size=2, counts=counts)))
