@@ -1,9 +1,8 @@
 """A folder with a dataset's shards, filled on demand and shared by all processes of the host.
 
-Everything that processes must agree on is a file in the folder and a flock on it (see `cache_state`): there is no
-daemon, no shared memory, no semaphore. All users of a shard share its lock, so it is not evicted. A second, exclusive
-lock is held while it is fetched, so it is not fetched twice. Locks end with their holders. The files that a killed
-process leaves are recognized by their free lock, and removed.
+Everything that processes must agree on is a file in the folder and a flock on it (see `cache_state`). All users of a
+shard share its lock, so it is not evicted. A second, exclusive lock is held while it is fetched, so it is not fetched
+twice. Locks end with their holders. Files that a killed process leaves are recognized by their free lock, and removed.
 """
 
 from __future__ import annotations
