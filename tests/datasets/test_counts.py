@@ -14,12 +14,13 @@ from all_workers import AllWorkers, saved
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from layer_stacks import documents, stacks
-from tests.datasets.sharded.contract import Fleet, Make
+from tests.datasets.sharded.contract import SEED, Fleet, Make
 
 from penstock.data import (
     Counts,
     Filtered,
     MapLoader,
+    Mapped,
     MDSWriter,
     Mixture,
     Packed,
@@ -30,6 +31,7 @@ from penstock.data import (
     StreamingLoader,
     WindowShuffled,
 )
+from penstock.data.sharded.protocol import origin_of
 from penstock.proto.errors import (
     DatasetError,
     InvalidArgumentError,
@@ -155,6 +157,65 @@ def test_each_token_is_counted_for_its_source() -> None:
     assert found["x/a"].skipped > found["x/b"].skipped > 0 == found["y"].skipped
     wanted = {"x/a": 0.5, "x/b": 0.25, "y": 0.25}
     assert {name: own.wanted for name, own in found.items()} == {name: (s, "samples") for name, s in wanted.items()}
+
+
+PACKINGS: dict[str, dict[str, Any]] = {
+    "in order": {"pad": -1},
+    "in order with labels": {"pad": -1, "labels": True, "positions": True},
+    "by best fit": {"pad": -1, "split": False, "window": 8},
+    "by best fit with labels": {"pad": -1, "split": False, "window": 8, "labels": True, "segments": True},
+    "truncated": {"pad": -1, "split": False, "window": 8, "long": "truncate", "labels": True},
+}
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("traced", [True, False])
+def test_counts_of_packed_lines_are_a_recount(packing: str, traced: bool) -> None:
+    """Each token for its source, and each document without tokens once, over kills and other numbers of workers."""
+    options, length, windows = PACKINGS[packing], 6, 5
+
+    def some(document: Any) -> Any:
+        return document if len(document) > 3 else []
+
+    def made() -> Any:
+        corpora = [Mapped(documents(30, first=10 * source), some) for source in range(2)]
+        mixed = Mixture([Repeated(corpora[0]), Repeated(corpora[1])], [2, 1], names=["a", "b"])
+        return mixed if traced else Repeated(corpora[0])
+
+    def packed() -> Any:
+        return Packed(made(), length=length, **options)
+
+    cursor, count = packed().open(0, 0, SEED), 0
+    while cursor.token().get("window", count // 8) < windows:
+        next(cursor)
+        count += 1
+    fleet: Fleet | None = None
+    lines: list[Any] = []
+    for workers, steps in ((1, 4), (3, 5), (2, count - 9)):
+        fleet = Fleet(packed, (1, workers), fleet, global_batch_size=1, counts=Counts())
+        lines += [line for batch in runs(fleet, steps, workers == 3) for line in batch]
+    assert fleet is not None
+    found = by_source(counts_of(fleet))
+    values = [line["tokens"] if isinstance(line, dict) else line for line in lines]
+    names = {0: "a" if traced else "", 1: "b"}
+    tokens = Counter(names[int(token) // 10_000] for line in values for token in line if token >= 0)
+    assert {name: own.tokens for name, own in found.items() if own.tokens} == tokens
+    assert {name: own.samples for name, own in found.items() if own.samples} == Counter(
+        names[int(line[0]) // 10_000] for line in values
+    )
+    read, given, expected = made().open(0, 0, SEED), 0, Counter[str]()
+    held: Counter[str] = Counter()
+    for number, document in enumerate(read):
+        if number == 8 * windows if "window" in options else given >= length * count:
+            break
+        if len(document):
+            given += len(document)
+            expected, held = expected + held, Counter()
+        else:
+            held[origin_of(read).source] += 1
+    expected += held if "window" in options else Counter()
+    assert expected
+    assert {name: own.skipped for name, own in found.items() if own.skipped} == expected
 
 
 def test_samples_of_streams_are_counted_by_their_folders(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_new_runner_keeps_the_version(tmp_path: Path) -> None:
 
     def streamed(publish: bool) -> list[list[int]]:
         got = []
-        with FakeAppliance(num_workers_per_box=2, faults=[LostWorker(8, 0)]) as appliance:
+        with FakeAppliance(num_workers_per_box=2, faults=[LostWorker(8)]) as appliance:
             made = DataLoader(loader(str(tmp_path), tmp_path, collate_fn=number_tensor))
             for batch in DataExecutor(made, num_steps=25, appliance=appliance):
                 got.append(batch.tolist())
