@@ -17,6 +17,7 @@ from layer_stacks import documents, stacks
 from tests.datasets.sharded.contract import SEED, Fleet, Make
 
 from penstock.data import (
+    Balance,
     Counts,
     Filtered,
     MapLoader,
@@ -234,6 +235,59 @@ def test_samples_of_streams_are_counted_by_their_folders(tmp_path: Path) -> None
     assert {name: own.tokens for name, own in found.items()} == {"web": 90, "code": 30}
     assert found["web"].wanted == (0.75, "samples")
     assert loader.last_samples() == [range(32, 40)]
+
+
+@pytest.mark.parametrize("over_steps", [1, 3])
+def test_a_box_counts_the_rows_that_it_was_dealt(over_steps: int) -> None:
+    costs = np.random.default_rng(0).lognormal(0, 1, 60)
+    boxes = [
+        MapLoader(
+            range(60),
+            global_batch_size=12,
+            shuffle=True,
+            seed=1,
+            rank=(box, 3),
+            balance=Balance(costs, over_steps),
+            counts=Counts(by=str, tokens=int),
+            collate_fn=list,
+        )
+        for box in range(3)
+    ]
+    for step, batches in enumerate(zip(*boxes, strict=True), 1):
+        for loader, rows in zip(boxes, batches, strict=True):
+            assert loader.last_samples() == [range(12 * step - 12, 12 * step)]
+            last = by_key(loader.tally.last if loader.tally else {})
+            assert {key: own.tokens for key, own in last.items()} == {str(row): row for row in rows}
+    assert [sum(own.samples for own in by_key(loader.tally.rows).values()) for loader in boxes if loader.tally] == [
+        20
+    ] * 3
+
+
+@pytest.mark.parametrize("asked", [None, "newest"])
+def test_counts_go_on_in_another_version(asked: Any, tmp_path: Path) -> None:
+    """A state leads back to its version, and "newest" to the next one at the epoch's end: the counts go with it."""
+
+    def append(first: int) -> None:
+        with MDSWriter(tmp_path, columns={"number": "int"}, append=True) as writer:
+            for number in range(first, first + 24):
+                writer.write({"number": number})
+
+    def made() -> StreamingLoader:
+        dataset = StreamingDataset(local=tmp_path, version=asked)
+        counts = Counts(tokens="number")
+        return StreamingLoader(dataset, global_batch_size=6, shuffle=True, seed=1, counts=counts, collate_fn=list)
+
+    append(0)
+    fleet: AllWorkers | None = None
+    got: list[Any] = []
+    for shape, steps, version in (((1, 1), 2, 1), ((2, 1), 1, 1), ((1, 2), 1, 1), ((1, 1), 2, 2 if asked else 1)):
+        fleet = AllWorkers(made, shape, fleet)
+        assert {worker.dataset.versions[0] for worker in fleet.workers} == {version}
+        got += [sample["number"] for batch in fleet.take(steps) for sample in batch]
+        found = by_source(counts_of(fleet))
+        assert {(own.samples, own.tokens) for own in found.values()} == {(len(got), sum(got))}
+        if len(got) == 12:
+            append(24)
 
 
 def test_state_without_counts_and_with_others() -> None:
