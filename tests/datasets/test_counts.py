@@ -14,12 +14,14 @@ from all_workers import AllWorkers, saved
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from layer_stacks import documents, stacks
-from tests.datasets.sharded.contract import Fleet, Make
+from tests.datasets.sharded.contract import SEED, Fleet, Make
 
 from penstock.data import (
+    Balance,
     Counts,
     Filtered,
     MapLoader,
+    Mapped,
     MDSWriter,
     Mixture,
     Packed,
@@ -30,6 +32,7 @@ from penstock.data import (
     StreamingLoader,
     WindowShuffled,
 )
+from penstock.data.sharded.protocol import origin_of
 from penstock.proto.errors import (
     DatasetError,
     InvalidArgumentError,
@@ -157,6 +160,65 @@ def test_each_token_is_counted_for_its_source() -> None:
     assert {name: own.wanted for name, own in found.items()} == {name: (s, "samples") for name, s in wanted.items()}
 
 
+PACKINGS: dict[str, dict[str, Any]] = {
+    "in order": {"pad": -1},
+    "in order with labels": {"pad": -1, "labels": True, "positions": True},
+    "by best fit": {"pad": -1, "split": False, "window": 8},
+    "by best fit with labels": {"pad": -1, "split": False, "window": 8, "labels": True, "segments": True},
+    "truncated": {"pad": -1, "split": False, "window": 8, "long": "truncate", "labels": True},
+}
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("traced", [True, False])
+def test_counts_of_packed_lines_are_a_recount(packing: str, traced: bool) -> None:
+    """Each token for its source, and each document without tokens once, over kills and other numbers of workers."""
+    options, length, windows = PACKINGS[packing], 6, 5
+
+    def some(document: Any) -> Any:
+        return document if len(document) > 3 else []
+
+    def made() -> Any:
+        corpora = [Mapped(documents(30, first=10 * source), some) for source in range(2)]
+        mixed = Mixture([Repeated(corpora[0]), Repeated(corpora[1])], [2, 1], names=["a", "b"])
+        return mixed if traced else Repeated(corpora[0])
+
+    def packed() -> Any:
+        return Packed(made(), length=length, **options)
+
+    cursor, count = packed().open(0, 0, SEED), 0
+    while cursor.token().get("window", count // 8) < windows:
+        next(cursor)
+        count += 1
+    fleet: Fleet | None = None
+    lines: list[Any] = []
+    for workers, steps in ((1, 4), (3, 5), (2, count - 9)):
+        fleet = Fleet(packed, (1, workers), fleet, global_batch_size=1, counts=Counts())
+        lines += [line for batch in runs(fleet, steps, workers == 3) for line in batch]
+    assert fleet is not None
+    found = by_source(counts_of(fleet))
+    values = [line["tokens"] if isinstance(line, dict) else line for line in lines]
+    names = {0: "a" if traced else "", 1: "b"}
+    tokens = Counter(names[int(token) // 10_000] for line in values for token in line if token >= 0)
+    assert {name: own.tokens for name, own in found.items() if own.tokens} == tokens
+    assert {name: own.samples for name, own in found.items() if own.samples} == Counter(
+        names[int(line[0]) // 10_000] for line in values
+    )
+    read, given, expected = made().open(0, 0, SEED), 0, Counter[str]()
+    held: Counter[str] = Counter()
+    for number, document in enumerate(read):
+        if number == 8 * windows if "window" in options else given >= length * count:
+            break
+        if len(document):
+            given += len(document)
+            expected, held = expected + held, Counter()
+        else:
+            held[origin_of(read).source] += 1
+    expected += held if "window" in options else Counter()
+    assert expected
+    assert {name: own.skipped for name, own in found.items() if own.skipped} == expected
+
+
 def test_samples_of_streams_are_counted_by_their_folders(tmp_path: Path) -> None:
     for name, samples in (("web", 30), ("code", 10)):
         with MDSWriter(tmp_path / name, columns={"tokens": "ndarray:int32"}) as writer:
@@ -173,6 +235,59 @@ def test_samples_of_streams_are_counted_by_their_folders(tmp_path: Path) -> None
     assert {name: own.tokens for name, own in found.items()} == {"web": 90, "code": 30}
     assert found["web"].wanted == (0.75, "samples")
     assert loader.last_samples() == [range(32, 40)]
+
+
+@pytest.mark.parametrize("over_steps", [1, 3])
+def test_a_box_counts_the_rows_that_it_was_dealt(over_steps: int) -> None:
+    costs = np.random.default_rng(0).lognormal(0, 1, 60)
+    boxes = [
+        MapLoader(
+            range(60),
+            global_batch_size=12,
+            shuffle=True,
+            seed=1,
+            rank=(box, 3),
+            balance=Balance(costs, over_steps),
+            counts=Counts(by=str, tokens=int),
+            collate_fn=list,
+        )
+        for box in range(3)
+    ]
+    for step, batches in enumerate(zip(*boxes, strict=True), 1):
+        for loader, rows in zip(boxes, batches, strict=True):
+            assert loader.last_samples() == [range(12 * step - 12, 12 * step)]
+            last = by_key(loader.tally.last if loader.tally else {})
+            assert {key: own.tokens for key, own in last.items()} == {str(row): row for row in rows}
+    assert [sum(own.samples for own in by_key(loader.tally.rows).values()) for loader in boxes if loader.tally] == [
+        20
+    ] * 3
+
+
+@pytest.mark.parametrize("asked", [None, "newest"])
+def test_counts_go_on_in_another_version(asked: Any, tmp_path: Path) -> None:
+    """A state leads back to its version, and "newest" to the next one at the epoch's end: the counts go with it."""
+
+    def append(first: int) -> None:
+        with MDSWriter(tmp_path, columns={"number": "int"}, append=True) as writer:
+            for number in range(first, first + 24):
+                writer.write({"number": number})
+
+    def made() -> StreamingLoader:
+        dataset = StreamingDataset(local=tmp_path, version=asked)
+        counts = Counts(tokens="number")
+        return StreamingLoader(dataset, global_batch_size=6, shuffle=True, seed=1, counts=counts, collate_fn=list)
+
+    append(0)
+    fleet: AllWorkers | None = None
+    got: list[Any] = []
+    for shape, steps, version in (((1, 1), 2, 1), ((2, 1), 1, 1), ((1, 2), 1, 1), ((1, 1), 2, 2 if asked else 1)):
+        fleet = AllWorkers(made, shape, fleet)
+        assert {worker.dataset.versions[0] for worker in fleet.workers} == {version}
+        got += [sample["number"] for batch in fleet.take(steps) for sample in batch]
+        found = by_source(counts_of(fleet))
+        assert {(own.samples, own.tokens) for own in found.values()} == {(len(got), sum(got))}
+        if len(got) == 12:
+            append(24)
 
 
 def test_state_without_counts_and_with_others() -> None:
