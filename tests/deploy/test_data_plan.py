@@ -13,8 +13,8 @@ from all_workers import AllWorkers
 from typer.testing import CliRunner
 
 from penstock.data import MDSWriter, StreamingDataset, StreamingLoader
+from penstock.data.fetch_plan import Fetches, PlannedRun, planned
 from penstock.deploy.cli.main import app
-from penstock.deploy.datasets.fetch_plan import Fetches, PlannedRun, planned
 
 ROWS, SHARD = 400, 16
 

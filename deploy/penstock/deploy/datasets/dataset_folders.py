@@ -15,10 +15,10 @@ from typing import Any
 import typer
 
 from penstock.data import StreamingDataset, StreamingLoader, convert_dataset, index_folder
+from penstock.data.fetch_plan import Fetches, PlannedRun, planned
 from penstock.data.formats.index import INDEX, read_index
 from penstock.data.formats.shards import Shard
 from penstock.deploy.console.exit_codes import exit_code
-from penstock.deploy.datasets.fetch_plan import Fetches, PlannedRun, planned
 from penstock.proto.errors import DatasetError
 from penstock.runtime.telemetry.logs import printable
 
@@ -87,7 +87,9 @@ def show_plan(folder: Path, batch: int, boxes: int, order: Mapping[str, Any], as
             typer.echo(f"  epoch {number}: {epoch.shards:,} shards, {epoch.bytes:,} bytes{again}")
             if settings.bandwidth is not None:
                 typer.echo(f"    {epoch.waiting_steps:,} steps wait {epoch.wait_s:,.1f} s in all")
-        typer.echo(f"  cache: {node.peak_bytes:,} bytes; with less than {node.working_bytes:,} it fetches shards twice")
+        typer.echo(
+            f"  cache: {node.peak_bytes:,} bytes; {node.working_bytes:,} are enough to fetch nothing twice in an epoch"
+        )
 
 
 def show_verification(folder: Path, as_json: bool) -> int:

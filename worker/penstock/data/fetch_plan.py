@@ -123,8 +123,8 @@ class NodeFetches:
     peak_bytes: int = 0
     """Largest number of bytes in the cache."""
     working_bytes: int = 0
-    """Largest number of bytes of what lies between the beginning of its fetch and its last use in an epoch: with a
-    smaller cache, something is fetched again."""
+    """Largest number of bytes of what lies between the beginning of its fetch and its last use in an epoch. In a cache
+    of this size, nothing is fetched twice in an epoch."""
 
 
 @dataclass(frozen=True)
