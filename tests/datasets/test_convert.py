@@ -264,7 +264,7 @@ def forked_processes(monkeypatch: pytest.MonkeyPatch) -> None:
             return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
         def end(self, grace_s: float) -> None:
-            """It has ended."""
+            """Return True once the process has ended."""
 
         def close(self) -> None:
             os.close(self._said)
@@ -471,7 +471,7 @@ def test_remote_to_remote(to: str, bucket: str, tmp_path: Path, monkeypatch: pyt
 
 
 def test_written_parts_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a disk changed is noticed before a part counts."""
+    """A part that the disk changed is noticed before it counts."""
     numbers(tmp_path / "from", 30)
     plain = convert_part.PartConverter._verify
 

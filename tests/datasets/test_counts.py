@@ -32,7 +32,7 @@ from penstock.data import (
     StreamingLoader,
     WindowShuffled,
 )
-from penstock.data.sharded.protocol import origin_of
+from penstock.data.sharded.protocol import cursor_origin
 from penstock.proto.errors import (
     DatasetError,
     InvalidArgumentError,
@@ -213,7 +213,7 @@ def test_counts_of_packed_lines_are_a_recount(packing: str, traced: bool) -> Non
             given += len(document)
             expected, held = expected + held, Counter()
         else:
-            held[origin_of(read).source] += 1
+            held[cursor_origin(read).source] += 1
     expected += held if "window" in options else Counter()
     assert expected
     assert {name: own.skipped for name, own in found.items() if own.skipped} == expected

@@ -50,7 +50,7 @@ def read(place: str, cache: Path, **settings: Any) -> list[int]:
 
 @pytest.mark.parametrize("hashes", [[], ["sha1"]])
 def test_reader_of_a_version_is_not_disturbed(place: str, hashes: list[str], tmp_path: Path) -> None:
-    """Not even one that opened the dataset before it had versions."""
+    """Readers that opened the dataset before it had versions go on, too."""
     write(place, 30, hashes=hashes)
     unversioned = StreamingDataset(place, tmp_path / "a", cache_limit=500)
     assert unversioned[0] == {"number": 0}

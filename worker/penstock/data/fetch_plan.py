@@ -1,4 +1,4 @@
-"""What a run will fetch: shards and bytes of each node in each epoch, the space they take, and the time spent waiting.
+"""Plan of what a run will fetch: shards and bytes of each node and epoch, the space they take, and how long steps wait.
 
 The plan is computed from a dataset's index, the loader's own order and a model of the cache. Nothing is fetched. The
 model has three rules, and is exact where the cache has no limit and no bandwidth is given:
@@ -37,7 +37,7 @@ EXAMINED_AT_ONCE = 1 << 20
 
 @dataclass(frozen=True)
 class Fetches:
-    """What is fetched as a whole: a shard, or a row group of a large Parquet file. Arrays have one entry for each,
+    """Things that are fetched as a whole: shards, or row groups of large Parquet files. Arrays have one entry for each,
     except `of_unit`."""
 
     of_unit: Ints

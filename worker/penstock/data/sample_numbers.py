@@ -1,4 +1,4 @@
-"""What may stand between the brackets of a map-style dataset, `dataset[...]`: a number, a slice, or a list of numbers.
+"""Values between the brackets of a map-style dataset, `dataset[...]`: a number, a slice, or a list of numbers.
 
 It means what it means for a list of Python, or for a numpy array in the case of a list of numbers.
 """

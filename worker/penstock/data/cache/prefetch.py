@@ -32,7 +32,7 @@ MARK_S = 10.0
 
 @dataclass(frozen=True)
 class FetchStats:
-    """What one process has fetched of a dataset since it opened the dataset."""
+    """Counts of what one process has fetched of a dataset since it opened the dataset."""
 
     fetched_shards: int = 0
     """Number of shards, or of row groups that are fetched alone."""

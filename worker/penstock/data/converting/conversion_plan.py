@@ -1,4 +1,4 @@
-"""What a conversion does, as plain data that its processes share and that a second run compares."""
+"""Plan of a conversion, as plain data that its processes share and that a second run compares."""
 
 from __future__ import annotations
 

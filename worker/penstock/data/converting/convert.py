@@ -253,7 +253,7 @@ def _sampled(cache: ShardCache, shards: Sequence[Shard]) -> list[dict[str, Any]]
 
 @dataclass
 class _Conversion:
-    """One run of a conversion."""
+    """Run of a conversion."""
 
     plan: ConversionPlan
     remote: RemoteFolder
@@ -415,7 +415,7 @@ def _in_processes(plan: ConversionPlan, parts: Sequence[int], count: int) -> Ite
                     said = json.loads(line)
                     if "error" in said:
                         failed = failed or _error_of(said)
-                        os.lseek(jobs, 0, os.SEEK_END)  # nobody begins another part
+                        os.lseek(jobs, 0, os.SEEK_END)  # so that no process begins another part
                     else:
                         yield said["part"]
                 if pipe.ended:

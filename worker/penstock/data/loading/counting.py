@@ -47,8 +47,8 @@ _Part = str | Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Counts:
-    """What a loader counts: samples, tokens, truncated and skipped samples, and lengths, by source and by key. Give it
-    to MapLoader, StreamingLoader or ShardLoader.
+    """Counts that a loader keeps: samples, tokens, truncated and skipped samples, and lengths, by source and by key.
+    Give them to MapLoader, StreamingLoader or ShardLoader.
 
         MapLoader(dataset, batch_size=32, counts=Counts(by="language", tokens="input_ids"))
 
@@ -64,7 +64,7 @@ class Counts:
     len(). None: a sample that is one-dimensional and holds integers, or its field input_ids, tokens or token_ids;
     samples without these have no tokens."""
     truncated: _Part | None = None
-    """Whether a sample was truncated: the name of a field, or a function from the sample. None: not counted."""
+    """Name of a field, or a function from the sample, that says whether the sample was truncated. None: not counted."""
 
     def __post_init__(self) -> None:
         """Raise InvalidArgumentError for an argument that is neither a name nor a function."""

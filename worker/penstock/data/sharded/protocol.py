@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-__all__ = ["NOWHERE", "Cursor", "Origin", "Place", "ShardedSource", "Token", "is_traced", "origin_of", "summed"]
+__all__ = ["NOWHERE", "Cursor", "Origin", "Place", "ShardedSource", "Token", "cursor_origin", "is_traced", "summed"]
 
 Token = Any
 """State of a cursor: None, or a small tree of dicts, lists, numbers, text, bytes, tensors and arrays (a value of
@@ -71,7 +71,7 @@ class Origin(NamedTuple):
 NOWHERE = Origin()
 
 
-def origin_of(cursor: Any) -> Origin:
+def cursor_origin(cursor: Any) -> Origin:
     """Return the origin of the sample that a cursor returned last; NOWHERE if the cursor does not know it."""
     found = getattr(cursor, "origin", NOWHERE)
     return found if isinstance(found, Origin) else NOWHERE

@@ -14,7 +14,7 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from penstock.data.sharded.protocol import Cursor, Origin, Place, ShardedSource, Token, origin_of
+from penstock.data.sharded.protocol import Cursor, Origin, Place, ShardedSource, Token, cursor_origin
 from penstock.proto.errors import DatasetError, StateCorruptError
 
 __all__ = ["CursorStates", "HeldSample", "ShardReaders"]
@@ -193,7 +193,7 @@ class ShardReaders:
             self._drop(shard)
             raise
         self._at[shard] = index + 1
-        self._held[shard, index] = HeldSample(sample, key, origin_of(cursor))
+        self._held[shard, index] = HeldSample(sample, key, cursor_origin(cursor))
         return True
 
     def _drop(self, shard: int) -> None:
@@ -212,7 +212,7 @@ class ShardReaders:
                 return False
             key = self._key(shard, index, cursor.token()) if self._key is not None else None
             sample = next(cursor)
-            self._held[shard, index] = HeldSample(sample, key, origin_of(cursor))
+            self._held[shard, index] = HeldSample(sample, key, cursor_origin(cursor))
         except StopIteration:
             return False
         except BaseException:

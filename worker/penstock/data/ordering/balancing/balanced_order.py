@@ -70,9 +70,9 @@ class Imbalance:
     perfect. A step takes as long as its most expensive box."""
 
     plain: float
-    """Without balancing."""
+    """Cost ratio without balancing."""
     balanced: float
-    """With the loader's `balance`, also if it only reports."""
+    """Cost ratio with the loader's `balance`, also if it only reports."""
 
 
 class BalancedOrder:

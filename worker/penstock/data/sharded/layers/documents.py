@@ -13,7 +13,7 @@ from penstock.data.arguments import at_least_one, whole
 from penstock.data.ordering.permutation import Ints
 from penstock.data.sharded.layers.layer import Layer, SearchLimit, entered
 from penstock.data.sharded.layers.packed_rows import Document, RowFields
-from penstock.data.sharded.protocol import NOWHERE, Cursor, Origin, Place, ShardedSource, Token, origin_of
+from penstock.data.sharded.protocol import NOWHERE, Cursor, Origin, Place, ShardedSource, Token, cursor_origin
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 
 __all__ = ["Chunked", "DocumentParser", "Documents", "located", "token_of"]
@@ -247,7 +247,7 @@ class Documents:
                 return None
             self._before, self._index, self._next = before, self._next, self._next + 1
             document = self._parser.document(sample, self._index, getattr(self._inner, "continues", False))
-            origin = origin_of(self._inner)
+            origin = cursor_origin(self._inner)
             if len(document.tokens) >= self._least:
                 self._limit.found()
                 return located(document, origin, left_out)

@@ -26,8 +26,8 @@ from penstock.data.sharded.protocol import (
     Place,
     ShardedSource,
     Token,
+    cursor_origin,
     is_traced,
-    origin_of,
 )
 from penstock.data.stop_iteration import stop_iteration_error
 from penstock.proto.errors import InvalidArgumentError
@@ -210,7 +210,7 @@ class _EachCursor:
 
     @property
     def origin(self) -> Origin:
-        return origin_of(self._inner)
+        return cursor_origin(self._inner)
 
     def skip(self, count: int) -> int:
         passed = self._inner.skip(count)
@@ -246,14 +246,14 @@ class _SomeCursor:
                 self._limit.found()
                 return value
             self._limit.nothing()
-            self._left_out = origin_of(self._inner).leaving_out(self._left_out)
+            self._left_out = cursor_origin(self._inner).leaving_out(self._left_out)
         raise StopIteration
 
     traced = True
 
     @property
     def origin(self) -> Origin:
-        return origin_of(self._inner).after(self._left_out)
+        return cursor_origin(self._inner).after(self._left_out)
 
     def skip(self, count: int) -> int:
         return sum(1 for _ in zip(range(count), self, strict=False))

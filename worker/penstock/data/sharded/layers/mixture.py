@@ -23,7 +23,7 @@ from penstock.data.sharded.layers.mixture_by_tokens import ByTokens, given_of
 from penstock.data.sharded.layers.mixture_members import MixtureMembers, members_of
 from penstock.data.sharded.layers.mixture_shares import MixtureSchedule, Weight, parts_of, schedule_of
 from penstock.data.sharded.layers.repeated import Repeated
-from penstock.data.sharded.protocol import Cursor, Origin, Place, ShardedSource, Token, origin_of
+from penstock.data.sharded.protocol import Cursor, Origin, Place, ShardedSource, Token, cursor_origin
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 from penstock.proto.state.generators import derive_seed
 
@@ -225,7 +225,7 @@ class _Cursor:
 
     @property
     def origin(self) -> Origin:
-        return origin_of(self._members.moving(self._last)).within(self._names[self._last])
+        return cursor_origin(self._members.moving(self._last)).within(self._names[self._last])
 
     def skip(self, count: int) -> int:
         left = count

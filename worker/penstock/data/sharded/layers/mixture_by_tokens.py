@@ -20,7 +20,7 @@ import torch
 
 from penstock.data.sharded.layers.layer import NUMBER_LIMIT
 from penstock.data.sharded.layers.mixture_members import MixtureMembers
-from penstock.data.sharded.protocol import NOWHERE, Origin, Token, origin_of
+from penstock.data.sharded.protocol import NOWHERE, Origin, Token, cursor_origin
 from penstock.proto.errors import DatasetError, StateCorruptError
 
 __all__ = ["ByTokens", "given_of"]
@@ -129,7 +129,7 @@ class ByTokens:
         cursor = self._members.moving(number)
         before = cursor.token()
         for document in cursor:
-            self._next[number] = (self._length(document, number), document, before, origin_of(cursor))
+            self._next[number] = (self._length(document, number), document, before, cursor_origin(cursor))
             return True
         if self._stop == "never":
             raise DatasetError(f"sources[{number}] of a Mixture must be endless, as it declares, but has ended")

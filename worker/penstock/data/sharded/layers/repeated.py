@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.data.sharded.layers.layer import Layer, entered, placed
-from penstock.data.sharded.protocol import Cursor, Origin, Place, ShardedSource, Token, is_traced, origin_of
+from penstock.data.sharded.protocol import Cursor, Origin, Place, ShardedSource, Token, cursor_origin, is_traced
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 
 __all__ = ["Repeated"]
@@ -100,7 +100,7 @@ class _Cursor:
 
     @property
     def origin(self) -> Origin:
-        return origin_of(self._inner)
+        return cursor_origin(self._inner)
 
     def _next_epoch(self) -> None:
         if self._index == self._before:

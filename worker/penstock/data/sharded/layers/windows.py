@@ -22,8 +22,8 @@ from penstock.data.sharded.protocol import (
     Place,
     ShardedSource,
     Token,
+    cursor_origin,
     is_traced,
-    origin_of,
     summed,
 )
 from penstock.data.stop_iteration import forbid_stop_iteration
@@ -221,7 +221,7 @@ class WindowCursor:
                 read = []
                 for _, sample in zip(range(self._window), self._inner, strict=False):
                     read.append(sample)
-                    origins.append(origin_of(self._inner))
+                    origins.append(cursor_origin(self._inner))
             else:
                 read = [sample for _, sample in zip(range(self._window), self._inner, strict=False)]
             held, self._origins = self._arrange(read, origins, self._number)
