@@ -65,6 +65,17 @@ def test_steps_have_the_same_rows_on_any_topology(over_steps: int, tail: str, ch
     assert got == steps_of(over_steps, len(got), tail=tail, skip=skip)
 
 
+def test_boxes_get_the_same_rows_after_a_detour() -> None:
+    """Over one box for a step, and back."""
+    whole = AllWorkers(lambda: loader(3), (4, 1))
+    rows = [whole.step_rows() for _ in range(8)]
+    first = AllWorkers(lambda: loader(3), (4, 1))
+    first.take(2)
+    between = AllWorkers(lambda: loader(3), (1, 2), first)
+    between.take(1)
+    assert [AllWorkers(lambda: loader(3), (4, 1), between).step_rows()] == rows[3:4]
+
+
 @pytest.mark.parametrize("over_steps", [1, 3])
 def test_windows_have_the_rows_of_the_plain_order(over_steps: int) -> None:
     plain, dealt = steps_of(None, 13), steps_of(over_steps, 13)

@@ -219,6 +219,28 @@ def test_counts_of_packed_lines_are_a_recount(packing: str, traced: bool) -> Non
     assert {name: own.skipped for name, own in found.items() if own.skipped} == expected
 
 
+def test_documents_left_out_before_a_resume_are_counted() -> None:
+    """A line may end before a document, and begin with it after the resume. What was left out between them counts."""
+
+    def some(document: Any) -> Any:
+        return document if len(document) > 3 else []
+
+    def packed() -> Any:
+        return Packed(Mapped(documents(30), some), length=9, split=False, pad=-1)
+
+    def made(before: Fleet | None = None) -> Fleet:
+        return Fleet(packed, (1, 1), before, global_batch_size=1, counts=Counts())
+
+    for cut in range(1, 7):
+        whole, first = made(), made()
+        whole.take(8)
+        first.take(cut)
+        rest = made(first)
+        rest.take(8 - cut)
+        assert counts_of(rest) == counts_of(whole)
+    assert by_source(counts_of(whole))[""].skipped
+
+
 def test_samples_of_streams_are_counted_by_their_folders(tmp_path: Path) -> None:
     for name, samples in (("web", 30), ("code", 10)):
         with MDSWriter(tmp_path / name, columns={"tokens": "ndarray:int32"}) as writer:
@@ -329,6 +351,28 @@ def test_keys_beyond_the_limit_are_counted_together() -> None:
     long = Tally()
     long.add({("ä" * 24, "b" * 48): [1] * 38})
     assert read_changes(long.take()) == long.rows
+
+
+def test_sums_leave_a_place_for_further_groups() -> None:
+    """A box's workers may have counted other groups each, and the resumed run counts one more."""
+    rows = [{(f"source {number}", ""): new_row() for number in range(48 * half, 48 * half + 48)} for half in range(2)]
+    tally = Tally(merged_rows(rows))
+    tally.add({("one more", ""): new_row()})
+    assert len(tally.rows) == MOST_GROUPS
+    assert len(read_changes(tally.take())) == MOST_GROUPS
+
+
+def test_long_names_of_sources_are_cut() -> None:
+    class Named(Words):
+        def sources_of(self, numbers: Any) -> list[str]:
+            return ["a folder's name with more than forty-eight characters in it"] * len(numbers)
+
+    loader = MapLoader(Named(), batch_size=4, counts=Counts(), collate_fn=list)
+    next(iter(loader))
+    assert loader.tally is not None
+    ((source, _),) = read_changes(loader.tally.take())
+    assert source.startswith("a folder's name with more than")
+    loader.load_state_dict(saved(loader.state_dict()))
 
 
 @pytest.mark.parametrize("data", [b"\x02", b"\xff" * 80, bytes(50), b"\1\1\0" + bytes(304) + b"\xff"])

@@ -221,7 +221,7 @@ def merged_rows(several: Iterable[Mapping[Group, Sequence[int]]]) -> Rows:
     for rows in several:
         for group, row in rows.items():
             _add(found.setdefault(group, new_row()), row)
-    if len(found) <= MOST_GROUPS:
+    if len(found.keys() - {OTHER}) < MOST_GROUPS:  # one place is for OTHER
         return found
     rest = found.setdefault(OTHER, new_row())
     order = sorted(found.keys() - {OTHER}, key=lambda group: (-found[group][SAMPLES], group))

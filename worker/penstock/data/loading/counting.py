@@ -84,7 +84,7 @@ class CountedBatch(NamedTuple):
 
 
 class SampleCounter:
-    """SampleCounter of the samples of a batch. It holds only settings, so it can be sent to another process."""
+    """Counter of the samples of a batch. It holds only settings, so it can be sent to another process."""
 
     def __init__(self, counts: Counts) -> None:
         self._by, self._tokens, self._truncated = counts.by, counts.tokens, counts.truncated
@@ -97,8 +97,10 @@ class SampleCounter:
     ) -> dict[Group, Row]:
         """Return the counts of samples by group.
 
-        sources: the source of each sample; None: all are of source "". parts: pairs (source, number of tokens) of the
-        documents in each sample; without any, the sample's tokens are those of its own source.
+        Args:
+            sources: source of each sample; None: all are of source "".
+            parts: pairs (source, number of tokens) of the documents in each sample; without any, the sample's tokens
+                are those of its own source.
         """
         if not samples:
             return {}

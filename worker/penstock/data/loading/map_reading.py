@@ -18,6 +18,7 @@ from penstock.data.ordering.epoch_plan import BatchPlan
 from penstock.data.ordering.permutation import Ints
 from penstock.data.stop_iteration import stop_iteration_error
 from penstock.proto.errors import DatasetError
+from penstock.proto.state.counts import cut_name
 from penstock.proto.state.generators import capture_rng, derive_seed, restore_rng
 
 __all__ = ["MapReader"]
@@ -103,10 +104,10 @@ class MapReader:
         return CountedBatch(self.collate(samples), counted)
 
     def sources(self, numbers: Ints) -> Sequence[str] | None:
-        """Return the source of each of the samples with these numbers, as the dataset's method `sources_of` names them;
-        None if it has no such method."""
+        """Return the source of each of the samples with these numbers, as the dataset's method `sources_of` names them,
+        with long names cut; None if it has no such method."""
         names = getattr(self.dataset, "sources_of", None)
-        return names(numbers) if callable(names) else None
+        return list(map(cut_name, names(numbers))) if callable(names) else None
 
     def _each(self, plan: BatchPlan, key: int) -> list[Any]:
         found = []

@@ -39,7 +39,7 @@ from penstock.data.ordering.sharded_order import Interleave, ShardedOrder
 from penstock.data.ordering.skips import ranges_of
 from penstock.data.streaming_dataset import StreamingDataset
 from penstock.proto.errors import InvalidArgumentError
-from penstock.proto.state.counts import COUNTS
+from penstock.proto.state.counts import COUNTS, cut_name
 from penstock.worker.batch.building import collate
 
 __all__ = ["StreamingLoader"]
@@ -203,7 +203,8 @@ class StreamingLoader(PositionLoader):
             inner=inner,
         )
         wanted = zip(dataset.stream_names, shares, strict=True)
-        own_counts = LoaderCounts(counts, {name: (round(1e6 * share / sum(shares)), 0) for name, share in wanted})
+        millionths = {cut_name(name): (round(1e6 * share / sum(shares)), 0) for name, share in wanted}
+        own_counts = LoaderCounts(counts, millionths)
         reader = _reader(
             dataset,
             len(order),
@@ -398,7 +399,8 @@ class StreamingLoader(PositionLoader):
         shards.append(self._shards.shards_of(ids))
         needed_at.append(positions + shift)
         first, span = int(positions[0]), int(positions[-1]) + 1 - int(positions[0])
-        if self._shuffle and not filed and len(positions) * self._identity.boxes < span:
+        boxes = self._identity.boxes if self._box is not None else 1  # whose positions these are
+        if self._shuffle and not filed and len(positions) * boxes < span:
             others = self._shards.shards(epoch, positions)
             shards.append(others)
             needed_at.append(np.full(len(others), first + span // 4 + shift))

@@ -27,7 +27,7 @@ ORDERED_AT_ONCE = 2048
 
 
 Deal = Callable[[Ints, int, int], Sequence[Ints]]
-"""(samples of a global batch, number of boxes, number of the batch) -> the rows of each box."""
+"""(samples of a global batch, number of boxes, turn of the boxes) -> the rows of each box."""
 
 
 class SampleOrder(Protocol):
@@ -203,7 +203,8 @@ class WorkerBatches:
         """Return the plan of the box's rows in batch `number`, which `deal` chooses."""
         positions = self.remainder.all_positions(number)
         ids = self._ids(positions)
-        own = deal(ids, self.remainder.boxes, number)[self.box]
+        # the turn follows from the position, so that it is the same after any resume
+        own = deal(ids, self.remainder.boxes, int(positions[0]) // len(positions))[self.box]
         empty = not len(own)
         own = np.zeros(1, np.int64) if empty else own
         return BatchPlan(self.remainder.epoch, positions[own], ids[own], empty)

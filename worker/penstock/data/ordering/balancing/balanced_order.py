@@ -10,9 +10,8 @@ The first one does not know the number of boxes. So a position means the same ro
 same set on any number of boxes, and a state is the same few integers as without balance. Only which box gets a row of
 the step depends on the number of boxes.
 
-A row that costs more than a box's share of its step cannot
-be balanced, so rows of similar cost are kept together in one step if a window has such rows. Then the steps of a
-window differ in cost, but the boxes of each step hardly do.
+A row that costs more than a box's share of its step cannot be balanced, so rows of similar cost are kept together in
+one step if a window has such rows. Then the steps of a window differ in cost, but the boxes of each step hardly do.
 """
 
 from __future__ import annotations
@@ -35,6 +34,8 @@ __all__ = ["Balance", "Balanced", "BalancedOrder", "Imbalance"]
 
 WINDOW_LIMIT = 1 << 20
 """Largest number of rows in a window."""
+STEPS_LIMIT = 1 << 16
+"""Largest number of steps in a window."""
 WINDOWS_KEPT = 4
 """Number of dealt windows that are kept: those of the batches that are planned now, and of the keys that are asked
 for."""
@@ -88,10 +89,10 @@ class BalancedOrder:
         Raises InvalidArgumentError if a window is empty or too large.
         """
         steps = whole("over_steps", steps)
-        if steps < 1 or steps * batch > WINDOW_LIMIT:
+        most = min(STEPS_LIMIT, WINDOW_LIMIT // batch)
+        if not 1 <= steps <= most:
             raise InvalidArgumentError(
-                f"over_steps must be at least 1, and at most {WINDOW_LIMIT // batch} with {batch} rows in a global "
-                f"batch, got {steps}"
+                f"over_steps must be at least 1, and at most {most} with {batch} rows in a global batch, got {steps}"
             )
         self._own, self._costs, self._batch, self._window = own, costs, batch, steps * batch
         self._dealt: dict[tuple[int, int], Ints] = {}
@@ -162,9 +163,9 @@ class Balanced:
         by_cost = [self._to_boxes(ids, boxes, number) for number, ids in zip(numbers, dealt_ids, strict=True)]
         return Imbalance(_mean_ratio(plain, turns), _mean_ratio(dealt, by_cost))
 
-    def _to_boxes(self, ids: Ints, boxes: int, number: int) -> list[Ints]:
-        """Return the rows of each box in step `number`, whose samples are `ids`."""
-        return deal_to_boxes(self._costs.of(ids), boxes, number)
+    def _to_boxes(self, ids: Ints, boxes: int, turn: int) -> list[Ints]:
+        """Return the rows of each box in a step whose samples are `ids`."""
+        return deal_to_boxes(self._costs.of(ids), boxes, turn)
 
 
 def _mean_ratio(costs: Sequence[npt.NDArray[np.float64]], dealt: Sequence[Sequence[Ints]]) -> float:

@@ -228,8 +228,11 @@ class Documents:
         self._inner, self._parser, self._least = inner, parser, least
         self._limit = SearchLimit(layer.source, type(layer).__name__, shard)
         self._next = index
-        self._index, self._before = index, None
-        """Index of the document that was read last, and the source's token before it."""
+        self._index = index
+        """Index of the document that was read last."""
+        self._present: tuple[int, Token] = index, None
+        """Place from which that document is read again: its index, and the source's token (position) before it. If
+        documents were left out just before it, the place is that of the first of them: they are counted again."""
 
     @property
     def where(self) -> str:
@@ -239,24 +242,26 @@ class Documents:
     def read(self) -> Document | None:
         """Return the next document that has enough tokens; None if there is none left."""
         left_out: dict[str, int] = {}
+        place = self.following()
         while True:
-            before = self._inner.token()
             try:
                 sample = next(self._inner)
             except StopIteration:
                 return None
-            self._before, self._index, self._next = before, self._next, self._next + 1
+            self._index, self._next = self._next, self._next + 1
             document = self._parser.document(sample, self._index, getattr(self._inner, "continues", False))
             origin = cursor_origin(self._inner)
             if len(document.tokens) >= self._least:
                 self._limit.found()
+                self._present = place
                 return located(document, origin, left_out)
             self._limit.nothing()
             left_out = origin.leaving_out(left_out)
 
     def present(self) -> tuple[int, Token]:
-        """Return the index of the document that was read last, and the source's token (position) before it."""
-        return self._index, self._before
+        """Return the place from which the document that was read last is read again: an index, and the source's token
+        (position) before it."""
+        return self._present
 
     def following(self) -> tuple[int, Token]:
         """Return the index of the next document, and the source's token (position) before it."""
