@@ -40,6 +40,8 @@ def test_split_and_fields_are_read(tmp_path: Path) -> None:
     assert [sample["caption"] for sample in (val[n] for n in range(len(val)))] == ["6", "7", "8", "9"]
     assert train[0] == {"__key__": "0", "caption": "0", "first": 0, "image": b"b0"}
     assert len(StreamingDataset(tmp_path, split="*")) == 8
+    by_url = StreamingDataset(f"file://{tmp_path}", tmp_path / "cache", split="val")
+    assert by_url[0] == val[0]
     for wrong in (None, "dev", "test"):
         with pytest.raises(InvalidArgumentError, match="split must be one of train, val, got"):
             StreamingDataset(tmp_path, split=wrong)

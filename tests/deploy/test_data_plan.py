@@ -12,7 +12,7 @@ import pytest
 from all_workers import AllWorkers
 from typer.testing import CliRunner
 
-from penstock.data import MDSWriter, StreamingDataset, StreamingLoader
+from penstock.data import MDSWriter, StreamingDataset, StreamingLoader, convert_dataset
 from penstock.data.fetch_plan import Fetches, PlannedRun, planned
 from penstock.deploy.cli.main import app
 
@@ -69,6 +69,16 @@ def test_plan_is_what_boxes_read(folder: Path, boxes: int, nodes: int, block: in
     dataset.close()
 
 
+def test_converted_data_are_planned_by_their_own_shards(folder: Path, tmp_path: Path) -> None:
+    """Their order is that of the source's shards."""
+    convert_dataset(str(folder), str(tmp_path / "one"), "mds", size_limit=1 << 20)
+    convert_dataset(str(tmp_path / "one"), str(tmp_path / "many"), "mds", size_limit=200)
+    for name in ("one", "many"):
+        found = plan(tmp_path / name, "--batch", "20", "--shuffle-block", "all")
+        assert found["node_0"]["epochs"][0]["shards"] == found["shards"]
+        assert found["node_0"]["epochs"][0]["bytes"] == found["bytes"]
+
+
 def test_a_small_cache_fetches_again(folder: Path) -> None:
     arguments = ["--batch", "8", "--shuffle-block", "all", "--predownload", "16"]
     whole = plan(folder, *arguments)["node_0"]
@@ -82,7 +92,8 @@ def test_a_small_cache_fetches_again(folder: Path) -> None:
 def test_bandwidth_tells_when_steps_wait(folder: Path) -> None:
     dataset = StreamingDataset(local=folder)
     order = StreamingLoader(dataset, global_batch_size=20).order
-    fetches = Fetches(np.arange(len(dataset.sizes[0])), *([np.full(len(dataset.sizes[0]), 100)] * 2))
+    sizes = dataset.sizes[0]
+    fetches = Fetches(np.cumsum(sizes) - sizes, *([np.full(len(sizes), 100)] * 2))
     counts = Counter[int]()
     for bandwidth in (10.0, 1e9):
         (node,) = planned(PlannedRun(20, 1, 1, 1, predownload=40, bandwidth=bandwidth, step_s=1.0), order, fetches)

@@ -37,11 +37,11 @@ EXAMINED_AT_ONCE = 1 << 20
 
 @dataclass(frozen=True)
 class Fetches:
-    """Things that are fetched as a whole: shards, or row groups of large Parquet files. Arrays have one entry for each,
-    except `of_unit`."""
+    """Things that are fetched as a whole: shards, or row groups of large Parquet files. Arrays have one entry for
+    each."""
 
-    of_unit: Ints
-    """Number of the fetch for each unit of the order: each shard, or each row group of a Parquet file."""
+    starts: Ints
+    """Number of the first sample of each."""
     transferred: Ints
     """Bytes that are transferred: of the compressed files, where there are any."""
     kept: Ints
@@ -50,17 +50,14 @@ class Fetches:
     @staticmethod
     def of(shards: Sequence[Shard]) -> Fetches:
         """Return the fetches of a dataset's shards."""
-        of_unit: list[int] = []
-        found: list[tuple[int, int]] = []
+        found: list[tuple[int, int, int]] = []
         for shard in shards:
             alone = has_ranges(shard) and not any(file.raw.hashes for file in shard.files)
             parts = [block_shard(shard, block) for block in range(len(shard.blocks))] if alone else [shard]
             for part in parts:
-                of_unit += [len(found)] * len(part.units)
-                transferred = sum((file.packed or file.raw).size for file in part.files)
-                found.append((transferred, part.size))
-        sizes = np.array(found, np.int64).reshape(-1, 2)
-        return Fetches(np.array(of_unit, np.int64), sizes[:, 0], sizes[:, 1])
+                found.append((part.samples, sum((file.packed or file.raw).size for file in part.files), part.size))
+        samples, transferred, kept = np.array(found, np.int64).reshape(-1, 3).T
+        return Fetches(np.cumsum(samples) - samples, transferred, kept)
 
 
 @dataclass(frozen=True)
@@ -189,7 +186,7 @@ def _uses(run: PlannedRun, order: ShardedOrder, fetches: Fetches, node: int) -> 
             at = at[at < length]
             if not len(at):
                 continue
-            fetch = fetches.of_unit[order.shards_of(order.ids(epoch, at))]
+            fetch = np.searchsorted(fetches.starts, order.ids(epoch, at), side="right") - 1
             step = np.minimum(at // run.batch, steps - 1)
             found.append(_by_tick(fetch, epoch * steps + step, (epoch * steps + step - step % in_tick) // in_tick))
     return _Uses(*(np.concatenate([np.zeros(0, np.int64), *column]) for column in zip(*found, strict=True)))
@@ -304,7 +301,7 @@ class _Node:
     def _clock(self, bandwidth: float) -> None:
         """Compute when steps begin: a step begins after the one before, once all that it needs has arrived."""
         step_s, steps = self._run.step_s, self._steps
-        wait, free, waited_step = 0.0, 0.0, -1
+        wait, free = 0.0, 0.0
         begun: dict[int, float] = {0: 0.0}
         """Seconds at which the steps began at which transfers may begin."""
         pending = sorted({now for now, _, _ in self._arrivals} | {needed for _, needed, _ in self._arrivals})
@@ -322,8 +319,7 @@ class _Node:
                 wait += late
                 epoch = self._found.epochs[step // steps]
                 epoch.wait_s += late
-                epoch.waiting_steps += int(step != waited_step)
-                waited_step = step
+                epoch.waiting_steps += 1
                 begun[step] += late
             if step == 0:
                 self._found.first_batch_s = begun[0]

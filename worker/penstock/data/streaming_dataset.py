@@ -38,7 +38,16 @@ from penstock.data.formats.shards import BlockReader, ReadOptions, Shard, ShardR
 from penstock.data.ordering.permutation import Ints
 from penstock.data.sample_numbers import many_numbers, one_number
 from penstock.data.stop_iteration import stop_iteration_error
-from penstock.data.streams import Stream, apportioned, check_weights, group, remote_of, stream_names, with_plain_values
+from penstock.data.streams import (
+    Stream,
+    apportioned,
+    check_weights,
+    group_id,
+    local_source,
+    remote_of,
+    stream_names,
+    with_plain_values,
+)
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 
 __all__ = ["StreamingDataset"]
@@ -151,7 +160,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
                 "keep_packed": keep_zip if stream.keep_zip is None else stream.keep_zip,
                 "timeout_s": timeout_s if stream.timeout_s is None else stream.timeout_s,
                 "threads": download_threads,
-                "group": group(cache_group),
+                "group": group_id(cache_group),
             }
             for stream in self.streams
         ]
@@ -187,7 +196,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         self._relieve_caches()
         indexes = [index for _, index, _ in opened]
         shards = [
-            select_split(read_index(index, name), stream.split, Path(stream.remote or stream.local or ""), name)
+            select_split(read_index(index, name), stream.split, local_source(stream), name)
             for index, (_, _, name), stream in zip(indexes, remotes, self.streams, strict=True)
         ]
         self._indexes = [

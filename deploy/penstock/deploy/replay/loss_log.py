@@ -89,14 +89,14 @@ def read_losses(path: Path) -> list[Loss]:
 
 
 def _of_json(path: Path, text: str) -> Iterator[tuple[int, Any, Any]]:
-    lines = text.splitlines()
+    lines = text.split("\n")  # splitlines() also splits at characters that JSON texts may contain
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             value = json.loads(line)
         except (ValueError, RecursionError) as error:
-            if number == len(lines) and not text.endswith("\n"):
+            if number == len(lines):
                 return  # the job was killed while it wrote its last line
             raise InvalidArgumentError(f"--loss {path}: line {number} must be a JSON object: {error}") from error
         if isinstance(value, dict) and value.get("step") is not None and value.get("loss") is not None:
@@ -122,15 +122,17 @@ def _of_csv(path: Path, text: str) -> Iterator[tuple[int, Any, Any]]:
 
 def _step(path: Path, number: int, value: Any) -> int:
     try:
-        step = int(value) if isinstance(value, str) else value
-        if isinstance(step, bool) or step != int(step):
+        step = float(value) if isinstance(value, str) and not value.strip().isdecimal() else value  # pandas writes 7.0
+        if isinstance(step, bool) or float(step) != int(step):
             raise ValueError
+        step = int(step)
     except (TypeError, ValueError, OverflowError):
-        step = 0
-    if step < 1:
+        step = None
+    if step is None or step < 1:
+        remedy = "" if step is None else ": if the log counts from 0, add 1 to its steps"
         raise InvalidArgumentError(
             f"--loss {path}: step in line {number} must be a whole number >= 1, as executor.step counts, got "
-            f"{value!r:.80}: if the log counts from 0, add 1 to its steps"
+            f"{value!r:.80}{remedy}"
         )
     return int(step)
 

@@ -16,10 +16,10 @@ from penstock.deploy.console.tables import Table, show
 from penstock.deploy.replay.loss_log import LEAST, Spike, read_losses, spikes_of
 from penstock.deploy.replay.replay_batch import ReplayRequest, archive_of, replay
 from penstock.deploy.replay.replay_processes import ReplayForker
-from penstock.deploy.replay.replay_report import tables
+from penstock.deploy.replay.replay_report import numbers_of, tables
 from penstock.proto.errors import PenstockError
 
-__all__ = ["pasted", "show_spikes"]
+__all__ = ["show_spikes"]
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def _out_of(out: Path | None, step: int) -> Path | None:
     return None if out is None else out.with_name(f"{out.stem}-{step}{out.suffix}")
 
 
-def pasted(found: Sequence[dict[str, Any]]) -> str:
+def _skip_argument(found: Sequence[dict[str, Any]]) -> str:
     """Return the argument `skip` of a loader that leaves out the samples of these batches; "" if none has numbers."""
     ranges = sorted({(first, end) for batch in found for first, end in batch["samples"] or ()})
     return f"skip=[{', '.join(f'range({first}, {end})' for first, end in ranges)}]" if ranges else ""
@@ -80,7 +80,7 @@ def _as_dict(found: Sequence[Found]) -> dict[str, Any]:
         {**one.spike.plain(), "error": None if one.error is None else str(one.error), "batch": one.batch}
         for one in found
     ]
-    return {"spikes": spikes, "skip": pasted(_batches(found)) or None}
+    return {"spikes": spikes, "skip": _skip_argument(_batches(found)) or None}
 
 
 def _show(found: Sequence[Found], most: int) -> None:
@@ -112,7 +112,7 @@ def _show(found: Sequence[Found], most: int) -> None:
     for batch in batches:
         print()
         print(f"Step {batch['step']}: {batch['verification']}.{' Written to ' + batch['out'] if batch['out'] else ''}")
-    skip = pasted(batches)
+    skip = _skip_argument(batches)
     if skip:
         print()
         print(f"To leave out these samples, resume from a state before step {min(b['step'] for b in batches)} with")
@@ -120,11 +120,6 @@ def _show(found: Sequence[Found], most: int) -> None:
     elif batches:
         print()
         print("The loader has no skip=: leave the samples out by a Filtered, or by their restore keys (keys=).")
-
-
-def numbers_of(ranges: Sequence[Sequence[int]] | None) -> str:
-    """Return the numbers of samples as a text."""
-    return ", ".join(f"{first} to {end - 1}" for first, end in ranges or ())
 
 
 def _counted(batch: dict[str, Any], what: str) -> str:

@@ -24,8 +24,6 @@ __all__ = ["FetchStats", "Prefetcher"]
 EVICTION_PAUSE_S = 0.25
 """Seconds between two attempts to prefetch when the cache is full. The cache must be checked again and again, because
 other processes do not report when they release a shard."""
-
-
 MARK_S = 10.0
 """Seconds to wait for the mark (a lock) of a prefetched shard while another process removes that mark."""
 

@@ -20,6 +20,7 @@ from penstock.data.formats.megatron.token_documents import MegatronDocuments
 from penstock.data.loading.streaming_loader import BLOCK
 from penstock.data.sharded.layers.mixture import By, Mixture, Stop
 from penstock.data.sharded.sources.logical_shards import LogicalShards
+from penstock.data.streams import stream_names
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 from penstock.runtime.files.plain_files import read_plain
 
@@ -71,15 +72,12 @@ def megatron_blend(
         for prefix, documents in zip(prefixes, parts, strict=True)
     ]
     return Mixture(
-        sources, weights or [documents.num_tokens for documents in parts], by=by, stop=stop, names=_names(prefixes)
+        sources,
+        weights or [documents.num_tokens for documents in parts],
+        by=by,
+        stop=stop,
+        names=stream_names(prefixes),
     )
-
-
-def _names(prefixes: list[str]) -> list[str]:
-    """Return the names of the sources in counts: the last parts of their prefixes, with their numbers if some are
-    equal."""
-    names = [os.path.basename(prefix) for prefix in prefixes]
-    return names if len(set(names)) == len(names) else [f"{name}.{number}" for number, name in enumerate(names)]
 
 
 def _given(blend: str | os.PathLike[str] | Sequence[str | float], part: MegatronPart) -> list[str]:

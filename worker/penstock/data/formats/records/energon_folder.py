@@ -23,7 +23,7 @@ from penstock.data.formats.shards import Shard
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 from penstock.runtime.files.plain_files import read_plain
 
-__all__ = ["EVERY_SPLIT", "check_tar", "field_of", "is_prepared", "prepared_files", "prepared_shards", "select_split"]
+__all__ = ["check_tar", "field_of", "is_prepared", "prepared_files", "prepared_shards", "select_split"]
 
 META = ".nv-meta"
 SPLIT, DATASET, INFOS = "split.yaml", "dataset.yaml", (".info.json", ".info.yaml")
@@ -65,26 +65,25 @@ def prepared_shards(folder: Path, shards: list[Shard]) -> list[Shard]:
     return [replace(shard, settings={"splits": splits[shard.name], **fields}) for shard in shards]
 
 
-def select_split(shards: list[Shard], split: str | None, folder: Path, where: str) -> list[Shard]:
+def select_split(shards: list[Shard], split: str | None, folder: Path | None, where: str) -> list[Shard]:
     """Return the shards of one split of a prepared folder, and those of any other folder as they are.
 
     Args:
-        folder: folder of the archives, if it is local.
+        folder: folder of the archives; None if it is not local.
         where: name of the dataset, for errors.
 
     Raises InvalidArgumentError for a split that the folder has not, DatasetError if its index lists no splits.
     """
     known = sorted({name for shard in shards for name in shard.settings.get("splits", ())})
-    if not known and split is not None and is_prepared(folder):
+    if not known and split is not None and folder is not None and is_prepared(folder):
         raise DatasetError(
             f"{where}: the index lists no splits, because it was written before {META}/{SPLIT}: call index_folder again"
         )
     if not known or split == EVERY_SPLIT:
         return shards
     if split not in known:
-        raise InvalidArgumentError(
-            f"{where}: split must be one of {', '.join(known)}, got {split!r}. Copy a remote folder here first"
-        )
+        remedy = f"; split={EVERY_SPLIT!r} takes all" if folder is not None else ". Copy a remote folder here first"
+        raise InvalidArgumentError(f"{where}: split must be one of {', '.join(known)}, got {split!r}{remedy}")
     return [shard for shard in shards if split in shard.settings["splits"]]
 
 
