@@ -152,7 +152,7 @@ def test_costs_of_every_kind_deal_alike(tmp_path: Path) -> None:
     given: dict[str, Any] = {"global_batch_size": 16, "shuffle": True, "seed": 1, "collate_fn": list}
     kinds: list[Any] = [
         np.load(tmp_path / "costs.npy", mmap_mode="r"),
-        torch.tensor(COSTS),
+        torch.tensor(COSTS, requires_grad=True),
         COSTS.tolist(),
         lambda ids: COSTS[ids],
         "cost",
@@ -214,6 +214,8 @@ def test_state_names_costs_that_decide_the_order() -> None:
         (Balance(COSTS, 0), "over_steps must be at least 1"),
         (Balance(COSTS, 1 << 20), "at most 65536 with 16 rows"),
         (COSTS, "balance must be a Balance"),
+        (Balance(COSTS, None), "over_steps must be at least 1, got None"),
+        (Balance(COSTS, report="x"), "report must be True or False"),
     ],
 )
 def test_bad_costs_name_the_remedy(balance: Any, words: str) -> None:

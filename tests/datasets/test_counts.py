@@ -409,7 +409,17 @@ def test_invalid_counts_are_refused() -> None:
         (Counts(by=lambda sample: torch.zeros(2)), "must give a text or a number for each sample, got a Tensor"),
         (Counts(by="tokens"), "must give a text or a number for each sample, got a list"),
         (Counts(tokens="language", by=lambda sample: next(iter(()))), "StopIteration came out of the function"),
-        (Counts(tokens=lambda sample: -1), "must give a number >= 0"),
+        (Counts(tokens=lambda sample: -1), "must give a number from 0 to"),
+        (Counts(tokens=lambda sample: 2**70), "must give a number from 0 to"),
+        (Counts(truncated=lambda sample: "no"), "must give True or False for each sample, got 'no'"),
     ]:
         with pytest.raises(DatasetError, match=message):
             next(iter(MapLoader(Words(), batch_size=2, counts=counts)))
+    for names in ([1, 1], ["one"], "ab"):
+
+        class Misnamed(Words):
+            def sources_of(self, numbers: Any, names: Any = names) -> Any:
+                return names if isinstance(names, list) else [*names, "c"]
+
+        with pytest.raises(DatasetError, match="sources_of must return a text for each of 2 samples"):
+            next(iter(MapLoader(Misnamed(), batch_size=2, counts=Counts())))

@@ -66,6 +66,7 @@ def test_plan_is_what_boxes_read(folder: Path, boxes: int, nodes: int, block: in
     again = plan(folder, *arguments, "--epochs", "2")
     assert all(again[f"node_{node}"]["epochs"][0] == found[f"node_{node}"]["epochs"][0] for node in range(nodes))
     assert sum(again[f"node_{node}"]["epochs"][1]["shards"] for node in range(nodes)) <= nodes * len(sizes)
+    assert all(again[f"node_{node}"]["working_bytes"] <= again["bytes"] for node in range(nodes))
     dataset.close()
 
 

@@ -286,17 +286,18 @@ class _Node:
 
     def _working_set(self) -> int:
         """Return the largest sum of bytes between the beginnings of fetches and their last uses in an epoch."""
-        uses, steps = self._uses, self._steps
-        key = uses.step // steps * len(self._fetches.kept) + uses.fetch
-        names, first, inverse = np.unique(key, return_index=True, return_inverse=True)
-        ends = np.zeros(len(names), np.int64)
-        np.maximum.at(ends, inverse, uses.last)
-        begins = np.maximum(0, uses.step[first] - self._run.ahead)
-        size = self._fetches.kept[names % len(self._fetches.kept)]
-        at = np.concatenate([begins, ends + 1])
-        turn = np.lexsort((np.repeat([1, 0], len(names)), at))  # what has been used last makes room first
-        total = np.cumsum(np.concatenate([size, -size])[turn])
-        return int(total.max(initial=0))
+        uses, largest = self._uses, 0
+        for epoch in range(self._run.epochs):
+            here = uses.step // self._steps == epoch
+            fetches, first, inverse = np.unique(uses.fetch[here], return_index=True, return_inverse=True)
+            ends = np.zeros(len(fetches), np.int64)
+            np.maximum.at(ends, inverse, uses.last[here])
+            begins = np.maximum(epoch * self._steps, uses.step[here][first] - self._run.ahead)
+            size = self._fetches.kept[fetches]
+            at = np.concatenate([begins, ends + 1])
+            turn = np.lexsort((np.repeat([1, 0], len(fetches)), at))  # what has been used last makes room first
+            largest = max(largest, int(np.cumsum(np.concatenate([size, -size])[turn]).max(initial=0)))
+        return largest
 
     def _clock(self, bandwidth: float) -> None:
         """Compute when steps begin: a step begins after the one before, once all that it needs has arrived."""

@@ -77,6 +77,8 @@ def read_losses(path: Path) -> list[Loss]:
     except (OSError, ValueError) as error:
         raise InvalidArgumentError(f"--loss {path} cannot be read: {error}") from error
     found: dict[int, float] = {}
+    if not text.strip():
+        raise InvalidArgumentError(f"--loss {path} has no losses: it is empty")
     lines = _of_json(path, text) if text.lstrip()[:1] == "{" else _of_csv(path, text)
     for number, step, loss in lines:
         found[_step(path, number, step)] = _loss(path, number, loss)

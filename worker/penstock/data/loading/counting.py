@@ -39,6 +39,8 @@ __all__ = ["CountedBatch", "Counts", "LoaderCounts", "SampleCounter", "skipped_r
 TOKEN_FIELDS = ("input_ids", "tokens", "token_ids")
 """Fields of a dict sample that hold its tokens, if `Counts` names none: the first that the sample has."""
 
+MOST_TOKENS = 1 << 40
+"""Largest number of tokens of a sample."""
 NONE = "(none)"
 """Name of the key None."""
 
@@ -117,8 +119,16 @@ class SampleCounter:
             _move_tokens(found, sources, keys, parts)
         if self._truncated is not None:
             for group, sample in zip(zip(sources, keys, strict=True), samples, strict=True):
-                found[group][TRUNCATED] += bool(_value(sample, self._truncated, "truncated"))
+                found[group][TRUNCATED] += self._is_truncated(sample, self._truncated)
         return found
+
+    def _is_truncated(self, sample: Any, wanted: _Part) -> bool:
+        value = _value(sample, wanted, "truncated")
+        if isinstance(value, torch.Tensor | np.ndarray) and value.ndim == 0:
+            value = value.item()
+        if not isinstance(value, bool | int | np.bool_):
+            raise DatasetError(f"Counts(truncated=...) must give True or False for each sample, got {value!r:.100}")
+        return bool(value)
 
     def _keys(self, samples: Sequence[Any]) -> list[str]:
         values = _column(samples, self._by)
@@ -167,10 +177,10 @@ class SampleCounter:
             length = value if isinstance(value, int) else _len(value)
         except TypeError:
             length = -1
-        if length < 0:
+        if not 0 <= length <= MOST_TOKENS:
             raise DatasetError(
-                f"Counts(tokens=...) must give a number >= 0, or something with len(), for each sample, got "
-                f"{value!r:.100}"
+                f"Counts(tokens=...) must give a number from 0 to {MOST_TOKENS}, or something with len(), for each "
+                f"sample, got {value!r:.100}"
             )
         return int(length)
 

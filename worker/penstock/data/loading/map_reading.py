@@ -107,7 +107,14 @@ class MapReader:
         """Return the source of each of the samples with these numbers, as the dataset's method `sources_of` names them,
         with long names cut; None if it has no such method."""
         names = getattr(self.dataset, "sources_of", None)
-        return list(map(cut_name, names(numbers))) if callable(names) else None
+        if not callable(names):
+            return None
+        found = list(names(numbers))
+        if len(found) != len(numbers) or not all(isinstance(name, str) for name in set(found)):
+            raise DatasetError(
+                f"{self.name}: sources_of must return a text for each of {len(numbers)} samples, got {found!r:.100}"
+            )
+        return [cut_name(str(name)) for name in found]
 
     def _each(self, plan: BatchPlan, key: int) -> list[Any]:
         found = []

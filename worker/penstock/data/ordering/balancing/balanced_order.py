@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.data.arguments import whole
+from penstock.data.arguments import at_least_one
 from penstock.data.ordering.balancing.costs import Cost, Costs
 from penstock.data.ordering.balancing.dealing import deal_to_boxes, deal_to_steps
 from penstock.data.ordering.epoch_plan import Deal, EpochRemainder, SampleOrder
@@ -88,11 +88,11 @@ class BalancedOrder:
 
         Raises InvalidArgumentError if a window is empty or too large.
         """
-        steps = whole("over_steps", steps)
+        steps = at_least_one("over_steps", steps)
         most = min(STEPS_LIMIT, WINDOW_LIMIT // batch)
-        if not 1 <= steps <= most:
+        if steps > most:
             raise InvalidArgumentError(
-                f"over_steps must be at least 1, and at most {most} with {batch} rows in a global batch, got {steps}"
+                f"over_steps must be at most {most} with {batch} rows in a global batch, got {steps}"
             )
         self._own, self._costs, self._batch, self._window = own, costs, batch, steps * batch
         self._dealt: dict[tuple[int, int], Ints] = {}
@@ -143,6 +143,8 @@ class Balanced:
         """
         if not isinstance(balance, Balance):
             raise InvalidArgumentError(f"balance must be a Balance, got {balance!r}: give Balance(cost, over_steps=1)")
+        if not isinstance(balance.report, bool):
+            raise InvalidArgumentError(f"balance: report must be True or False, got {balance.report!r}")
         self._plain, self._costs = plain, Costs(balance.cost, dataset, length)
         self._dealt = BalancedOrder(plain, self._costs, batch, balance.over_steps)
         self.order: SampleOrder = plain if balance.report else self._dealt
@@ -171,5 +173,6 @@ class Balanced:
 def _mean_ratio(costs: Sequence[npt.NDArray[np.float64]], dealt: Sequence[Sequence[Ints]]) -> float:
     """Return the mean over steps of the cost of the most expensive box, divided by the mean of all boxes. A step that
     costs nothing counts as 1."""
-    sums = [np.array([own[rows].sum() for rows in boxes]) for own, boxes in zip(costs, dealt, strict=True)]
+    relative = [own / max(float(own.max()), np.finfo(float).tiny) for own in costs]  # sums of any costs are finite
+    sums = [np.array([own[rows].sum() for rows in boxes]) for own, boxes in zip(relative, dealt, strict=True)]
     return float(np.mean([step.max() / step.mean() if step.any() else 1.0 for step in sums]))

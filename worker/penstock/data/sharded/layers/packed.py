@@ -112,11 +112,11 @@ class Packed(Layer):
             pad=self._pad,
             dtype=dtype,
             tokens=tokens,
-            labels=bool(labels),
-            positions=bool(positions),
-            segments=bool(segments),
-            cu_seqlens=bool(cu_seqlens),
-            loss_mask=loss_mask if isinstance(loss_mask, str) else bool(loss_mask),
+            labels=_flag("labels", labels),
+            positions=_flag("positions", positions),
+            segments=_flag("segments", segments),
+            cu_seqlens=_flag("cu_seqlens", cu_seqlens),
+            loss_mask=loss_mask if isinstance(loss_mask, str) else _flag("loss_mask", loss_mask, " or a column's name"),
             ignore_index=ignore_index,
             payload=_names("payload", payload),
             attached=_names("attached", attached),
@@ -385,6 +385,12 @@ class _PackedCursor:
         self._have, self._parts = left, [Part(document, end - left, end)] if left else []
         self._begin = self._documents.present() if left else None
         self._offset = end - left if left else 0
+
+
+def _flag(name: str, value: bool, otherwise: str = "") -> bool:
+    if not isinstance(value, bool):
+        raise InvalidArgumentError(f"{name} must be True or False{otherwise}, got {value!r}")
+    return bool(value)
 
 
 def _names(name: str, values: Iterable[str]) -> tuple[str, ...]:

@@ -81,6 +81,7 @@ class RowFields:
         names = self.names
         if not all(isinstance(name, str) and name for name in names):
             raise InvalidArgumentError(f"names of fields must be texts, got {names}")
+        names += [name + _ROWS for name in self.attached] + (["max_seqlen"] if self.cu_seqlens else [])  # in batches
         doubled = sorted({name for name in names if names.count(name) > 1})
         if doubled:
             raise InvalidArgumentError(
@@ -216,6 +217,10 @@ def collate_packed(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torc
         ShardLoader(Packed(source, length=2048, cu_seqlens=True), batch_size=8, collate_fn=collate_packed)
     """
     batch: dict[str, torch.Tensor] = {}
+    if not rows or not all(isinstance(row, Mapping) and row.keys() == rows[0].keys() for row in rows):
+        raise InvalidArgumentError(
+            "collate_packed needs rows that are dicts with the same fields, as Packed makes them with any of its fields"
+        )
     for name in rows[0]:
         found = [row[name] for row in rows]
         if name == "cu_seqlens":
