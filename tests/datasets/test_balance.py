@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -214,8 +214,8 @@ def test_state_names_costs_that_decide_the_order() -> None:
         (Balance(COSTS, 0), "over_steps must be at least 1"),
         (Balance(COSTS, 1 << 20), "at most 65536 with 16 rows"),
         (COSTS, "balance must be a Balance"),
-        (Balance(COSTS, None), "over_steps must be at least 1, got None"),
-        (Balance(COSTS, report="x"), "report must be True or False"),
+        (Balance(COSTS, cast(Any, None)), "over_steps must be at least 1, got None"),
+        (Balance(COSTS, report=cast(Any, "x")), "report must be True or False"),
     ],
 )
 def test_bad_costs_name_the_remedy(balance: Any, words: str) -> None:

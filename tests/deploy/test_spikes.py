@@ -51,7 +51,8 @@ def test_highest_spikes_are_found_on_a_falling_loss() -> None:
             '{"step": 2, "loss": 1.5}\n\n{"eval": 3}\n{"step": 1, "loss": NaN}\n{"step": 2, "loss": 2}\n{"st',
             {1: None, 2: 2.0},
         ),
-        ("\ufeffepoch, Step, Loss\n0, 1, 2.5\n0, 2, \n0, 3, nan\n", {1: 2.5, 3: None}),
+        ("\ufeffepoch, Step, Loss\n0, 1.0, 2.5\n0, 2, \n0, 3, nan\n", {1: 2.5, 3: None}),
+        ('{"step": 1, "loss": 2.5, "note": "one\u2028line"}\n', {1: 2.5}),
     ],
 )
 def test_json_lines_and_csv_are_read(tmp_path: Path, text: str, losses: dict[int, Any]) -> None:
@@ -63,7 +64,7 @@ def test_json_lines_and_csv_are_read(tmp_path: Path, text: str, losses: dict[int
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "must be JSON lines, or CSV with the columns step and loss"),
+        ("step\n1\n", "must be JSON lines, or CSV with the columns step and loss"),
         ("a,b\n1,2\n", "got the header 'a, b'"),
         ("step,loss\n", "must have lines with `step` and `loss`"),
         ('{"step": 0, "loss": 1}\n', "if the log counts from 0, add 1"),
