@@ -36,7 +36,7 @@ from penstock.data import (
     index_parquet,
     merge_index,
 )
-from penstock.data.converting import conversion_plan, convert, convert_part, part_process
+from penstock.data.converting import conversion_plan, convert, convert_part, part_process, target_columns
 from penstock.data.formats.index import INDEX
 from penstock.data.remote.folders import RemoteFolder
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError, StateMismatchError
@@ -164,6 +164,29 @@ def test_values_that_would_change_are_refused(tmp_path: Path) -> None:
         to_parquet(tmp_path, tmp_path / "parquet2", types={"b": "json"})
     assert rows_in(tmp_path / "mds2") == rows
     assert rows_in(tmp_path / "parquet2")[77] == {"a": None, "b": json.dumps(rows[77]["b"])}
+
+
+def test_arrays_of_no_dimension_are_kept(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for number in range(3):
+            data = io.BytesIO()
+            np.save(data, np.array(number + 0.5))
+            member = tarfile.TarInfo(f"{number}.npy")
+            member.size = data.tell()
+            archive.addfile(member, io.BytesIO(data.getvalue()))
+    index_folder(tmp_path)
+    to_parquet(tmp_path, tmp_path / "to")
+    assert [row["npy"] for row in rows_in(tmp_path / "to")] == [0.5, 1.5, 2.5]
+
+
+def test_values_unlike_the_sampled_ones_are_named() -> None:
+    for change, value, words in (
+        ("float", 2**53 + 1, "must be a number that float64 holds exactly, got 9007199254740993"),
+        ("only", [b"a", b"b"], r"must be a list of one, as in the sampled rows, got \[b'a', b'b'\]"),
+        ("file", {"bytes": None}, r"must have its bytes, as the sampled rows do, got \{'bytes': None\}"),
+    ):
+        with pytest.raises(DatasetError, match=f"row 0: column 'a': {words}"):
+            target_columns.stored_rows([{"a": value}], [target_columns.TargetColumn("a", "", change)])
 
 
 # ---- order and states
