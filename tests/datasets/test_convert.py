@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import io
 import json
 import os
 import signal
 import tarfile
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
@@ -37,7 +39,7 @@ from penstock.data import (
     merge_index,
 )
 from penstock.data.converting import conversion_plan, convert, convert_part, part_process, target_columns
-from penstock.data.formats.index import INDEX
+from penstock.data.formats.index import INDEX, read_index, write_index
 from penstock.data.remote.folders import RemoteFolder
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError, StateMismatchError
 
@@ -247,6 +249,10 @@ def test_own_order_refuses_the_sources_states(tmp_path: Path) -> None:
     state = StreamingLoader(StreamingDataset(tmp_path / "from"), batch_size=3).state_dict()
     with pytest.raises(StateMismatchError, match="data was"):
         StreamingLoader(StreamingDataset(tmp_path / "to"), batch_size=3).load_state_dict(saved(state))
+    to_parquet(tmp_path / "from", tmp_path / "kept")
+    for folder, keep_order in (("to", True), ("kept", False)):
+        with pytest.raises(DatasetError, match="must be empty, but it has a dataset"):
+            to_parquet(tmp_path / "from", tmp_path / folder, keep_order=keep_order)
 
 
 def test_result_can_be_converted_and_merged(tmp_path: Path) -> None:
@@ -258,6 +264,10 @@ def test_result_can_be_converted_and_merged(tmp_path: Path) -> None:
     assert first.fingerprint == last.fingerprint
     merge_index(tmp_path / "all")
     assert StreamingDataset(tmp_path / "all").fingerprint != first.fingerprint
+    index = tmp_path / "all" / "b" / INDEX
+    index.write_bytes(write_index(read_index(index.read_bytes(), "b"), {}))  # the same files, in their own order
+    with pytest.raises(DatasetError, match="must be empty, but it has a dataset"):
+        to_parquet(tmp_path / "all" / "b", tmp_path / "c")
 
 
 def test_damaged_notes_are_refused(tmp_path: Path) -> None:
@@ -364,6 +374,23 @@ def test_parts_are_shared_by_processes(tmp_path: Path, monkeypatch: pytest.Monke
     assert (done.parts, done.made, done.samples) == (done.parts, done.parts - len(before), 198)
     assert 8 < done.parts < 20
     assert [row["n"] for row in rows_in(tmp_path / "to")] == [*range(99), *range(99)]
+
+
+def test_each_part_is_taken_once() -> None:
+    """By processes that read from one position."""
+    records = range(100_000)
+    with contextlib.ExitStack() as stack:
+        jobs = convert._memory_file(stack, b"".join(map(conversion_plan.JOB.pack, records)))
+        taken = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(4)]
+
+        def take(into: Any) -> None:
+            while job := os.read(jobs, conversion_plan.JOB.size):
+                into.write(job)
+            into.flush()
+
+        join_all(*(partial(take, into) for into in taken))
+        found = b"".join(os.pread(into.fileno(), 1 << 20, 0) for into in taken)
+    assert sorted(number for (number,) in conversion_plan.JOB.iter_unpack(found)) == list(records)
 
 
 @pytest.mark.usefixtures("forked_processes")

@@ -136,25 +136,28 @@ def convert_dataset(
             chosen = _choose(origin, shards, to, columns, types or {}, os.fspath(source))
         finally:
             origin.close()
+        layout = OrderLayout.noted(index_notes(text), shards, os.fspath(source)) if keep_order else None
         plan = ConversionPlan(
             _address(source),
             _address(dest),
             to,
             *chosen,
             settings=settings,
-            data=hashlib.sha256(
-                "".join(data_of(shards, RemoteFolder(_address(source), source_options))).encode()
-            ).hexdigest(),
+            data=_digest("".join(data_of(shards, RemoteFolder(_address(source), source_options)))),
             parts=parts_of(shards),
             verify=verify,
             timeout_s=timeout_s,
+            order="" if layout is None else _digest(json.dumps(layout.note())),
             cache=scratch,
             cache_limit=max(4 << 30, (workers + 1) * max((shard.size for shard in shards), default=0)),
             source_options=dict(source_options or {}),
             dest_options=dict(dest_options or {}),
         )
-        layout = OrderLayout.noted(index_notes(text), shards, os.fspath(source)) if keep_order else None
         return _Conversion(plan, remote, layout, timeout_s).run(min(workers, max(1, len(plan.parts))))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _address(folder: str | os.PathLike[str]) -> str:
@@ -366,7 +369,7 @@ class _Conversion:
                 )
         shards = join_indexes((self.plan.folder_of(number), parts[number][0]) for number in sorted(parts))
         digests = "".join(str(parts[number][1]["digest"]) for number in sorted(parts))
-        digest = hashlib.sha256(digests.encode()).hexdigest()[:32]
+        digest = _digest(digests)[:32]
         notes: dict[str, Any] = {"convert": {"key": self.plan.key, "digest": digest}}
         if self.layout is not None:
             notes["order"] = self.layout.note()
@@ -431,12 +434,18 @@ def _in_processes(plan: ConversionPlan, parts: Sequence[int], count: int) -> Ite
 
 
 def _memory_file(stack: contextlib.ExitStack, content: bytes) -> int:
-    """Return the descriptor of a file in memory that has this content, at its beginning."""
-    fd = os.memfd_create("penstock-convert", os.MFD_CLOEXEC)
+    """Return the descriptor of a file in memory that has this content, at its beginning. Each record is read once,
+    also by processes that share the descriptor."""
+    made = os.memfd_create("penstock-convert", os.MFD_CLOEXEC)
+    try:
+        with open(made, "wb", closefd=False) as file:
+            file.write(content)
+        # Opened anew, because the kernel locks the common position during a read only for files that open() opened: of
+        # what memfd_create returns, two processes may read the same record.
+        fd = os.open(f"/proc/self/fd/{made}", os.O_RDWR | os.O_CLOEXEC)
+    finally:
+        os.close(made)
     stack.callback(os.close, fd)
-    with open(fd, "wb", closefd=False) as file:
-        file.write(content)
-    os.lseek(fd, 0, os.SEEK_SET)
     return fd
 
 
