@@ -426,6 +426,38 @@ def test_other_files_are_never_touched(tmp_path: Path) -> None:
         to_mds(tmp_path / "from", tmp_path / "begun")
 
 
+def test_run_beside_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one begins or ends after this one looked into the folder and before it locks it."""
+    numbers(tmp_path / "from", 30)
+    plain, held = RemoteFolder.names, contextlib.ExitStack()
+
+    def after_first_look(between: Callable[[], object], to: str, **settings: Any) -> Any:
+        def names(self: RemoteFolder, **options: Any) -> list[str]:
+            found = plain(self, **options)
+            monkeypatch.setattr(RemoteFolder, "names", plain)
+            between()
+            return found
+
+        monkeypatch.setattr(RemoteFolder, "names", names)
+        return to_mds(tmp_path / "from", tmp_path / to, **settings)
+
+    def begin() -> None:
+        (tmp_path / "begun").mkdir()
+        fcntl.flock(held.enter_context((tmp_path / "begun" / convert.JOURNAL).open("w")), fcntl.LOCK_EX)
+
+    with held, pytest.raises(DatasetError, match="must have one writer, but another process converts into it"):
+        after_first_look(begin, "begun")
+    assert to_mds(tmp_path / "from", tmp_path / "begun").made == 3, "a run that was killed before it wrote its journal"
+    whole = partial(to_mds, tmp_path / "from", tmp_path / "ended")
+    assert after_first_look(whole, "ended").made == 0
+    before = files_in(tmp_path / "ended")
+    assert before == files_in(tmp_path / "begun"), "without a journal"
+    (tmp_path / "ended").rename(tmp_path / "moved")
+    with pytest.raises(DatasetError, match="must be empty, but it has a dataset"):
+        after_first_look(whole, "ended", compression="zstd")
+    assert files_in(tmp_path / "ended") == before
+
+
 def names_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
