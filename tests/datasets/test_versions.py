@@ -14,12 +14,15 @@ import torch
 from all_workers import AllWorkers, saved
 from forked import join_all
 from fsspec.implementations.memory import MemoryFileSystem
+from shard_server import Fault, ShardServer
 from shardsets import numbers
 
 from penstock.client import DataExecutor, DataLoader
 from penstock.client.testing import FakeAppliance, LostWorker
 from penstock.data import JSONWriter, MDSWriter, Stream, StreamingDataset, StreamingLoader, merge_index
-from penstock.data.formats.index import INDEX
+from penstock.data.cache.dataset_versions import open_version
+from penstock.data.cache.shard_cache import ShardCache
+from penstock.data.formats.index import INDEX, version_index
 from penstock.data.remote.folders import RemoteFolder
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardUnavailableError, StateMismatchError
 
@@ -66,6 +69,41 @@ def test_reader_of_a_version_is_not_disturbed(place: str, hashes: list[str], tmp
     assert read(place, tmp_path / "c", version=2) == list(range(40))
     with pytest.raises(DatasetError, match=r"must have version 4: .*index-000004.json"):
         read(place, tmp_path / "c", version=4)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ("absent", "must have version 1: .*HTTP 404"),
+        ("refused", "^http.*HTTP 403"),
+        ("page", "^http.*must be the index"),
+    ],
+)
+def test_only_an_absent_version_is_missing(wrong: str, words: str, tmp_path: Path) -> None:
+    """A server's other failures stay what they are; the caches are closed after each."""
+    append(tmp_path / "data", 0)
+    made: list[ShardCache] = []
+
+    class Listed(ShardCache):
+        def close(self) -> None:
+            made.remove(self)
+            super().close()
+
+    def make(index: str) -> ShardCache:
+        made.append(Listed(RemoteFolder(server.url), tmp_path / f"cache {version}", index=index))
+        return made[-1]
+
+    with ShardServer(tmp_path / "data") as server:
+        server.fault = lambda name: Fault(403) if wrong == "refused" and name == version_index(1) else None
+        if wrong == "absent":
+            (tmp_path / "data" / version_index(1)).unlink()
+        for name in (INDEX, version_index(1)) if wrong == "page" else ():
+            (tmp_path / "data" / name).write_text("please log in")
+        for version in (1, None):
+            with pytest.raises(DatasetError, match=words) as failed:
+                open_version(make, version, "data")
+            assert isinstance(failed.value, ShardUnavailableError) == (wrong == "refused")
+            assert not made
 
 
 def loader(place: str, cache: Path, version: Any = None, **settings: Any) -> Callable[[], StreamingLoader]:
