@@ -227,28 +227,58 @@ def write_bad(place: str) -> None:
             writer.write({"number": number})
 
 
-def test_failed_append_publishes_nothing(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_appendspublishes_nothing(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leaves shards only where an index lists them."""
     append(place, 0)
+    before = sorted(os.listdir(tmp_path))
     with pytest.raises(DatasetError, match="column 'number'"):
         write_bad(place)
     assert read(place, tmp_path / "cache") == list(range(20))
     plain = RemoteFolder.write
 
-    def fail(self: RemoteFolder, name: str, data: bytes, **options: Any) -> None:
-        if name == INDEX:
-            raise ShardUnavailableError("the power failed")
-        plain(self, name, data, **options)
+    def fail(at: str, after: bool) -> Callable[..., None]:
+        def write(self: RemoteFolder, name: str, data: bytes, **options: Any) -> None:
+            if name != at or after:
+                plain(self, name, data, **options)
+            if name == at:
+                raise ShardUnavailableError("the power failed")
 
-    monkeypatch.setattr(RemoteFolder, "write", fail)
-    with pytest.raises(ShardUnavailableError, match="the power failed"):
-        append(place, 100)
-    monkeypatch.undo()
-    assert read(place, tmp_path / "cache") == list(range(20))
-    assert append(place, 20) == 3, "a version's index is never written again"
-    assert read(place, tmp_path / "other") == list(range(40))
+        return write
+
+    for at, after, versions, count in (
+        (version_index(2), False, [1], 20),
+        (INDEX, False, [1, 2], 20),
+        (INDEX, True, [1, 2, 3], 40),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(RemoteFolder, "write", fail(at, after))
+            with pytest.raises(ShardUnavailableError, match="the power failed"):
+                append(place, 20)
+        assert len(read(place, tmp_path / f"{at} {after}")) == count
+        if before == ["data"]:
+            folders = {path.name.split("-")[0] for path in (tmp_path / "data").iterdir() if path.is_dir()}
+            assert folders == {"appended"}
+            assert len(list((tmp_path / "data").glob("appended-*"))) == len(versions)
+        for version in versions[1:]:
+            assert read(place, tmp_path / f"{at} {after} {version}", version=version) == list(range(40))
+    assert append(place, 40) == 4, "a version's index is never written again"
+    assert read(place, tmp_path / "other") == list(range(60))
 
 
-def test_writers_append_at_the_same_time(tmp_path: Path) -> None:
+def test_close_that_failed_can_be_called_again(tmp_path: Path) -> None:
+    for appends in (True, False):
+        writer = MDSWriter(tmp_path / str(appends), {"number": "int"}, append=appends)
+        writer.write({"number": 7})
+        index = writer.out.parent / INDEX if appends else writer.out / INDEX
+        index.mkdir()
+        with pytest.raises((OSError, ShardUnavailableError)):
+            writer.close()
+        index.rmdir()
+        writer.close()
+        assert read(str(tmp_path / str(appends)), tmp_path) == [7]
+
+
+def test_writers_appendsat_the_same_time(tmp_path: Path) -> None:
     append(tmp_path, 0)
     join_all(*(partial(append, tmp_path, first) for first in (20, 40, 60)))
     with closing(StreamingDataset(tmp_path)) as dataset:
