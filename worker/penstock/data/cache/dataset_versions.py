@@ -49,14 +49,16 @@ def open_version(
     if isinstance(version, int):
         return _numbered(make, version, name)
     newest = make(INDEX)
-    text = newest.index()
-    number = version_of(text)
-    if number is None:
-        return newest, text, None
     try:
+        text = newest.index()
+        number = version_of(text)
+        if number is None:
+            return newest, text, None
         number = version_of(newest.newest_index()) or number
-    finally:
+    except BaseException:
         newest.close()
+        raise
+    newest.close()
     return _numbered(make, number, name)
 
 
@@ -64,13 +66,16 @@ def _numbered(make: Callable[[str], ShardCache], version: int, name: str) -> tup
     cache = make(version_index(version))
     try:
         text = cache.index()
-    except ShardUnavailableError as error:
+        if version_of(text) != version:
+            raise DatasetError(
+                f"{name}: {version_index(version)} must be the index of version {version}, got another one"
+            )
+    except BaseException as error:
         cache.close()
-        raise DatasetError(
-            f"{name} must have version {version}: {error.message}. Give version=None for the newest one; a writer with "
-            "append=True makes versions"
-        ) from error
-    if version_of(text) != version:
-        cache.close()
-        raise DatasetError(f"{name}: {version_index(version)} must be the index of version {version}, got another one")
+        if isinstance(error, ShardUnavailableError) and isinstance(error.__cause__, FileNotFoundError):
+            raise DatasetError(
+                f"{name} must have version {version}: {error.message}. Give version=None for the newest one; a writer "
+                "with append=True makes versions"
+            ) from error
+        raise
     return cache, text, version

@@ -214,9 +214,9 @@ class ShardCache:
         if self._in_place:
             try:
                 return read_plain(self.index_path, LARGEST_READ)
-            except FileNotFoundError:
+            except FileNotFoundError as error:
                 what = f"{self._in_place} must be a dataset's folder: it has no {self._index_name}{self._remedy()}"
-                raise ShardUnavailableError(what) from None
+                raise ShardUnavailableError(what) from error
             except OSError as error:
                 raise ShardUnavailableError(f"{self.index_path} cannot be read: {error.strerror}") from error
         assert self.remote is not None

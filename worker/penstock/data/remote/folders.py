@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import errno
 import io
 import logging
 import math
@@ -199,7 +200,8 @@ class RemoteFolder:
         return str(self.local / name) if self.local else scrubbed(joined(self._url, name))
 
     def read(self, name: str, *, deadline_s: float) -> bytes:
-        """Return a small file's content. Raises ShardUnavailableError."""
+        """Return a small file's content. Raises ShardUnavailableError, whose cause is a FileNotFoundError if the remote
+        says that it has no such file."""
         if self.local:
             try:
                 return read_plain(self.local / name, LARGEST_READ)
@@ -377,7 +379,7 @@ class RemoteFolder:
             if failure_kind.final or failures == self._tries:
                 raise ShardUnavailableError(
                     f"{self.url_of(name)} could not be {done} after {_tries(failures)}: {failure_kind.reason}"
-                ) from None
+                ) from self._absent(name, failure_kind)
             if pause >= left or left < LAST_PAUSE_S:
                 raise self._too_late(name, done, deadline_s, failures, failure_kind)
             self._closed.wait(pause)
@@ -425,7 +427,7 @@ class RemoteFolder:
                 # The cause is left out: its text may contain the credentials that this error leaves out.
                 raise ShardUnavailableError(
                     f"{source} could not be fetched after {_tries(failures)}: {failure_kind.reason}"
-                ) from None
+                ) from self._absent(name, failure_kind)
             left = until - time.monotonic()
             pause = _pause(failures, left, failure_kind)
             if pause >= left or left < LAST_PAUSE_S:
@@ -435,6 +437,14 @@ class RemoteFolder:
                     "%s could not be fetched so far: %s; trying for %.0f s more", source, failure_kind.reason, left
                 )
             self._closed.wait(pause)
+
+    def _absent(self, name: str, failure_kind: FailureKind) -> FileNotFoundError | None:
+        """Return the cause of the error for a file that the remote does not have; None for any other failure."""
+        return (
+            FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.url_of(name))
+            if failure_kind.absent
+            else None
+        )
 
     def _too_late(
         self, name: str, done: str, deadline_s: float, failures: int, failure_kind: FailureKind

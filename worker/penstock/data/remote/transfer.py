@@ -57,6 +57,8 @@ time of one. boto3's pieces have the same size."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _PASSING = frozenset((408, 425, 429))
 """HTTP statuses below 500 that count as temporary errors."""
+_ABSENT = (404, 410)
+"""HTTP statuses that say that there is no such file."""
 _PERMANENT = (
     FileNotFoundError,
     PermissionError,
@@ -395,6 +397,8 @@ class FailureKind:
     """Seconds to wait before the next attempt, as the server asks; 0 if it does not."""
     no_such_host: bool = False
     """True if the host's name does not exist. This is also reported while the network is down."""
+    absent: bool = False
+    """True if the server says that it has no such file."""
 
 
 def judge(error: Exception) -> FailureKind:
@@ -403,9 +407,10 @@ def judge(error: Exception) -> FailureKind:
     if isinstance(status, int) and status >= 400:  # aiohttp's error, without importing aiohttp here
         reason = f"HTTP {status} {getattr(error, 'message', '')}".rstrip()
         final = status < 500 and status not in _PASSING
-        return FailureKind(reason, final, _retry_after(getattr(error, "headers", None) or {}))
+        again_after_s = _retry_after(getattr(error, "headers", None) or {})
+        return FailureKind(reason, final, again_after_s, absent=status in _ABSENT)
     if isinstance(error, FileNotFoundError):
-        return FailureKind("there is no such file", final=True)
+        return FailureKind("there is no such file", final=True, absent=True)
     if isinstance(error, PermissionError):
         return FailureKind(f"access is denied ({scrubbed(str(error))})", final=True)
     text = f"{type(error).__name__}: {scrubbed(str(error))}" if str(error) else type(error).__name__
