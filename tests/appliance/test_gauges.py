@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from penstock.appliance.edge.run_series import MINUTES, RUNS, SECONDS, OneRunSeries, RunSeries
+from penstock.appliance.edge.run_series import MINUTES, RUNS, SECONDS, SOURCES, OneRunSeries, RunSeries, ShareSeries
 from penstock.appliance.model.gauges import HALF_S, BoxWaits, SlotGauge
+from penstock.appliance.model.limits import Limits
 from penstock.appliance.model.recent_events import MOST, RecentEvents
+from penstock.appliance.model.request_checks import check_progress
 from penstock.appliance.states.recent_queries import RecentQueries
 from penstock.appliance.testing import FakeCluster
+from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 
@@ -145,6 +151,58 @@ def test_ended_runs_are_dropped_for_new_ones() -> None:
     found = series.as_dict()
     assert len(found["runs"]) == RUNS
     assert found["runs"][f"job/{3 * RUNS - 1}"] == {"seconds": [[1.0, 2.0, 0.1, 3.0]], "minutes": []}
+
+
+def shares_of(series: ShareSeries) -> dict[str, tuple[float, float]]:
+    """The newest delivered and wanted share of each source."""
+    _, *shares = series.as_dict()["seconds"][-1]
+    count = len(series.names)
+    return {name: (shares[at], shares[count + at]) for at, name in enumerate(series.names)}
+
+
+def counted(**samples: int) -> Any:
+    wanted = {"web": 0.75, "code": 0.25}
+    counts = {
+        name: pb.SourceCount(source=name, samples=count, tokens=3 * count, wanted=wanted.get(name, 0.0))
+        for name, count in samples.items()
+    }
+    return SimpleNamespace(sources=counts)
+
+
+def test_shares_are_those_of_the_last_seconds() -> None:
+    series = ShareSeries()
+    series.add(0.0, [counted()])
+    assert not series.names
+    for second in range(1, 181):  # of each box; from second 100 on only code comes
+        web, code = min(second, 100) * 3, second + 3 * max(0, second - 100)
+        series.add(float(second), [counted(web=web, code=code), counted(web=web, code=code)])
+        if second == 90:
+            assert shares_of(series) == {"web": (0.75, 0.75), "code": (0.25, 0.25)}
+    assert shares_of(series) == {"web": (0.0, 0.75), "code": (1.0, 0.25)}
+    series.add(181.0, [counted(web=30, code=10)])  # resumed from an earlier state
+    assert shares_of(series) == {"web": (0.75, 0.75), "code": (0.25, 0.25)}
+    assert [point[0] for point in series.as_dict()["minutes"]] == [59.0, 119.0, 179.0]
+
+
+def test_small_sources_share_a_line() -> None:
+    series = ShareSeries()
+    series.add(1.0, [counted(**{f"s{number}": 100 - number for number in range(20)})])
+    assert series.names == [*(f"s{number}" for number in range(SOURCES)), "others"]
+    assert sum(share for share, _ in shares_of(series).values()) == pytest.approx(1.0, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "sources",
+    [
+        [pb.SourceCount(source=str(number)) for number in range(97)],
+        [pb.SourceCount(source="x" * 49)],
+        [pb.SourceCount(samples=1 << 63)],
+        [pb.SourceCount(wanted=math.nan)],
+    ],
+)
+def test_wrong_counts_of_a_report_are_refused(sources: list[pb.SourceCount]) -> None:
+    with pytest.raises(InvalidArgumentError, match="must be"):
+        check_progress(pb.WatchRunRequest(sources=sources), 2, Limits())
 
 
 # ---- in the registry

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -63,6 +63,17 @@ def test_steps_have_the_same_rows_on_any_topology(over_steps: int, tail: str, ch
         run = AllWorkers(lambda: loader(over_steps, tail=tail, skip=skip), shape, run)
         got += [sorted(rows) for rows in run.take(steps)]
     assert got == steps_of(over_steps, len(got), tail=tail, skip=skip)
+
+
+def test_boxes_get_the_same_rows_after_a_detour() -> None:
+    """Over one box for a step, and back."""
+    whole = AllWorkers(lambda: loader(3), (4, 1))
+    rows = [whole.step_rows() for _ in range(8)]
+    first = AllWorkers(lambda: loader(3), (4, 1))
+    first.take(2)
+    between = AllWorkers(lambda: loader(3), (1, 2), first)
+    between.take(1)
+    assert [AllWorkers(lambda: loader(3), (4, 1), between).step_rows()] == rows[3:4]
 
 
 @pytest.mark.parametrize("over_steps", [1, 3])
@@ -141,7 +152,7 @@ def test_costs_of_every_kind_deal_alike(tmp_path: Path) -> None:
     given: dict[str, Any] = {"global_batch_size": 16, "shuffle": True, "seed": 1, "collate_fn": list}
     kinds: list[Any] = [
         np.load(tmp_path / "costs.npy", mmap_mode="r"),
-        torch.tensor(COSTS),
+        torch.tensor(COSTS, requires_grad=True),
         COSTS.tolist(),
         lambda ids: COSTS[ids],
         "cost",
@@ -203,6 +214,8 @@ def test_state_names_costs_that_decide_the_order() -> None:
         (Balance(COSTS, 0), "over_steps must be at least 1"),
         (Balance(COSTS, 1 << 20), "at most 65536 with 16 rows"),
         (COSTS, "balance must be a Balance"),
+        (Balance(COSTS, cast(Any, None)), "over_steps must be at least 1, got None"),
+        (Balance(COSTS, report=cast(Any, "x")), "report must be True or False"),
     ],
 )
 def test_bad_costs_name_the_remedy(balance: Any, words: str) -> None:

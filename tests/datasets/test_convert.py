@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import io
 import json
 import os
 import signal
 import tarfile
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
@@ -36,8 +38,8 @@ from penstock.data import (
     index_parquet,
     merge_index,
 )
-from penstock.data.converting import conversion_plan, convert, convert_part, part_process
-from penstock.data.formats.index import INDEX
+from penstock.data.converting import conversion_plan, convert, convert_part, part_process, target_columns
+from penstock.data.formats.index import INDEX, read_index, write_index
 from penstock.data.remote.folders import RemoteFolder
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError, StateMismatchError
 
@@ -166,6 +168,29 @@ def test_values_that_would_change_are_refused(tmp_path: Path) -> None:
     assert rows_in(tmp_path / "parquet2")[77] == {"a": None, "b": json.dumps(rows[77]["b"])}
 
 
+def test_arrays_of_no_dimension_are_kept(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for number in range(3):
+            data = io.BytesIO()
+            np.save(data, np.array(number + 0.5))
+            member = tarfile.TarInfo(f"{number}.npy")
+            member.size = data.tell()
+            archive.addfile(member, io.BytesIO(data.getvalue()))
+    index_folder(tmp_path)
+    to_parquet(tmp_path, tmp_path / "to")
+    assert [row["npy"] for row in rows_in(tmp_path / "to")] == [0.5, 1.5, 2.5]
+
+
+def test_values_unlike_the_sampled_ones_are_named() -> None:
+    for change, value, words in (
+        ("float", 2**53 + 1, "must be a number that float64 holds exactly, got 9007199254740993"),
+        ("only", [b"a", b"b"], r"must be a list of one, as in the sampled rows, got \[b'a', b'b'\]"),
+        ("file", {"bytes": None}, r"must have its bytes, as the sampled rows do, got \{'bytes': None\}"),
+    ):
+        with pytest.raises(DatasetError, match=f"row 0: column 'a': {words}"):
+            target_columns.stored_rows([{"a": value}], [target_columns.TargetColumn("a", "", change)])
+
+
 # ---- order and states
 
 
@@ -224,6 +249,10 @@ def test_own_order_refuses_the_sources_states(tmp_path: Path) -> None:
     state = StreamingLoader(StreamingDataset(tmp_path / "from"), batch_size=3).state_dict()
     with pytest.raises(StateMismatchError, match="data was"):
         StreamingLoader(StreamingDataset(tmp_path / "to"), batch_size=3).load_state_dict(saved(state))
+    to_parquet(tmp_path / "from", tmp_path / "kept")
+    for folder, keep_order in (("to", True), ("kept", False)):
+        with pytest.raises(DatasetError, match="must be empty, but it has a dataset"):
+            to_parquet(tmp_path / "from", tmp_path / folder, keep_order=keep_order)
 
 
 def test_result_can_be_converted_and_merged(tmp_path: Path) -> None:
@@ -235,6 +264,10 @@ def test_result_can_be_converted_and_merged(tmp_path: Path) -> None:
     assert first.fingerprint == last.fingerprint
     merge_index(tmp_path / "all")
     assert StreamingDataset(tmp_path / "all").fingerprint != first.fingerprint
+    index = tmp_path / "all" / "b" / INDEX
+    index.write_bytes(write_index(read_index(index.read_bytes(), "b"), {}))  # the same files, in their own order
+    with pytest.raises(DatasetError, match="must be empty, but it has a dataset"):
+        to_parquet(tmp_path / "all" / "b", tmp_path / "c")
 
 
 def test_damaged_notes_are_refused(tmp_path: Path) -> None:
@@ -264,7 +297,7 @@ def forked_processes(monkeypatch: pytest.MonkeyPatch) -> None:
             return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
         def end(self, grace_s: float) -> None:
-            """It has ended."""
+            """Return True once the process has ended."""
 
         def close(self) -> None:
             os.close(self._said)
@@ -343,6 +376,23 @@ def test_parts_are_shared_by_processes(tmp_path: Path, monkeypatch: pytest.Monke
     assert [row["n"] for row in rows_in(tmp_path / "to")] == [*range(99), *range(99)]
 
 
+def test_each_part_is_taken_once() -> None:
+    """By processes that read from one position."""
+    records = range(100_000)
+    with contextlib.ExitStack() as stack:
+        jobs = convert._memory_file(stack, b"".join(map(conversion_plan.JOB.pack, records)))
+        taken = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(4)]
+
+        def take(into: Any) -> None:
+            while job := os.read(jobs, conversion_plan.JOB.size):
+                into.write(job)
+            into.flush()
+
+        join_all(*(partial(take, into) for into in taken))
+        found = b"".join(os.pread(into.fileno(), 1 << 20, 0) for into in taken)
+    assert sorted(number for (number,) in conversion_plan.JOB.iter_unpack(found)) == list(records)
+
+
 @pytest.mark.usefixtures("forked_processes")
 def test_killed_process_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     numbers(tmp_path / "from", 40)
@@ -374,6 +424,38 @@ def test_other_files_are_never_touched(tmp_path: Path) -> None:
     os.utime(next((tmp_path / "from").glob("shard.*")))
     with pytest.raises(DatasetError, match="has parts of a conversion of other data"):
         to_mds(tmp_path / "from", tmp_path / "begun")
+
+
+def test_run_beside_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one begins or ends after this one looked into the folder and before it locks it."""
+    numbers(tmp_path / "from", 30)
+    plain, held = RemoteFolder.names, contextlib.ExitStack()
+
+    def after_first_look(between: Callable[[], object], to: str, **settings: Any) -> Any:
+        def names(self: RemoteFolder, **options: Any) -> list[str]:
+            found = plain(self, **options)
+            monkeypatch.setattr(RemoteFolder, "names", plain)
+            between()
+            return found
+
+        monkeypatch.setattr(RemoteFolder, "names", names)
+        return to_mds(tmp_path / "from", tmp_path / to, **settings)
+
+    def begin() -> None:
+        (tmp_path / "begun").mkdir()
+        fcntl.flock(held.enter_context((tmp_path / "begun" / convert.JOURNAL).open("w")), fcntl.LOCK_EX)
+
+    with held, pytest.raises(DatasetError, match="must have one writer, but another process converts into it"):
+        after_first_look(begin, "begun")
+    assert to_mds(tmp_path / "from", tmp_path / "begun").made == 3, "a run that was killed before it wrote its journal"
+    whole = partial(to_mds, tmp_path / "from", tmp_path / "ended")
+    assert after_first_look(whole, "ended").made == 0
+    before = files_in(tmp_path / "ended")
+    assert before == files_in(tmp_path / "begun"), "without a journal"
+    (tmp_path / "ended").rename(tmp_path / "moved")
+    with pytest.raises(DatasetError, match="must be empty, but it has a dataset"):
+        after_first_look(whole, "ended", compression="zstd")
+    assert files_in(tmp_path / "ended") == before
 
 
 def names_in(folder: Path) -> list[str]:
@@ -471,7 +553,7 @@ def test_remote_to_remote(to: str, bucket: str, tmp_path: Path, monkeypatch: pyt
 
 
 def test_written_parts_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a disk changed is noticed before a part counts."""
+    """A part that the disk changed is noticed before it counts."""
     numbers(tmp_path / "from", 30)
     plain = convert_part.PartConverter._verify
 

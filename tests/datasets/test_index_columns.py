@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import pickle
+import signal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import xxhash
+from shard_server import ShardServer
+from shardsets import numbers
 
-from penstock.data import StreamingDataset
+from penstock.data import MDSWriter, StreamingDataset
 from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.index import read_index
 from penstock.data.indexes import index_entries, open_index
-from penstock.proto.errors import DatasetError
+from penstock.data.remote import folders
+from penstock.proto.errors import DatasetError, InvalidArgumentError
 
 MDS = Path(__file__).parents[1] / "data" / "mds" / "packed-zstd" / "index.json"
 
@@ -60,10 +65,9 @@ def test_columns_say_what_the_index_says(columns: Path, tmp_path: Path, monkeypa
     for first, second in ((stored, listed), (stored, pickle.loads(pickle.dumps(stored)))):
         assert list(first._tables[0]) == list(second._tables[0]) == expected
         assert first._tables[0].facts == second._tables[0].facts
-        for one, other in zip(
-            [*first.sizes, *(first.files or ())], [*second.sizes, *(second.files or ())], strict=True
-        ):
-            np.testing.assert_array_equal(one, other)
+        for one, other in zip(first.layouts, second.layouts, strict=True):
+            np.testing.assert_array_equal(one.units, other.units)
+            np.testing.assert_array_equal(one.files, other.files)
         assert [first._units.file(n) for n in range(len(expected))] == [
             second._units.file(n) for n in range(len(expected))
         ]
@@ -109,6 +113,50 @@ def test_another_index_is_not_read_by_old_columns(columns: Path, tmp_path: Path)
         stored._tables[0][len(entries()) - 1]
     with pytest.raises(DatasetError, match="was written again since the dataset was opened"):
         pickle.loads(copy)
+
+
+def test_readers_survive_the_first_version(columns: Path, tmp_path: Path) -> None:
+    """A copy that another process opens after a writer appended to the dataset reads the same shards."""
+    folder = numbers(tmp_path / "data", 40)
+    stored = StreamingDataset(local=folder)
+    with MDSWriter(str(folder), {"number": "int"}, append=True) as writer:
+        writer.write({"number": 40})
+    copied = pickle.loads(pickle.dumps(stored))
+    for dataset in (stored, copied):
+        assert [sample["number"] for sample in dataset[:]] == list(range(40))
+    assert list(copied._tables[0]) == list(stored._tables[0])
+    assert [len(StreamingDataset(local=folder, version=version)) for version in (1, 2, None)] == [40, 41, 41]
+
+
+def test_an_index_may_be_larger_than_what_is_read_whole(
+    columns: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = numbers(tmp_path / "data", 40)
+    with MDSWriter(str(folder), {"number": "int"}, append=True) as writer:
+        writer.write({"number": 40})
+    monkeypatch.setattr(folders, "LARGEST_READ", 100)
+    with ShardServer(folder) as server:
+        for place in (server.url, f"file://{folder}", None):
+            dataset = StreamingDataset(place, str(tmp_path / f"cache {place is None}") if place else folder)
+            assert (dataset.versions, [sample["number"] for sample in dataset[:]]) == ([2], list(range(41)))
+            dataset.close()
+
+
+def test_a_split_is_taken_of_columns(columns: Path, tmp_path: Path) -> None:
+    given = []
+    for number, splits in enumerate((["a"], ["b"], ["a", "b"])):
+        raw, meta = ({"basename": f"{number}.{end}", "bytes": 9, "hashes": {}} for end in ("tar", "tar.index"))
+        tar = {"version": 2, "format": "webdataset", "samples": 1, "raw_data": raw, "raw_meta": meta}
+        given.append({**tar, "splits": splits})
+    folder = write(tmp_path / "data", given)
+    (folder / ".nv-meta").mkdir()
+    (folder / ".nv-meta" / "split.yaml").touch()
+    for split, names in (("a", ["0.tar", "2.tar"]), ("b", ["1.tar", "2.tar"]), ("*", ["0.tar", "1.tar", "2.tar"])):
+        dataset = StreamingDataset(local=folder, split=split)
+        assert [shard.name for shard in dataset._tables[0]] == names
+        assert pickle.loads(pickle.dumps(dataset)).fingerprint == dataset.fingerprint
+    with pytest.raises(InvalidArgumentError, match="split must be one of a, b, got 'c'"):
+        StreamingDataset(local=folder, split="c")
 
 
 @pytest.mark.parametrize(
@@ -169,3 +217,25 @@ def test_one_process_makes_the_columns(columns: Path, tmp_path: Path) -> None:
         process.join(120)
     made.get(timeout=60)
     assert made.empty()
+
+
+def _killed(folder: Path) -> None:
+    def half_done(index: Descriptor, file: Any, where: str) -> str:
+        file.write(index.read(1000, 0))
+        file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+        return ""
+
+    vars(open_index)["write_columns"] = half_done
+    StreamingDataset(local=folder)
+
+
+def test_columns_are_made_after_a_kill(columns: Path, tmp_path: Path) -> None:
+    folder = write(tmp_path / "data", entries())
+    process = multiprocessing.get_context("fork").Process(target=_killed, args=(folder,))
+    process.start()
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL
+    assert len(list(columns.iterdir())) == 2  # what it has written, and its lock
+    assert len(list(StreamingDataset(local=folder)._tables[0])) == len(entries())
+    assert [path.suffix for path in columns.iterdir()] == [".columns"]

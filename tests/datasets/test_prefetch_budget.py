@@ -1,4 +1,4 @@
-"""How far a loader's prefetch goes: no farther than bytes and seconds of reading admit, over all streams together."""
+"""Prefetch of a loader: no farther than bytes and seconds of reading admit, over all streams together."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def settle(server: ShardServer, dataset: StreamingDataset) -> set[str]:
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_batch_fetches_what_it_needs(server: ShardServer, opened: Any, shuffle: bool) -> None:
-    """By default also what the next batch needs; with a budget of a byte nothing more. All of it was fetched once."""
+    """The default fetches what the next batch needs too, a budget of one byte does not. All of it was fetched once."""
     dataset = opened()
     _, needed = first_batch(dataset, shuffle=shuffle)
     found = settle(server, dataset)
@@ -83,8 +83,8 @@ def test_a_batch_fetches_what_it_needs(server: ShardServer, opened: Any, shuffle
     rows, needed = first_batch(small, shuffle=shuffle)
     assert settle(server, small) == needed
     assert sum(1 for _ in rows) == SHARDS * ROWS // BATCH - 1
-    assert len(fetched(server)) == len(small._shards)
-    assert small.fetch_stats().fetched_shards == len(small._shards)
+    assert len(fetched(server)) == SHARDS
+    assert small.fetch_stats().fetched_shards == SHARDS
 
 
 def test_bytes_bound_what_is_ahead(server: ShardServer, opened: Any) -> None:
@@ -100,11 +100,11 @@ def test_bytes_bound_what_is_ahead(server: ShardServer, opened: Any) -> None:
             most = max(most, stats.ahead_bytes)
     assert most > 9 << 10, "it keeps to a quarter of the budget or less"
     assert set(server.requests.values()) == {1}
-    assert stats.fetched_bytes == sum(shard.size for _, shard in dataset._shards)
+    assert stats.fetched_bytes == sum(shard.size for table in dataset._tables for shard in table)
 
 
 def test_streams_share_one_budget(server: ShardServer, opened: Any) -> None:
-    """What is needed first is fetched first, whichever stream it is of."""
+    """Shards are fetched in the order of need, whichever stream they are of."""
     dataset = opened(streams=["data", "more"], prefetch_bytes="12kb")
     for _ in StreamingLoader(dataset, batch_size=BATCH, interleave="samples", prefetch_seconds=FOREVER):
         settle(server, dataset)
@@ -189,7 +189,7 @@ def test_rate_of_reading() -> None:
 
 
 def test_list_is_given_again_when_due() -> None:
-    """Not for each batch; but whenever a batch needs what no list had, or a quarter was used."""
+    """A new list is made when a batch needs what no list had, or a quarter was used; not for each batch."""
     upcoming = UpcomingShards(np.arange(100), np.arange(0, 1000, 10), 0, 1000)
     window = upcoming.window(0, 9, 400)
     assert window == (0, 40, 1)

@@ -14,12 +14,15 @@ import torch
 from all_workers import AllWorkers, saved
 from forked import join_all
 from fsspec.implementations.memory import MemoryFileSystem
+from shard_server import Fault, ShardServer
 from shardsets import numbers
 
 from penstock.client import DataExecutor, DataLoader
 from penstock.client.testing import FakeAppliance, LostWorker
 from penstock.data import JSONWriter, MDSWriter, Stream, StreamingDataset, StreamingLoader, merge_index
-from penstock.data.formats.index import INDEX
+from penstock.data.cache.dataset_versions import open_version
+from penstock.data.cache.shard_cache import ShardCache
+from penstock.data.formats.index import INDEX, version_index
 from penstock.data.remote.folders import RemoteFolder
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardUnavailableError, StateMismatchError
 
@@ -50,7 +53,7 @@ def read(place: str, cache: Path, **settings: Any) -> list[int]:
 
 @pytest.mark.parametrize("hashes", [[], ["sha1"]])
 def test_reader_of_a_version_is_not_disturbed(place: str, hashes: list[str], tmp_path: Path) -> None:
-    """Not even one that opened the dataset before it had versions."""
+    """Readers that opened the dataset before it had versions go on, too."""
     write(place, 30, hashes=hashes)
     unversioned = StreamingDataset(place, tmp_path / "a", cache_limit=500)
     assert unversioned[0] == {"number": 0}
@@ -66,6 +69,41 @@ def test_reader_of_a_version_is_not_disturbed(place: str, hashes: list[str], tmp
     assert read(place, tmp_path / "c", version=2) == list(range(40))
     with pytest.raises(DatasetError, match=r"must have version 4: .*index-000004.json"):
         read(place, tmp_path / "c", version=4)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ("absent", "must have version 1: .*HTTP 404"),
+        ("refused", "^http.*HTTP 403"),
+        ("page", "^http.*must be the index"),
+    ],
+)
+def test_only_an_absent_version_is_missing(wrong: str, words: str, tmp_path: Path) -> None:
+    """A server's other failures stay what they are; the caches are closed after each."""
+    append(tmp_path / "data", 0)
+    made: list[ShardCache] = []
+
+    class Listed(ShardCache):
+        def close(self) -> None:
+            made.remove(self)
+            super().close()
+
+    def make(index: str) -> ShardCache:
+        made.append(Listed(RemoteFolder(server.url), tmp_path / f"cache {version}", index=index))
+        return made[-1]
+
+    with ShardServer(tmp_path / "data") as server:
+        server.fault = lambda name: Fault(403) if wrong == "refused" and name == version_index(1) else None
+        if wrong == "absent":
+            (tmp_path / "data" / version_index(1)).unlink()
+        for name in (INDEX, version_index(1)) if wrong == "page" else ():
+            (tmp_path / "data" / name).write_text("please log in")
+        for version in (1, None):
+            with pytest.raises(DatasetError, match=words) as failed:
+                open_version(make, version, "data")
+            assert isinstance(failed.value, ShardUnavailableError) == (wrong == "refused")
+            assert not made
 
 
 def loader(place: str, cache: Path, version: Any = None, **settings: Any) -> Callable[[], StreamingLoader]:
@@ -103,7 +141,7 @@ def test_new_runner_keeps_the_version(tmp_path: Path) -> None:
 
     def streamed(publish: bool) -> list[list[int]]:
         got = []
-        with FakeAppliance(num_workers_per_box=2, faults=[LostWorker(8, 0)]) as appliance:
+        with FakeAppliance(num_workers_per_box=2, faults=[LostWorker(8)]) as appliance:
             made = DataLoader(loader(str(tmp_path), tmp_path, collate_fn=number_tensor))
             for batch in DataExecutor(made, num_steps=25, appliance=appliance):
                 got.append(batch.tolist())
@@ -189,28 +227,58 @@ def write_bad(place: str) -> None:
             writer.write({"number": number})
 
 
-def test_failed_append_publishes_nothing(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_appendspublishes_nothing(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leaves shards only where an index lists them."""
     append(place, 0)
+    before = sorted(os.listdir(tmp_path))
     with pytest.raises(DatasetError, match="column 'number'"):
         write_bad(place)
     assert read(place, tmp_path / "cache") == list(range(20))
     plain = RemoteFolder.write
 
-    def fail(self: RemoteFolder, name: str, data: bytes, **options: Any) -> None:
-        if name == INDEX:
-            raise ShardUnavailableError("the power failed")
-        plain(self, name, data, **options)
+    def fail(at: str, after: bool) -> Callable[..., None]:
+        def write(self: RemoteFolder, name: str, data: bytes, **options: Any) -> None:
+            if name != at or after:
+                plain(self, name, data, **options)
+            if name == at:
+                raise ShardUnavailableError("the power failed")
 
-    monkeypatch.setattr(RemoteFolder, "write", fail)
-    with pytest.raises(ShardUnavailableError, match="the power failed"):
-        append(place, 100)
-    monkeypatch.undo()
-    assert read(place, tmp_path / "cache") == list(range(20))
-    assert append(place, 20) == 3, "a version's index is never written again"
-    assert read(place, tmp_path / "other") == list(range(40))
+        return write
+
+    for at, after, versions, count in (
+        (version_index(2), False, [1], 20),
+        (INDEX, False, [1, 2], 20),
+        (INDEX, True, [1, 2, 3], 40),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(RemoteFolder, "write", fail(at, after))
+            with pytest.raises(ShardUnavailableError, match="the power failed"):
+                append(place, 20)
+        assert len(read(place, tmp_path / f"{at} {after}")) == count
+        if before == ["data"]:
+            folders = {path.name.split("-")[0] for path in (tmp_path / "data").iterdir() if path.is_dir()}
+            assert folders == {"appended"}
+            assert len(list((tmp_path / "data").glob("appended-*"))) == len(versions)
+        for version in versions[1:]:
+            assert read(place, tmp_path / f"{at} {after} {version}", version=version) == list(range(40))
+    assert append(place, 40) == 4, "a version's index is never written again"
+    assert read(place, tmp_path / "other") == list(range(60))
 
 
-def test_writers_append_at_the_same_time(tmp_path: Path) -> None:
+def test_close_that_failed_can_be_called_again(tmp_path: Path) -> None:
+    for appends in (True, False):
+        writer = MDSWriter(tmp_path / str(appends), {"number": "int"}, append=appends)
+        writer.write({"number": 7})
+        index = writer.out.parent / INDEX if appends else writer.out / INDEX
+        index.mkdir()
+        with pytest.raises((OSError, ShardUnavailableError)):
+            writer.close()
+        index.rmdir()
+        writer.close()
+        assert read(str(tmp_path / str(appends)), tmp_path) == [7]
+
+
+def test_writers_appendsat_the_same_time(tmp_path: Path) -> None:
     append(tmp_path, 0)
     join_all(*(partial(append, tmp_path, first) for first in (20, 40, 60)))
     with closing(StreamingDataset(tmp_path)) as dataset:

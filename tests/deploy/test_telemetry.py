@@ -197,6 +197,10 @@ def test_the_figures_are_those_of_the_job(cluster: Cluster) -> None:
     assert client.get("penstock_client_lanes", lane="tcp", **box) == 2
     assert client.get("penstock_client_recoveries_total", **box) == 1
     assert client.get("penstock_client_receiver_memory_bytes") > 1 << 20
+    for key in ("even", "odd"):  # the slots' own, and the dead runner's are not counted twice
+        assert client.get("penstock_client_source_samples", source="numbers", key=key, **box) == 100
+        assert client.get("penstock_client_source_tokens", source="numbers", key=key, **box) == 25_600
+    assert client.get("penstock_client_source_wanted_ratio", source="numbers", of="samples", **box) == 1
     by_slot = sum(value for (name, _), value in client.values.items() if "slot_wait" in name)
     assert by_slot == pytest.approx(client.get("penstock_client_wait_seconds_total", **box))
     assert client.get("penstock_checkpoint_saves_total", status="ok") == 1

@@ -206,7 +206,7 @@ def test_shell_parses(block: Block) -> None:
         ("penstock --help", None),
         ("penstock stat", "no command stat"),
         ("cd x && penstock status --colour", "--colour"),
-        ("penstock replay lm", "--step is missing"),
+        ("penstock state convert a.pt b.pt --workers 3", "--boxes is missing"),
         ("penstock status lm", "too many arguments"),
         ("penstock doctor", None),
         ("penstock doctor --slots 8 --input-fn a:b", None),

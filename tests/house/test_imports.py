@@ -60,6 +60,8 @@ ENTRY_POINTS = {
     "penstock.appliance.core.box_history": "what is in the files of one that is stopped",
     "penstock.worker.daemon.daemon": "a worker",
     "penstock.worker.daemon.worker_settings": "with its settings",
+    "penstock.data.arguments": "numbers of bytes and samples as users write them",
+    "penstock.data.fetch_plan": "what a run will fetch",
     "penstock.worker.tools.loader_children": "processes that run users' loaders outside of a worker",
     "penstock.worker.tools.user_loaders": "what runs in them",
     "penstock.client": "what users have",

@@ -6,12 +6,13 @@ from typing import Any
 
 from listed import Counting, Listed
 
-from penstock.data import LogicalShards, Repeated, ShardLoader
+from penstock.data import Counts, LogicalShards, Repeated, ShardLoader
 
 
 def listed(lengths: list[int], **options: Any) -> ShardLoader:
-    """Finite, with lengths that are not known beforehand."""
-    return ShardLoader(Listed(lengths, known=False), keys="keys", **options)
+    """Finite, with lengths that are not known beforehand. It counts its samples by their last digit."""
+    counts = Counts(by=lambda sample: sample % 10, tokens=lambda sample: sample % 100)
+    return ShardLoader(Listed(lengths, known=False), keys="keys", counts=counts, **options)
 
 
 def counting(shards: int, **options: Any) -> ShardLoader:

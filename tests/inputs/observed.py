@@ -10,12 +10,14 @@ from pathlib import Path
 
 import torch
 
+from penstock.proto.state.counts import SAMPLES, TOKENS, Tally, new_row
 from penstock.worker import current_assignment
 
 
 class Numbers:
     def __init__(self, count: int, mortal: str) -> None:
         self._count, self._mortal = count, Path(mortal)
+        self.tally = Tally(shares={"numbers": (1_000_000, 0)})
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         me = current_assignment()
@@ -23,6 +25,9 @@ class Numbers:
             if me.slot == 1 and self._mortal.exists():
                 self._mortal.unlink()
                 os.kill(os.getpid(), signal.SIGKILL)
+            row = new_row()
+            row[SAMPLES], row[TOKENS] = 1, 256
+            self.tally.add({("numbers", "odd" if number % 2 else "even"): row})
             yield torch.full((256,), number)
 
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from lane_frames import a_frame, frame_of, read_sealed
+from lane_frames import a_frame, frame_of, read_sealed, received
 from tests.lanes.conftest import DEADLINE_S, content, unpacked
 from waiting import until
 from xxhash import xxh3_64
@@ -54,22 +54,14 @@ class Rig:
             reserved.view[:size] = content(self.total, size)
             self.producer.publish(reserved, self.total, 0, 1, size, pack_shapes((size,)), 0)
 
-    def read(self, size: int) -> bytes:
-        data = b""
-        while len(data) < size:
-            piece = self.far.recv(size - len(data))
-            assert piece, "the connection ended"
-            data += piece
-        return data
-
     def frame(self) -> tuple[Frame, bytes]:
         """The next frame over TCP, and its payload."""
         frame = frame_of(read_sealed(self.far))
         if frame.kind != BATCH:
             return frame, b""
-        data = self.read(frame.wire if frame.codec else frame.nbytes + 8 * frame.size)
+        data = received(self.far, frame.wire if frame.codec else frame.nbytes + 8 * frame.size)
         if is_checked(frame):
-            assert self.read(CHECK_BYTES) == check_of(xxh3_64(data))
+            assert received(self.far, CHECK_BYTES) == check_of(xxh3_64(data))
         if frame.codec:
             self.compressed.append(frame.total)
             data = unpacked(frame.codec, data, frame.nbytes + 8 * frame.size)

@@ -12,7 +12,7 @@ from penstock.proto.lane.frames import Ack, Frame, pack_shapes, read_ack, read_f
 from penstock.proto.lane.tcp import SEAL, check_of, is_checked
 from penstock.proto.v1 import records_pb2
 
-__all__ = ["a_frame", "ack_of", "checked", "frame_of", "read_sealed"]
+__all__ = ["a_frame", "ack_of", "checked", "frame_of", "read_sealed", "received"]
 
 
 def a_frame(
@@ -49,8 +49,18 @@ def checked(frame: Frame, payload: bytes) -> bytes:
 
 def read_sealed(sock: socket.socket) -> bytes:
     """The next message over TCP."""
-    size, complement, check = SEAL.unpack(sock.recv(SEAL.size, socket.MSG_WAITALL))
+    size, complement, check = SEAL.unpack(received(sock, SEAL.size))
     assert size ^ complement == 0xFFFFFFFF
-    data = sock.recv(size, socket.MSG_WAITALL)
+    data = received(sock, size)
     assert xxh3_64(data).intdigest() == check
+    return data
+
+
+def received(sock: socket.socket, size: int) -> bytes:
+    """Receive exactly `size` bytes: MSG_WAITALL does not wait on a socket that has a timeout."""
+    data = b""
+    while len(data) < size:
+        piece = sock.recv(size - len(data))
+        assert piece, "the connection ended"
+        data += piece
     return data

@@ -7,6 +7,7 @@ import itertools
 import os
 import random
 import signal
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,6 +18,8 @@ from chains import runners
 from neighbours import beside
 
 from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.proto.state.counts import by_key
+from penstock.proto.state.counts import rows_of as rows_of_state
 
 LENGTHS, BATCH = [30, 0, 55, 7, 41, 12, 30], 12
 SHARDS, PARTITIONS = 12, 2
@@ -38,6 +41,15 @@ def rows_of(batch: Any) -> list[Any]:
     return list(zip(samples, batch["keys"], strict=True))
 
 
+def digits(batches: list[list[Any]]) -> list[str]:
+    return [str(sample % 10) for batch in batches for sample, _ in batch]
+
+
+def counted_in(state: Any) -> Counter[str]:
+    """The samples of all boxes by their last digits, as a state says."""
+    return Counter({key: own.samples for key, own in by_key(rows_of_state(state) or {}).items()})
+
+
 def train(
     shared: Appliance, kind: str, boxes: int, workers: int, steps: int, state: Any, kill_at: int = 0
 ) -> tuple[list[list[Any]], Any, int]:
@@ -50,8 +62,12 @@ def train(
             loader.load_state_dict(state)
         with beside(shared, box=box, num_boxes=boxes, num_workers_per_box=workers, job=job) as appliance:
             executor = DataExecutor(loader, num_steps=steps, appliance=appliance)
+            began = None if state is None or box else counted_in(state)
             for batch in executor:
                 rows.append(rows_of(batch))
+                if kind == "finite":  # exact at each delivered step; box 0 goes on from what all boxes had
+                    found = Counter({key: own.samples for key, own in executor.stats.keys.items()})
+                    assert +found == Counter(digits(rows)) + (began or Counter())
                 if executor.step == kill_at:
                     for victim in runners() - before:
                         os.kill(victim, signal.SIGKILL)
@@ -86,6 +102,10 @@ def test_killed_saved_and_resumed_elsewhere(appliance: Appliance, kind: str) -> 
     for boxes, workers, steps in ((2, 1, 5), (1, 3, 4)):
         batches, state, _ = train(appliance, kind, boxes, workers, steps, state)
         got += batches
+        if kind == "finite":
+            assert counted_in(state) == Counter(digits(got))
+            tokens = sum(own.tokens for own in by_key(rows_of_state(state) or {}).values())
+            assert tokens == sum(sample % 100 for batch in got for sample, _ in batch)
     assert got == alone(kind, 94)
 
 

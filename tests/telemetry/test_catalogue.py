@@ -18,14 +18,28 @@ from penstock.runtime.telemetry.metric_catalogue import CATALOGUE, Metric
 from penstock.runtime.web.prometheus import Collector, MetricReadings, metrics_route
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
-LABELS = {"run", "box", "slot", "worker", "phase", "method", "status", "lane", "process", "version"}
+LABELS = {
+    "run",
+    "box",
+    "slot",
+    "worker",
+    "phase",
+    "method",
+    "status",
+    "lane",
+    "process",
+    "version",
+    "source",
+    "key",
+    "of",
+}
 
 
 @pytest.mark.parametrize("metric", CATALOGUE, ids=lambda metric: metric.name)
 def test_names_follow_the_rules(metric: Metric) -> None:
     assert metric.name.startswith("penstock_")
     assert (metric.kind == "counter") == metric.name.endswith("_total")
-    assert metric.unit in ("", "batches", "bytes", "ratio", "seconds")
+    assert metric.unit in ("", "batches", "bytes", "ratio", "samples", "seconds", "tokens")
     assert metric.unit in metric.name
     assert set(metric.labels) <= LABELS
     assert metric.help.endswith(".")

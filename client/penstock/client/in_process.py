@@ -23,6 +23,7 @@ from typing import Any, Final, Literal, NoReturn, Protocol
 
 import torch
 
+from penstock.client.states.delivered_counts import DeliveredCounts
 from penstock.client.states.run_opening import Opening
 from penstock.client.states.saved_state import BoxStart
 from penstock.client.stream import open_streams
@@ -320,6 +321,7 @@ class InProcessReader:
         self.stats = StreamStats()
         self.first_step = self.position.step
         self.wait_s = 0.0
+        self.counts = DeliveredCounts(run.num_slots)
         self.layout: tuple[Structure, list[int]] | None = None
         self.thread = threading.get_ident()
         self._backend: DeviceBackend | None = backend_of(device) if device not in ("", "cpu") else None
@@ -363,7 +365,10 @@ class InProcessReader:
         if made is None:
             return EPOCH_ENDED
         batch = self._assembled(made)
+        slot = box.position.turn
         box.deliver(made)
+        if made.counts:
+            self.counts.take(slot, made.counts)
         self.layout = made.structure, made.shapes
         if not self._warned_unsharded:
             self._warned_unsharded = warn_of_whole_input(self._label, run.views, run.num_workers)

@@ -18,12 +18,14 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from penstock.client.stream import open_streams
 from penstock.client.stream.stream_interfaces import Reader
 from penstock.proto.errors import InvalidArgumentError, PortTakenError, UnsafeBindError
 from penstock.proto.rpc.addresses import check_address, is_local
 from penstock.proto.rpc.tls import Tls
+from penstock.proto.state.counts import SampleCounts, by_source
 from penstock.runtime.web.http_server import WebServer
 from penstock.runtime.web.prometheus import Collector, MetricReadings, cpu_seconds, metrics_route, require_prometheus
 
@@ -86,12 +88,27 @@ def _count_reader(found: MetricReadings, reader: Reader) -> None:
     found.add("penstock_client_recoveries_total", stats.recoveries, **of)
     found.add("penstock_client_skipped_batches_total", stats.skipped, **of)
     found.add("penstock_client_corrupt_total", stats.corrupt, **of)
+    _count_sources(found, reader, of)
     lanes = Counter(reader.open_lanes())
     for lane in ("local", "tcp"):
         found.add("penstock_client_lanes", lanes[lane], lane=lane, **of)
     found.add("penstock_client_held_batches", reader.held, **of)
     away = run.away_since
     found.add("penstock_client_coordinator_away_seconds", 0 if away is None else time.monotonic() - away, **of)
+
+
+def _count_sources(found: MetricReadings, reader: Reader, of: dict[str, Any]) -> None:
+    rows = reader.counts.rows()
+    for (source, key), row in rows.items():
+        counts, group = SampleCounts.of(row), {"source": source, "key": key, **of}
+        found.add("penstock_client_source_samples", counts.samples, **group)
+        found.add("penstock_client_source_tokens", counts.tokens, **group)
+        found.add("penstock_client_source_truncated_samples", counts.truncated, **group)
+        found.add("penstock_client_source_skipped_samples", counts.skipped, **group)
+    for source, counts in by_source(rows).items():
+        if counts.wanted is not None:
+            share, unit = counts.wanted
+            found.add("penstock_client_source_wanted_ratio", share, source=source, of=unit, **of)
 
 
 def _resident(pid: int) -> int:

@@ -15,12 +15,15 @@ from targets.target import Target, pieces, script, words
 
 from penstock.client.integrations.batch_messages import BatchMessages
 from penstock.client.states import saved_state
+from penstock.client.states.delivered_counts import DeliveredCounts
 from penstock.proto.batch.flatten import Assembler, Flattener, wrap_buffer
 from penstock.proto.batch.structure import Structure, required_nbytes
 from penstock.proto.errors import PenstockError, ProtocolError
 from penstock.proto.lane.compression import PIECE, Packer, Unpacker, check_claim, load
+from penstock.proto.lane.frames import COUNTED, Frame, counts_of
 from penstock.proto.rpc.channel import detail_of, error_of
 from penstock.proto.state.codec import decode_state, encode_state
+from penstock.proto.state.counts import MOST_GROUPS, Tally, by_source, new_row, plain_rows, saved_rows
 from penstock.proto.state.generators import capture_rng, restore_rng
 from penstock.proto.state.position import Position, advance
 from penstock.proto.state.state_json import state_as_json
@@ -280,7 +283,30 @@ def _unpacking_seeds() -> list[bytes]:
     return seeds
 
 
+def _counts(data: bytes) -> None:
+    """The counts at the end of a frame, as a training process takes them."""
+    counts = DeliveredCounts(1)
+    for _, frame in pieces(data, 4):
+        counts.take(0, counts_of(Frame(flags=COUNTED, rest=frame)))
+    rows = counts.rows()
+    assert len(rows) <= MOST_GROUPS
+    assert saved_rows(plain_rows(rows)) == rows
+    by_source(rows)
+
+
+def _counts_seeds() -> list[bytes]:
+    tally, frames = Tally(shares={"web": (700_000, 0)}), []
+    for number in range(3):
+        row = new_row()
+        row[0] = number + 1
+        tally.add({("web", "ä" * number): row})
+        taken = tally.take()
+        frames.append(b"shapes  " + taken + len(taken).to_bytes(4, "little"))
+    return [script(*((0, frame) for frame in frames[:count])) for count in (1, 3)]
+
+
 TARGETS = [
+    Target("counts", _counts, _counts_seeds, examples=80),
     Target("structure", _structure, _structure_seeds),
     Target("layout", _layout, _layout_seeds),
     Target("message", _message, _message_seeds),

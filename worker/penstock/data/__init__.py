@@ -3,6 +3,7 @@
 from penstock.data.converting.convert import Converted, convert_dataset
 from penstock.data.formats.lance.lance_rows import LanceRows
 from penstock.data.formats.megatron.token_documents import MegatronDocuments
+from penstock.data.loading.counting import Counts
 from penstock.data.loading.map_loader import MapLoader
 from penstock.data.loading.streaming_loader import StreamingLoader
 from penstock.data.ordering.balancing.balanced_order import Balance
@@ -33,6 +34,7 @@ __all__ = [
     "CSVWriter",
     "Chunked",
     "Converted",
+    "Counts",
     "Cursor",
     "Filtered",
     "Grouped",

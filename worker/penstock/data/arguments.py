@@ -58,8 +58,8 @@ def real_number(name: str, value: float | None) -> float | None:
     number or None."""
     if value is None:
         return None
-    if not isinstance(value, Real):
-        raise InvalidArgumentError(f"{name} must be a number >= 0, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise InvalidArgumentError(f"{name} must be a number, got {value!r}")
     return float(value)
 
 

@@ -1,4 +1,4 @@
-"""What may stand between the brackets of a map-style dataset, `dataset[...]`: a number, a slice, or a list of numbers.
+"""Values between the brackets of a map-style dataset, `dataset[...]`: a number, a slice, or a list of numbers.
 
 It means what it means for a list of Python, or for a numpy array in the case of a list of numbers.
 """
@@ -28,12 +28,13 @@ def many_numbers(index: Any, length: int, name: str, what: str = "a sample's num
     if isinstance(index, slice):
         return list(range(*index.indices(length)))
     if isinstance(index, range | list):
-        return [one_number(each, length, name, what) for each in index]
-    if not hasattr(index, "tolist") or getattr(index, "ndim", 0) != 1:  # neither an array of numpy nor a tensor
+        values = list(index)
+    elif hasattr(index, "tolist") and getattr(index, "ndim", 0) == 1:  # an array of numpy, or a tensor
+        values = index.tolist()
+    else:
         return None
-    values = index.tolist()
     if values and type(values[0]) is bool:
         if len(values) != length:
-            raise IndexError(f"{name}: an array of bools must have one for each of {length} samples, got {len(values)}")
+            raise IndexError(f"{name}: a list of bools must have one for each of {length} samples, got {len(values)}")
         return [number for number, chosen in enumerate(values) if chosen]
     return [one_number(each, length, name, what) for each in values]

@@ -32,14 +32,25 @@ from penstock.data.formats.index import file_notes
 from penstock.data.formats.mds import columns_of
 from penstock.data.formats.parquet.parquet_ranges import block_shard
 from penstock.data.formats.readers import open_block, open_shard
+from penstock.data.formats.records.energon_folder import select_split
 from penstock.data.formats.shards import BlockReader, ReadOptions, Shard, ShardReader, rows_of
 from penstock.data.indexes.open_index import ColumnsPlace, open_index
 from penstock.data.indexes.opened_units import Units
 from penstock.data.indexes.order_layout import OrderLayout, joint_fingerprint
+from penstock.data.indexes.shard_table import ListedShards, ShardTable
 from penstock.data.ordering.permutation import Ints
 from penstock.data.sample_numbers import many_numbers, one_number
 from penstock.data.stop_iteration import stop_iteration_error
-from penstock.data.streams import Stream, apportioned, check_weights, group, remote_of, with_plain_values
+from penstock.data.streams import (
+    Stream,
+    apportioned,
+    check_weights,
+    group_id,
+    local_source,
+    remote_of,
+    stream_names,
+    with_plain_values,
+)
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 
 __all__ = ["StreamingDataset"]
@@ -134,6 +145,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         remotes = [remote_of(stream) for stream in self.streams]
         self.name = ", ".join(name for _, _, name in remotes[:3]) + (", ..." if len(remotes) > 3 else "")
         """Name of the dataset, for errors."""
+        self.stream_names = stream_names([name for _, _, name in remotes])
+        """Name of each stream: the last part of its address. Streams with the same name get their numbers too."""
         if images not in ("pil", "array"):
             raise InvalidArgumentError(f'images must be "pil" or "array", got {images!r}')
         self._options = [
@@ -153,7 +166,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
                 "keep_packed": keep_zip if stream.keep_zip is None else stream.keep_zip,
                 "timeout_s": timeout_s if stream.timeout_s is None else stream.timeout_s,
                 "threads": download_threads,
-                "group": group(cache_group),
+                "group": group_id(cache_group),
             }
             for stream in self.streams
         ]
@@ -192,10 +205,13 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
             (index, *open_index(cache.index_path, index, name, ColumnsPlace.of(cache)))
             for cache, index, (_, _, name) in zip(self._caches, indexes, remotes, strict=True)
         ]
-        self._tables = [table for _, table, _ in read]
+        self._tables = [
+            _selected(table, stream, name)
+            for (_, table, _), (_, _, name), stream in zip(read, remotes, self.streams, strict=True)
+        ]
         self._indexes = [
             IndexWatch.of(cache.index_path, index, digest, hashed=table.facts.hashed, in_place=cache.in_place)
-            for cache, (index, table, digest) in zip(self._caches, read, strict=True)
+            for cache, (index, _, digest), table in zip(self._caches, read, self._tables, strict=True)
         ]
         for own, (_, _, name), options in zip(self._tables, remotes, self._options, strict=True):
             _check_columns(own, options.columns, name)
@@ -255,6 +271,14 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
     def sizes(self) -> list[Ints]:
         """Number of samples in each unit of `layouts`, for each stream."""
         return [layout.units for layout in self.layouts]
+
+    def sources_of(self, numbers: Ints) -> list[str]:
+        """Return, for the samples with these numbers, the names of the streams that they come from."""
+        names = self.stream_names
+        if len(names) == 1:
+            return names * len(numbers)
+        ends = np.cumsum([int(sizes.sum()) for sizes in self.sizes])
+        return [names[stream] for stream in np.searchsorted(ends, numbers, side="right").tolist()]
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -526,6 +550,12 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
 def _cache(stream: Stream, settings: Mapping[str, Any], index: str) -> ShardCache:
     remote, folder, _ = remote_of(stream)
     return ShardCache(remote, folder, index=index, **settings)
+
+
+def _selected(table: ShardTable, stream: Stream, name: str) -> ShardTable:
+    """Return the table of the split that a stream asks for."""
+    shards = select_split(table, stream.split, local_source(stream), name, has_splits=table.facts.splits)
+    return table if shards is table else ListedShards(shards)
 
 
 def _columns(where: str, columns: Sequence[str] | None) -> tuple[str, ...] | None:

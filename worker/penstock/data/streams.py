@@ -12,11 +12,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 from penstock.data.arguments import real_number, sample_count, whole
+from penstock.data.formats.records.energon_folder import is_prepared
 from penstock.data.remote.folders import RemoteFolder, joined
 from penstock.data.writing.uploads import local_folder
 from penstock.proto.errors import InvalidArgumentError
 
-__all__ = ["Stream", "apportioned", "check_weights", "group", "remote_of", "with_plain_values"]
+__all__ = [
+    "Stream",
+    "apportioned",
+    "check_weights",
+    "group_id",
+    "local_source",
+    "remote_of",
+    "stream_names",
+    "with_plain_values",
+]
 
 
 @dataclass(frozen=True)
@@ -31,7 +41,8 @@ class Stream:
     """Folder on this machine that caches the dataset's files; None: a folder for this remote in the user's cache
     directory."""
     split: str | None = None
-    """Name of a subfolder that is appended to `remote` and `local`."""
+    """Name of a subfolder that is appended to `remote` and `local`; of a local folder that Energon prepared, the name
+    of a split in its split.yaml, or "*" for all of them."""
     proportion: float | None = None
     """Weight of this stream's samples in an epoch, relative to the other streams'."""
     repeat: float | None = None
@@ -52,14 +63,25 @@ class Stream:
     """Version of the dataset to read, as in StreamingDataset; None: the dataset's setting."""
 
 
+def local_source(stream: Stream) -> Path | None:
+    """Return the folder of this machine that a stream's files come from; None if they come from elsewhere."""
+    if stream.remote is not None:
+        local = RemoteFolder(os.fspath(stream.remote), stream.storage_options).local
+        return None if local is None else Path(local)
+    return None if stream.local is None else Path(stream.local)
+
+
 def remote_of(stream: Stream) -> tuple[RemoteFolder | None, Path, str]:
     """Return the (remote folder, cache folder, name for errors) of a stream."""
     below = stream.split or ""
     if Path(below).is_absolute() or ".." in Path(below).parts:
         raise InvalidArgumentError(f"split must be a folder below the dataset's, got {stream.split!r}")
+    if stream.remote is None and stream.local is None:
+        raise InvalidArgumentError("a Stream must have remote, local or both, got neither")
+    source = local_source(stream)
+    if source is not None and is_prepared(source):
+        below = ""  # the archives of all splits lie side by side, see select_split
     if stream.remote is None:
-        if stream.local is None:
-            raise InvalidArgumentError("a Stream must have remote, local or both, got neither")
         folder = local_folder("local", stream.local) / below
         return None, folder, str(folder)
     url = os.fspath(stream.remote)
@@ -68,6 +90,13 @@ def remote_of(stream: Stream) -> tuple[RemoteFolder | None, Path, str]:
         return remote, local_folder("local", stream.local) / below, remote.url
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return remote, Path(cache) / "penstock" / hashlib.sha256(remote.identity.encode()).hexdigest()[:16], remote.url
+
+
+def stream_names(addresses: Sequence[str]) -> list[str]:
+    """Return a name for each stream: the last part of its address, with the stream's number if several have it."""
+    last = [address.rstrip("/").rpartition("/")[2] for address in addresses]
+    names = [f"{name}.{number}" if last.count(name) > 1 else name for number, name in enumerate(last)]
+    return names if len(set(names)) == len(names) else [f"{name}.{number}" for number, name in enumerate(last)]
 
 
 def with_plain_values(number: int, stream: Stream) -> Stream:
@@ -80,19 +109,20 @@ def with_plain_values(number: int, stream: Stream) -> Stream:
     return replace(stream, proportion=proportion, repeat=repeat, choose=choose)
 
 
-def group(group: str | int | None) -> int | None:
+def group_id(name_or_id: str | int | None) -> int | None:
     """Return the ID of a Unix group, given by name or ID."""
-    if not isinstance(group, str):
-        return whole("cache_group", group)
+    if not isinstance(name_or_id, str):
+        return whole("cache_group", name_or_id)
     try:
-        return grp.getgrnam(group).gr_gid
+        return grp.getgrnam(name_or_id).gr_gid
     except KeyError as error:
         raise InvalidArgumentError(
-            f"cache_group must be a group of this machine, got {group!r}: see getent group"
+            f"cache_group must be a group of this machine, got {name_or_id!r}: see getent group"
         ) from error
 
 
 def check_weights(streams: Sequence[Stream]) -> None:
+    """Raise InvalidArgumentError unless all streams have the same kind of weight or none, and no weight is negative."""
     kinds = {
         tuple(name for name in ("proportion", "repeat", "choose") if getattr(stream, name) is not None)
         for stream in streams

@@ -61,6 +61,12 @@ def advance(cluster: ClusterState, attempt: Attempt, box: Box, request: pb.Watch
             cluster.snapshot_index.trim(slot.key, history[0].total[slot.key.slot])
 
 
+def note_sources(box: Box, request: pb.WatchRunRequest) -> None:
+    """Record the counts by source that the box reports."""
+    if request.sources:
+        box.sources = {count.source: owned(count) for count in request.sources}
+
+
 def note_abandoned(cluster: ClusterState, attempt: Attempt, box: Box, request: pb.WatchRunRequest) -> None:
     """Record the epochs that the box's loop abandoned by `break`. Raises InvalidArgumentError above
     `limits.abandoned_max` epochs."""

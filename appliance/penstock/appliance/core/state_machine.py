@@ -236,6 +236,7 @@ class Registry:
             attempt.set_ended(box, request.epoch_ended)
             box.waiting_for, box.waited_s = request.waiting_for, request.waited_s
             box.note_waits(now, request.waited_by_slot_s)
+            box_progress.note_sources(box, request)
             if delivered.slots:
                 box_progress.advance(self.cluster, attempt, box, request, now)
         box_progress.note_unreachable(self.cluster, attempt, box, request, now)

@@ -194,6 +194,64 @@ class Chart {
   }
 }
 
+// Shares of a run's sources over time: delivered ones as lines, wanted ones dashed. Points: [seconds since the epoch,
+// delivered shares ..., wanted shares ...], in the order of the names.
+class Shares {
+  constructor() {
+    this.svg = document.createElementNS(SVG, "svg");
+    this.svg.setAttribute("role", "img");
+    this.title = make("span");
+    this.key = make("ul", { class: "key", "aria-label": "Sources" });
+    this.figure = make("figure", { class: "shares", hidden: "" }, make("figcaption", null, this.title), this.svg, this.key);
+    new ResizeObserver(() => this.draw()).observe(this.svg);
+  }
+
+  set(names, unit, points, span, end) {
+    Object.assign(this, { names, unit, span, end });
+    this.points = points.filter(([at]) => at >= end - span);
+    this.figure.hidden = !names.length;
+    this.draw();
+  }
+
+  draw() {
+    const width = this.svg.clientWidth, height = this.svg.clientHeight;
+    if (!width || !this.end || !this.names.length) return;
+    const left = 38, bottom = 18, top = 8, count = this.names.length;
+    const x = (at) => left + (width - left) * (1 - (this.end - at) / this.span);
+    const y = (value) => top + (height - bottom - top) * (1 - value);
+    const parts = [];
+    for (const part of [0, 0.5, 1]) {
+      parts.push(shape("line", { class: "grid", x1: left, x2: width, y1: y(part), y2: y(part) }));
+      parts.push(shape("text", { x: left - 6, y: y(part) + 4, "text-anchor": "end" }, percent(part)));
+      const anchor = part === 0 ? "start" : part === 1 ? "end" : "middle";
+      const ago = { 0: spanName(this.span), 0.5: HALVES[this.span] }[part];
+      const label = ago ? `\u2212${ago}` : "now";
+      parts.push(shape("text", { x: left + (width - left) * part, y: height - 3, "text-anchor": anchor }, label));
+    }
+    this.names.forEach((name, number) => {
+      for (const [kind, column] of [["wanted", 1 + count + number], ["delivered", 1 + number]]) {
+        // A point from before a source was known has fewer columns.
+        const known = this.points.filter((point) => point.length === 1 + 2 * count && (kind === "delivered" || point[column] > 0));
+        for (const stretch of unbroken(known, this.span / 60)) {
+          const path = stretch.map((point, index) => `${index ? "L" : "M"}${x(point[0]).toFixed(1)} ${y(point[column]).toFixed(1)}`);
+          parts.push(shape("path", { class: `source s${number} ${kind}`, d: path.join("") }));
+        }
+      }
+    });
+    this.svg.replaceChildren(...parts);
+    const now = this.points[this.points.length - 1] || [];
+    const told = this.names.map((name, number) => {
+      const wanted = now[1 + count + number];
+      return `${name || "\u2013"} ${percent(now[1 + number] || 0)}${wanted ? ` (wanted ${percent(wanted)})` : ""}`;
+    });
+    text(this.title, `Share of ${this.unit} by source: delivered, and wanted (dashed)`);
+    this.svg.setAttribute("aria-label", `${this.title.textContent}: ${told.join(", ")}`);
+    fill(this.key, told.map((said, number) => [number, said]), ([number]) => number,
+      ([number]) => make("li", null, make("i", { class: `swatch s${number}`, "aria-hidden": "true" }), make("span")),
+      (item, [, said]) => text(item.lastChild, said));
+  }
+}
+
 const spanName = (span) => SPANS.find(([of]) => of === span)[1];
 
 function shape(tag, attributes, label) {
@@ -236,6 +294,7 @@ class Card {
     this.banner = make("div", { class: "finding", role: "status" }, this.kind, this.finding);
     this.rates = new Chart("rate", "Steps/s of a box", "steps/s");
     this.waits = new Chart("wait", "Waiting for data, of the box that waits most", "");
+    this.shares = new Shares();
     this.span = 600;
     this.ranges = SPANS.map(([span, label]) => {
       const button = make("button", { type: "button", "aria-pressed": span === this.span }, label);
@@ -245,7 +304,7 @@ class Card {
     const range = make("div", { class: "range", role: "group", "aria-label": "Time shown" });
     range.append(...this.ranges.map(([, button]) => button));
     const charts = make("div", { class: "charts" });
-    charts.append(make("div", { class: "line" }, make("h3", null, "Over time"), range), this.rates.figure, this.waits.figure);
+    charts.append(make("div", { class: "line" }, make("h3", null, "Over time"), range), this.rates.figure, this.waits.figure, this.shares.figure);
     this.map = make("div", { class: "map" });
     this.more = make("p", { class: "note" });
     this.detail = make("p", { class: "detail", role: "status", hidden: "" });
@@ -272,6 +331,11 @@ class Card {
     const end = latest.at;
     this.rates.set(points.map((point) => [point[0], point[1]]), this.span, end);
     this.waits.set(points.map((point) => [point[0], point[2]]), this.span, end);
+    const of = track && track.shares;
+    if (of) {
+      const known = this.span > 600 ? [...of.minutes, ...of.seconds.slice(-1)] : of.seconds;
+      this.shares.set(of.names, of.unit, known, this.span, end);
+    }
   }
 
   update(run) {
@@ -371,6 +435,14 @@ function remember(status) {
     const track = history[run.run] || (history[run.run] = { seconds: [], minutes: [] });
     track.seconds.push([status.at, ...run.point]);
     if (track.seconds.length > MOST_POINTS) track.seconds.shift();
+    const newest = status.shares[run.run];
+    if (newest) {
+      const shares = track.shares || (track.shares = { seconds: [], minutes: [] });
+      Object.assign(shares, { names: newest.names, unit: newest.unit });
+      const last = shares.seconds[shares.seconds.length - 1];
+      if (!last || last[0] < newest.point[0]) shares.seconds.push(newest.point);
+      if (shares.seconds.length > MOST_POINTS) shares.seconds.shift();
+    }
   }
 }
 

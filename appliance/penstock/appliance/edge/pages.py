@@ -78,7 +78,7 @@ class DashboardPages:
         self.routes: dict[str, Route] = {
             **{path: _file(name, content_type) for path, (name, content_type) in FILES.items()},
             "/api/status.json": SharedPage(lambda: self._status_page(as_dict)),
-            "/api/dashboard.json": SharedPage(lambda: self._status_page(dashboard)),
+            "/api/dashboard.json": SharedPage(lambda: self._status_page(self._dashboard)),
             "/api/history.json": SharedPage(self._history),
         }
         """Path -> route. Other modules may add routes until the web server starts."""
@@ -108,6 +108,9 @@ class DashboardPages:
     def _status_page(self, show: Callable[[ClusterView], dict[str, Any]]) -> Page:
         found = view(self.on_loop(self._source.snapshot()), self._address())
         return Page(JSON, json.dumps(show(found) | {"at": time.time()}, default=as_dict).encode())
+
+    def _dashboard(self, found: ClusterView) -> dict[str, Any]:
+        return {**dashboard(found), "shares": self._series.newest_shares()}
 
     def _history(self) -> Page:
         async def found() -> dict[str, Any]:

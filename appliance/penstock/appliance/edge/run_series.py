@@ -1,4 +1,5 @@
-"""Time series of the speed and waits of runs, so that a newly opened dashboard page can show the past.
+"""Time series of the speed and waits of runs, and of the shares of their sources, so that a newly opened dashboard page
+can show the past.
 
 A run has a point for each second of the last ten minutes, and a point for each minute of the last day, which is the
 mean of its seconds. The series are kept in memory only. Their number is limited: the oldest runs are dropped for new
@@ -7,6 +8,7 @@ ones.
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -27,12 +29,87 @@ that a box waited; the batches/s that all slots produce."""
 COLUMNS = ("at", "steps_per_s", "waited_share", "batches_per_s")
 
 
+SHARE_S = 30.0
+"""Seconds over which the share of a source is measured."""
+SOURCES = 6
+"""Number of sources of a run that have their own share: the first ones by what was delivered when counts began."""
+REST = "others"
+
+
+@dataclass
+class ShareSeries:
+    """Series of the shares of a run's sources, delivered and wanted. The shares are of tokens if the mixture's weights
+    are, else of samples."""
+
+    names: list[str] = field(default_factory=list)
+    """Names of the sources; the last is REST if there are more than SOURCES."""
+    of_tokens: bool = False
+    seconds: deque[tuple[float, array[float]]] = field(default_factory=lambda: deque(maxlen=SECONDS))
+    """Points: the time in seconds since the Unix epoch, and for each name the delivered and the wanted share."""
+    minutes: deque[tuple[float, array[float]]] = field(default_factory=lambda: deque(maxlen=MINUTES))
+    """The last point of each minute."""
+    _counted: deque[tuple[float, dict[str, int]]] = field(default_factory=deque)
+
+    def add(self, at: float, boxes: Iterable[Box]) -> None:
+        """Add a point from the counts of all boxes. Nothing is added before something was delivered."""
+        counts: dict[str, int] = {}
+        wanted: dict[str, float] = {}
+        for box in boxes:
+            for name, count in box.sources.items():
+                self.of_tokens = self.of_tokens or count.wanted_of_tokens
+                counts[name] = counts.get(name, 0) + (count.tokens if self.of_tokens else count.samples)
+                wanted[name] = max(wanted.get(name, 0.0), count.wanted)
+        if not counts:
+            return
+        while self._counted and self._counted[0][0] < at - SHARE_S:
+            self._counted.popleft()
+        before = self._counted[0][1] if self._counted else {}
+        if any(counts.get(name, 0) < count for name, count in before.items()):  # resumed from an earlier state
+            self._counted.clear()
+            before = {}
+        self._counted.append((at, counts))
+        fresh = {name: count - before.get(name, 0) for name, count in counts.items()}
+        total = sum(fresh.values())
+        if total:
+            self._name(counts)
+            self._put(at, {name: count / total for name, count in fresh.items()}, wanted)
+
+    def _name(self, counts: dict[str, int]) -> None:
+        for name in sorted(counts, key=lambda name: (-counts[name], name)):
+            if name not in self.names and REST not in self.names:
+                self.names.append(name if len(self.names) < SOURCES else REST)
+
+    def _put(self, at: float, shares: dict[str, float], wanted: dict[str, float]) -> None:
+        point = array("f")
+        for of in (shares, wanted):
+            own = [of.get(name, 0.0) for name in self.names if name != REST]
+            rest = [max(0.0, sum(of.values()) - sum(own))] if REST in self.names else []
+            point.extend((*own, *rest))
+        if self.seconds and int(at // 60) != int(self.seconds[-1][0] // 60):
+            self.minutes.append(self.seconds[-1])
+        self.seconds.append((at, point))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the series for the dashboard page. A point is [time, delivered shares ..., wanted shares ...]."""
+        return {
+            "names": self.names,
+            "unit": "tokens" if self.of_tokens else "samples",
+            "seconds": [_shares(point) for point in self.seconds],
+            "minutes": [_shares(point) for point in self.minutes],
+        }
+
+
+def _shares(point: tuple[float, array[float]]) -> list[float]:
+    return [round(point[0], 1), *(round(share, 4) for share in point[1])]
+
+
 @dataclass
 class OneRunSeries:
     """Series of one run."""
 
     seconds: deque[Point] = field(default_factory=lambda: deque(maxlen=SECONDS))
     minutes: deque[Point] = field(default_factory=lambda: deque(maxlen=MINUTES))
+    shares: ShareSeries = field(default_factory=ShareSeries)
     _minute: list[Point] = field(default_factory=list)
 
     def add(self, point: Point) -> None:
@@ -73,13 +150,29 @@ class RunSeries:
                 if looked % BOXES == 0:
                     yield
             self.add(attempt.run, (wall_s, steps_per_s, waited, batches_per_s))
+            self._tracks[attempt.run].shares.add(wall_s, attempt.boxes.values())
+
+    def newest_shares(self) -> dict[str, dict[str, Any]]:
+        """Return, for each run whose loader counts, the names of its sources and the newest point of their shares. May
+        be called from any thread."""
+        found = {}
+        for run, track in list(self._tracks.items()):
+            shares, points = track.shares, list(track.shares.seconds)[-1:]
+            if points:
+                unit = "tokens" if shares.of_tokens else "samples"
+                found[run] = {"names": list(shares.names), "unit": unit, "point": _shares(points[0])}
+        return found
 
     def as_dict(self) -> dict[str, Any]:
         """Return the series for the dashboard page: rows with the columns COLUMNS, oldest first."""
         return {
             "columns": COLUMNS,
             "runs": {
-                run: {"seconds": _rows(track.seconds), "minutes": _rows(track.minutes)}
+                run: {
+                    "seconds": _rows(track.seconds),
+                    "minutes": _rows(track.minutes),
+                    **({"shares": track.shares.as_dict()} if track.shares.names else {}),
+                }
                 for run, track in self._tracks.items()
             },
         }

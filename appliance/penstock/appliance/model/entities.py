@@ -203,6 +203,8 @@ class Box:
     rate_waited_s: float = 0.0
     waits: BoxWaits = field(default_factory=BoxWaits)
     reported_at: float = 0.0
+    sources: dict[str, pb.SourceCount] = field(default_factory=dict)
+    """Source -> counts of its delivered samples, as last reported; empty if the loader does not count."""
     unreachable: dict[str, float] = field(default_factory=dict)
     """Worker -> monotonic time when the box last reported that it cannot reach the worker: see box_progress.py."""
     lingers_until: float = 0.0

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from penstock.appliance.model.limits import Limits
 from penstock.proto.errors import InvalidArgumentError
+from penstock.proto.state.counts import MOST_GROUPS, MOST_NAME
 from penstock.proto.state.position import MOST
 from penstock.proto.v1 import coordinator_pb2 as pb
 
@@ -76,6 +77,11 @@ def check_progress(request: pb.WatchRunRequest, num_workers: int, limits: Limits
     check_measures(hold_s=request.hold_s, lease_s=request.lease_s)
     check_measures(waited_s=request.waited_s, waited_by_slot_s=sum(request.waited_by_slot_s))
     check_number("unreachable slots", len(request.unreachable), num_workers)
+    check_number("sources in a report", len(request.sources), MOST_GROUPS)
+    for count in request.sources:
+        check_number("characters of a source's name", len(count.source), MOST_NAME)
+        check_counts(samples=count.samples, tokens=count.tokens)
+        check_measures(wanted=count.wanted)
     check_number("abandoned epochs in a report", len(request.abandoned), limits.abandoned_at_once)
     for abandoned_epoch in request.abandoned:
         check_counts(epoch=abandoned_epoch.epoch, step=abandoned_epoch.step)

@@ -260,6 +260,9 @@ class OpenedLoader:
             cover,
         )
         run, reader = appliance.open_stream(self, opening)
+        run.progress.counts = reader.counts
+        if saved is not None:
+            reader.counts.begin(saved.counts_of(settings.box, settings.num_boxes))
         self._openings += 1
         position = reader.position
         self._session = session = Session(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from penstock.client.api.appliance import Appliance
 from penstock.client.stream.stream_interfaces import Reader, StreamRun, StreamStats
 from penstock.proto.errors import EmptyInputError
+from penstock.proto.state.counts import by_key, by_source
 from penstock.proto.tracebacks import warn_user
 
 __all__ = ["Session"]
@@ -42,11 +43,14 @@ class Session:
 
     def stats(self) -> StreamStats:
         reader = self.reader
+        rows = reader.counts.rows()
         return replace(
             reader.stats,
             steps=reader.position.step - self.first_step,
             copies=reader.copies,
             waited_by_worker=dict(reader.stats.waited_by_worker),
+            sources=by_source(rows),
+            keys=by_key(rows),
         )
 
     def epoch_ended(self) -> None:

@@ -29,6 +29,7 @@ import xxhash
 from penstock.proto.batch.digest import MASK, DigestCover
 from penstock.proto.errors import PenstockError, StateCorruptError, StateMismatchError, StateVersionError
 from penstock.proto.state.codec import decode_state, encode_state
+from penstock.proto.state.counts import COUNTS, Rows, counts_part
 from penstock.proto.state.position import MOST, Position
 from penstock.proto.v1 import records_pb2
 
@@ -129,6 +130,12 @@ class SavedState:
     is_changed: bool = False
     """True if the user changed their part of the state. Batches after the resume then cannot be compared with the
     digests of the saved run."""
+
+    def counts_of(self, box: int, num_boxes: int) -> Rows:
+        """Return the counts with which a box begins when it resumes from this state, as far as the loader's aggregated
+        state has counts."""
+        counts = self.aggregated.get(COUNTS) if isinstance(self.aggregated, Mapping) else None
+        return counts_part(counts, box, num_boxes, 0) if isinstance(counts, Mapping) and "boxes" in counts else {}
 
     def to_dict(self) -> dict[str, Any]:
         """Return the state as a dict. Raises UnsupportedStateError for a value that could not be loaded later."""

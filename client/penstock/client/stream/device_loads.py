@@ -21,7 +21,7 @@ from penstock.client.stream.device import DeviceBackend, DeviceEvent
 from penstock.client.stream.lane_reader import RingView, SlotLane
 from penstock.proto.errors import PenstockError
 from penstock.proto.lane.endpoints import Consumer
-from penstock.proto.lane.frames import BATCH, END, Frame
+from penstock.proto.lane.frames import BATCH, END, Frame, counts_of
 
 __all__ = ["LOOK_S", "DeviceLane", "DeviceLoad", "PeekingConsumer"]
 
@@ -32,7 +32,7 @@ LOOK_S = 50e-6
 class DeviceLoad:
     """Batch whose copy to the device was started."""
 
-    __slots__ = ("batch", "copies", "digest", "entry", "event", "lane", "ring", "token")
+    __slots__ = ("batch", "copies", "counts", "digest", "entry", "event", "lane", "ring", "token")
 
     def __init__(self, lane: DeviceLane, ring: RingView, frame: Frame) -> None:
         self.lane = lane
@@ -41,6 +41,7 @@ class DeviceLoad:
         self.token = frame.ring << 16 | frame.entry
         """Token of the batch's ring and entry; see penstock.client.stream.lane_reader."""
         self.digest: int = frame.digest
+        self.counts = counts_of(frame)
         self.batch: Any = None
         self.copies: list[torch.Tensor] = []
         """Tensors of the batch on the device."""

@@ -85,7 +85,7 @@ class DeviceReader(OrderedReader):
             self.wait_s = 0.0
             self.stats.ahead += 1
             self._staged = None
-            self._count(lane, load.digest)
+            self._count(lane, load.digest, load.counts)
         batch = self._deliver(load)
         self._stage()
         return batch

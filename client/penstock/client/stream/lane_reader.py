@@ -27,7 +27,7 @@ from penstock.proto.batch.flatten import Assembler, wrap_buffer
 from penstock.proto.batch.structure import Structure
 from penstock.proto.errors import BatchCorruptError, ProtocolError
 from penstock.proto.lane.endpoints import Consumer, dims_of
-from penstock.proto.lane.frames import Frame
+from penstock.proto.lane.frames import COUNTED, COVER, Frame
 from penstock.proto.lane.ring import Ring
 from penstock.proto.v1 import lane_pb2, records_pb2
 from penstock.runtime.process import forks
@@ -277,13 +277,13 @@ class SlotLane:
         assert consumer is not None
         assembler, layouts = consumer.compiled.get(frame.structure) or self._compile(frame.structure)
         nbytes = frame.nbytes
-        dims = frame.rest if not frame.size else dims_of(frame, ring.ring)
+        dims = frame.rest if not (frame.size or frame.flags & COUNTED) else dims_of(frame, ring.ring)
         if len(dims) & 7:
             raise ProtocolError(
                 f"{self.name}: the shapes of a batch must be whole numbers of 8 bytes, got {len(dims)} bytes"
             )
         shapes, seed = layouts.find(nbytes, dims)
-        view, offset, cover = ring.ring.view, frame.entry * ring.entry_bytes, frame.flags
+        view, offset, cover = ring.ring.view, frame.entry * ring.entry_bytes, frame.flags & COVER
         if cover == DigestCover.ROWS:
             try:
                 digest = rows_digest(assembler.structure, shapes, view, offset, nbytes)

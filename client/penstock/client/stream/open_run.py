@@ -37,6 +37,8 @@ from penstock.proto.lane.compression import require
 from penstock.proto.lane.endpoints import LANE_PROTOCOL, connect_local
 from penstock.proto.rpc.bounds.polling import PollPace, intervals
 from penstock.proto.rpc.calls import CoordinatorClient, FetchedState
+from penstock.proto.state.counts import by_source
+from penstock.proto.state.position import MOST
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import lane_pb2
 from penstock.runtime.process import forks
@@ -201,6 +203,7 @@ class OpenRun:
             lease_s=self._lease_s,
             commit_mark=self._commit_mark,
             unreachable=[pb.LaneTrouble(slot=s, generation=g, why=why) for s, g, why in progress.unreachable()],
+            sources=_sources(progress),
         )
 
     def _report(self, seen: int, hold_s: float) -> pb.WatchRunReply:
@@ -438,3 +441,19 @@ class OpenRun:
             os.close(self.wake_fd)
         except (OSError, AttributeError):
             pass
+
+
+def _sources(progress: BoxProgress) -> list[pb.SourceCount]:
+    """Return the counts of the delivered samples by source, for a report."""
+    if progress.counts is None:
+        return []
+    return [
+        pb.SourceCount(
+            source=name,
+            samples=min(counts.samples, MOST),
+            tokens=min(counts.tokens, MOST),
+            wanted=counts.wanted[0] if counts.wanted is not None else 0.0,
+            wanted_of_tokens=counts.wanted is not None and counts.wanted[1] == "tokens",
+        )
+        for name, counts in by_source(progress.counts.rows()).items()
+    ]

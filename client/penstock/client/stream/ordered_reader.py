@@ -21,6 +21,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Literal, NoReturn
 
+from penstock.client.states.delivered_counts import DeliveredCounts
 from penstock.client.stream import open_streams
 from penstock.client.stream.checkpoint_schedule import CheckpointSchedule
 from penstock.client.stream.lane_reader import CORRUPT_TRIES, SlotLane
@@ -43,7 +44,7 @@ from penstock.proto.errors import (
     PenstockError,
     ProtocolError,
 )
-from penstock.proto.lane.frames import BATCH, CLOSE, END, ERROR, MAX_UNUSED, Frame
+from penstock.proto.lane.frames import BATCH, CLOSE, END, ERROR, MAX_UNUSED, Frame, counts_of
 from penstock.proto.lane.ring import MAX_ENTRIES
 from penstock.proto.lane.tcp import USER_TIMEOUT_S
 from penstock.proto.rpc.channel import error_of
@@ -94,9 +95,8 @@ class OrderedReader:
         """Structure and dims of the last batch."""
         self.thread = threading.get_ident()
         """Id of the thread that reads. Only this thread uses the lanes."""
-        self._run = run
-        self._label = label
-        self._timeout_s = timeout_s
+        self.counts = DeliveredCounts(run.num_slots)
+        self._run, self._label, self._timeout_s = run, label, timeout_s
         self._version = -1
         self._poll = select.poll()  # waits for slots without a lane
         self._poll.register(run.wake_fd, select.POLLIN)
@@ -111,8 +111,7 @@ class OrderedReader:
         self._later_notice: WaitNotice | None = None
         """Notice of a later wait, for a slot without a worker; None in any other wait."""
         self._open_epochs = position.epoch
-        self._waiting_since = 0.0
-        self._moving = False
+        self._waiting_since, self._moving = 0.0, False
         self._abandoned: list[tuple[int, int]] = []
         self._warned_unsharded = self._logged_not_used = False
         run.progress.waited_by_slot = [0.0] * run.num_slots
@@ -162,7 +161,7 @@ class OrderedReader:
                 continue
             digest = frame.digest
             try:
-                batch = lane.take(frame)
+                batch, counts = lane.take(frame), counts_of(frame)
             except BatchCorruptError as error:
                 self._corrupt(lane, error.message)
                 continue
@@ -170,15 +169,16 @@ class OrderedReader:
                 # The batch is not delivered. If the caller tries again, the producer sends it again.
                 lane.lose(time.monotonic(), str(error))
                 raise
-            self._count(lane, digest)
+            self._count(lane, digest, counts)
             return batch
 
-    def _count(self, lane: SlotLane, digest: int) -> None:
-        """Count the due batch as delivered: advance the position, add the digest, and send an ack if a group is
-        complete."""
+    def _count(self, lane: SlotLane, digest: int, counts: bytes) -> None:
+        """Count the due batch as delivered: advance the position, add the digest and the counts, and ack a group."""
         if self._waiting_since:
             self._waiting_since = 0.0
         lane.last_digest = digest
+        if counts:
+            self.counts.take(lane.slot, counts)
         self.layout = lane.layout
         lane.unacked += 1
         lane.unused = lane.corrupt = 0

@@ -9,11 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NoReturn, Protocol
 
+from penstock.client.states.delivered_counts import DeliveredCounts
 from penstock.client.stream.checkpoint_schedule import CheckpointSchedule
 from penstock.proto.batch.digest import DigestCover
 from penstock.proto.batch.structure import Structure
 from penstock.proto.errors import PenstockError
 from penstock.proto.rpc.calls import FetchedState
+from penstock.proto.state.counts import SampleCounts
 from penstock.proto.state.position import Position
 from penstock.proto.tracebacks import warn_user
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -49,6 +51,8 @@ class BoxProgress:
     epoch_ended: bool = False
     unreachable: Callable[[], list[tuple[int, int, str]]] = list
     """Function that returns (slot, generation, reason) for each slot whose worker this host cannot reach."""
+    counts: DeliveredCounts | None = None
+    """Counts of the delivered samples, by source and key; None before there is a reader."""
     abandoned: tuple[tuple[int, int], ...] = field(default=())
     """Pairs (epoch, last step) of the epochs that the loop left by `break`."""
     _reported_waits: tuple[list[float], list[float]] = field(default=([], []))
@@ -90,6 +94,12 @@ class StreamStats:
     """Number of times that data arrived damaged, over the network or in memory, and were fetched again."""
     skipped: int = 0
     """Poison batches left out since the loader was opened (poison="skip")."""
+    sources: dict[str, SampleCounts] = field(default_factory=dict)
+    """Counts of the delivered samples by source, over the whole life of the run; empty unless the loader has `counts`
+    (penstock.data.Counts). They are those of this box. After a resume on another number of boxes, box 0 continues the
+    counts of all boxes, so the sum over all boxes is always that of the run."""
+    keys: dict[str, SampleCounts] = field(default_factory=dict)
+    """The same counts by key; empty unless the loader counts by a key."""
 
 
 class StreamRun(Protocol):
@@ -142,6 +152,7 @@ class Reader(Protocol):
     first_step: int
     wait_s: float
     layout: tuple[Structure, list[int]] | None
+    counts: DeliveredCounts
     thread: int
 
     @property

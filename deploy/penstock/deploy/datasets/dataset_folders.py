@@ -7,20 +7,22 @@ import json
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from penstock.data import StreamingDataset, convert_dataset, index_folder
+from penstock.data import StreamingDataset, StreamingLoader, convert_dataset, index_folder
+from penstock.data.fetch_plan import Fetches, PlannedRun, planned
 from penstock.data.formats.index import INDEX, read_index
 from penstock.data.formats.shards import Shard
 from penstock.deploy.console.exit_codes import exit_code
 from penstock.proto.errors import DatasetError
 from penstock.runtime.telemetry.logs import printable
 
-__all__ = ["show_conversion", "show_index", "show_inspection", "show_verification"]
+__all__ = ["show_conversion", "show_index", "show_inspection", "show_plan", "show_verification"]
 
 LONGEST_VALUE = 60
 """Largest number of characters of a value that is shown."""
@@ -56,6 +58,40 @@ def show_inspection(folder: Path, samples: int, as_json: bool) -> None:
     _print(found, as_json)
 
 
+def show_plan(folder: Path, batch: int, boxes: int, order: Mapping[str, Any], as_json: bool, **run: Any) -> None:
+    """Print what a run over a dataset will fetch.
+
+    Args:
+        batch: rows of all boxes' batches together.
+        order: arguments of StreamingLoader that decide the order and what is fetched ahead.
+        run: other settings of a PlannedRun.
+    """
+    shards = _shards(folder)
+    with _opened(folder) as dataset:
+        loader = StreamingLoader(dataset, global_batch_size=batch, rank=(0, boxes), **order)
+        settings = PlannedRun(batch, boxes, predownload=loader.predownload, **run)
+        nodes = planned(settings, loader.order, Fetches.of(shards))
+    found: dict[str, Any] = {**_counts(folder, shards), "steps_of_an_epoch": settings.steps(loader.order)}
+    for node in nodes:
+        epochs = [asdict(epoch) for epoch in node.epochs]
+        found[f"node_{node.node}"] = {**asdict(node), "epochs": epochs}
+    if as_json:
+        _print(found, as_json)
+        return
+    _print({name: value for name, value in found.items() if not name.startswith("node_")}, as_json)
+    for node in nodes:
+        typer.echo(f"node {node.node}:")
+        typer.echo(f"  before the first batches: {node.first_shards:,} shards, {node.first_bytes:,} bytes")
+        for number, epoch in enumerate(node.epochs):
+            again = f", {epoch.again:,} of them again, because the cache was too small" if epoch.again else ""
+            typer.echo(f"  epoch {number}: {epoch.shards:,} shards, {epoch.bytes:,} bytes{again}")
+            if settings.bandwidth is not None:
+                typer.echo(f"    {epoch.waiting_steps:,} steps wait {epoch.wait_s:,.1f} s in all")
+        typer.echo(
+            f"  cache: {node.peak_bytes:,} bytes; {node.working_bytes:,} are enough to fetch nothing twice in an epoch"
+        )
+
+
 def show_verification(folder: Path, as_json: bool) -> int:
     """Read all samples, and print which files are damaged or missing. Returns the exit code."""
     shards = _shards(folder)
@@ -83,11 +119,16 @@ def _opened(folder: Path, **options: Any) -> Iterator[StreamingDataset]:
     """Open a dataset without writing into its folder: what it stores itself, such as decompressed shards, goes into a
     temporary folder."""
     with tempfile.TemporaryDirectory() as scratch:
-        dataset = StreamingDataset(str(folder.absolute()), scratch, **options)
+        dataset = StreamingDataset(str(folder.absolute()), scratch, split=_split_of(folder), **options)
         try:
             yield dataset
         finally:
             dataset.close()
+
+
+def _split_of(folder: Path) -> str | None:
+    """Return the value of `split` that stands for all samples of a folder: "*" if its index lists splits."""
+    return "*" if any("splits" in shard.settings for shard in _shards(folder)) else None
 
 
 def _shards(folder: Path) -> list[Shard]:

@@ -9,19 +9,25 @@ unpickled.
 from __future__ import annotations
 
 import json
-from typing import Any, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 from penstock.deploy.console.coordinator_options import Peer
+from penstock.deploy.console.count_tables import count_tables, counts_as_dict, rows_of_workers
 from penstock.deploy.console.tables import Table, show
 from penstock.deploy.operations.state_values import as_json as plain
 from penstock.deploy.operations.state_values import brief
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.rpc.calls import FetchedState
+from penstock.proto.state.counts import rows_of
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 from penstock.runtime.telemetry.units import size, topology
 
-__all__ = ["as_dict", "run_name", "show_state", "tables"]
+if TYPE_CHECKING:
+    from penstock.deploy.operations.saved_file import FoundState
+
+__all__ = ["as_dict", "run_name", "show_state", "show_state_file", "tables"]
 
 
 def show_state(
@@ -58,6 +64,7 @@ def as_dict(run: str, fetched: FetchedState) -> dict[str, Any]:
     """Return the records and positions as plain values, with each `user_state_dict` decoded."""
     workers = [_worker(record, data) for record, data in fetched.records]
     first = fetched.records[0][0] if fetched.records else pb.WorkerRecord()
+    rows = rows_of_workers(worker["user_state_dict"] for worker in workers)
     return {
         "run": run,
         "step": first.step,
@@ -65,6 +72,7 @@ def as_dict(run: str, fetched: FetchedState) -> dict[str, Any]:
         "num_workers_per_box": first.num_workers_per_box,
         "boxes": [_box(box, position) for box, position in sorted(fetched.positions.items())],
         "workers": workers,
+        "counts": counts_as_dict(rows) if rows else None,
     }
 
 
@@ -145,4 +153,46 @@ def tables(found: dict[str, Any]) -> list[Table]:
                 "" if worker["state_methods"] == 0 else brief(worker["user_state_dict"]),
             )
         )
-    return [boxes, workers]
+    rows = rows_of_workers(worker["user_state_dict"] for worker in found["workers"])
+    return [boxes, workers, *(count_tables(rows) if rows else ())]
+
+
+# ---- files
+
+
+def show_state_file(path: Path, as_json: bool) -> None:
+    """Print the saved states in a file, as tables or JSON. Raises the errors of SavedFile."""
+    from penstock.deploy.operations.saved_file import SavedFile
+
+    file = SavedFile(path)
+    if as_json:
+        print(json.dumps({"file": str(path), "states": [_file_state(found) for found in file.states]}, indent=2))
+        return
+    show(table for found in file.states for table in _file_tables(found))
+
+
+def _file_state(found: FoundState) -> dict[str, Any]:
+    saved = found.saved
+    rows = rows_of(saved.aggregated)
+    return {
+        "where": found.name,
+        "input_fn": saved.input_fn,
+        "step": saved.step,
+        "num_boxes": saved.num_boxes,
+        "num_workers_per_box": saved.num_workers_per_box,
+        "seed": saved.seed,
+        "counts": None if rows is None else counts_as_dict(rows),
+    }
+
+
+def _file_tables(found: FoundState) -> list[Table]:
+    saved = found.saved
+    size = topology(saved.num_boxes, saved.num_workers_per_box) if saved.num_boxes else "any"
+    rows = rows_of(saved.aggregated)
+    about = Table(
+        f"State at step {saved.step}: {found.name}",
+        ("what", "found"),
+        [("input_fn", saved.input_fn), ("topology", size), ("seed", "" if saved.seed is None else str(saved.seed))],
+        note="" if rows is not None else "It has no counts: its loader was made without counts= (docs/counts.md).",
+    )
+    return [about, *([] if rows is None else count_tables(rows))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from penstock.deploy.console.coordinator_options import Peer
@@ -10,7 +11,7 @@ from penstock.deploy.console.tables import Table, show
 from penstock.deploy.operations.state_values import brief
 from penstock.deploy.replay.replay_batch import ReplayRequest, archive_of, replay
 
-__all__ = ["show_replay", "tables"]
+__all__ = ["numbers_of", "show_replay", "tables"]
 
 ROW_TEXT = 160
 """Largest number of characters of a row's values in a table. --json shows more of them."""
@@ -55,6 +56,8 @@ def tables(found: dict[str, Any]) -> list[Table]:
             ("replayed from", found["replayed_from"]["what"]),
         ],
     )
+    if found["samples"]:
+        about.rows.append(("samples", numbers_of(found["samples"])))
     leaves = Table("Batch", ("leaf", "kind", "dtype", "shape", "min>", "max>", "mean>", "NaN>", "first values"))
     for leaf in found["leaves"]:
         shape = "" if leaf["shape"] is None else "[" + ", ".join(map(str, leaf["shape"])) + "]"
@@ -63,7 +66,7 @@ def tables(found: dict[str, Any]) -> list[Table]:
         leaves.rows.append(
             (leaf["name"] or "batch", leaf["kind"], leaf["dtype"] or "", shape, *numbers, nan, _first(leaf))
         )
-    shown = [about, leaves]
+    shown = [about, *_counts(found), leaves]
     if "row" in found:
         row = Table(f"Row {found['row']['row']}", ("leaf", "shape", "values"))
         for leaf in found["row"]["leaves"]:
@@ -71,6 +74,22 @@ def tables(found: dict[str, Any]) -> list[Table]:
             row.rows.append((leaf["name"] or "batch", shape, _text(leaf["values"])))
         shown.append(row)
     return shown
+
+
+def numbers_of(ranges: Sequence[Sequence[int]] | None) -> str:
+    """Return the numbers of samples as a text. `ranges`: pairs (first, end)."""
+    return ", ".join(f"{first} to {end - 1}" for first, end in ranges or ())
+
+
+def _counts(found: dict[str, Any]) -> list[Table]:
+    if found["counts"] is None:
+        return []
+    table = Table("Samples of the batch", ("source or key", "samples>", "tokens>", "truncated>", "skipped before>"))
+    for what in ("sources", "keys"):
+        for name, counts in found["counts"][what].items():
+            numbers = (str(counts[field]) for field in ("samples", "tokens", "truncated", "skipped"))
+            table.rows.append((f"{what[:-1]} {name or '-'}", *numbers))
+    return [table]
 
 
 def _number(value: Any) -> str:

@@ -21,12 +21,14 @@ from typing import Any, cast
 import numpy.random  # noqa: F401  # needed by every child, loaded once
 import torch
 
+from penstock.deploy.console.count_tables import counts_as_dict
 from penstock.deploy.forking_interpreter import serve, take_task
 from penstock.deploy.operations import batch_tables
 from penstock.proto.batch.digest import cover_of
 from penstock.proto.batch.replay_digest import ReplayDigest
 from penstock.proto.errors import LaneLostError, ReplayMismatchError
 from penstock.proto.state.codec import decode_state
+from penstock.proto.state.counts import merged_rows
 from penstock.proto.v1 import records_pb2
 from penstock.worker.tools.loader_children import ControlChannel, plain_detail
 from penstock.worker.tools.user_loaders import (
@@ -150,8 +152,20 @@ class _SlotReplay:
         if out is not None:
             batch_tables.write(self._batch, Path(out))
         place = self._source.position
-        text = json.dumps({**found, "samples_streamed": place.samples}).encode()
+        numbers, counted = self._source.last_batch()
+        trained_on = {
+            "samples": None if numbers is None else [[each.start, each.stop] for each in numbers],
+            "restore_keys": self._restore_keys(),
+            "counts": None if counted is None else counts_as_dict(merged_rows([counted])),
+        }
+        text = json.dumps({**found, **trained_on, "samples_streamed": place.samples}).encode()
         self._channel.send("done", text, digest=self._source.digest)
+
+    def _restore_keys(self) -> list[str] | None:
+        """Return the restore keys of the newest batch; None if it has none."""
+        name = self._source.key_field
+        keys = self._batch.get(name) if name is not None and isinstance(self._batch, Mapping) else None
+        return list(map(str, keys)) if isinstance(keys, list) else None
 
     def _done(self, **fields: Any) -> None:
         """Send the task's answer, with the digests of the batches made since the last answer. The last one is of batch

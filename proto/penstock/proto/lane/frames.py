@@ -27,6 +27,8 @@ from penstock.proto.v1 import records_pb2
 __all__ = [
     "BATCH",
     "CLOSE",
+    "COUNTED",
+    "COVER",
     "END",
     "ERROR",
     "FRAME_BYTES",
@@ -50,6 +52,7 @@ __all__ = [
     "StructurePieces",
     "check_peer",
     "connect_local",
+    "counts_of",
     "dims_of",
     "forget_oldest",
     "framed",
@@ -60,7 +63,7 @@ __all__ = [
     "unpack_shapes",
 ]
 
-LANE_PROTOCOL = 5
+LANE_PROTOCOL = 6
 MAX_FRAME = 64 << 10
 """Largest size of a frame in bytes. The default buffer of a Unix socket holds 208 KiB, so three of the largest fit into
 it."""
@@ -90,6 +93,11 @@ reconnect there are a few thousand at most: 64 structures in 128 pieces each."""
 
 BATCH, RING, STRUCTURE, END, ERROR, CLOSE = range(1, 7)
 """Kinds of frames."""
+
+COVER = 0x03
+"""Bits of a BATCH frame's flags that hold the DigestCover."""
+COUNTED = 0x80
+"""Flag of a BATCH frame that ends with counts (penstock.proto.state.counts) and their length, a u32."""
 
 LOST = frozenset({errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF})
 """Errors of a send that show that the peer is gone. Data that the peer sent before may still be read."""
@@ -150,7 +158,12 @@ class Frame(NamedTuple):
     @property
     def shapes(self) -> list[int]:
         """Shapes of a BATCH frame. If the shapes are in the ring entry instead, use `dims_of`."""
-        return unpack_shapes(self.rest)
+        return unpack_shapes(self.dims)
+
+    @property
+    def dims(self) -> bytes:
+        """Packed shapes of a BATCH frame, without the counts that may follow them."""
+        return self.rest[: -HEAD.size - len(counts_of(self))] if self.flags & COUNTED else self.rest
 
     @property
     def entries(self) -> int:
@@ -185,17 +198,34 @@ def framed_batch(
     epoch: int,
     nbytes: int,
     digest: int,
-    dims: bytes,
+    rest: bytes,
+    counts: bytes = b"",
 ) -> bytes:
     """Return a BATCH frame of the local lane preceded by its length, made in one call because there is one for each
-    batch."""
+    batch. rest: packed shapes, and counts if `flags` has COUNTED. counts: counts to add to the frame."""
+    if counts:
+        flags, rest = flags | COUNTED, rest + counts + HEAD.pack(len(counts))
     return (
         _pack_framed(
-            *(FRAME_BYTES + len(dims), BATCH, 0, flags, ring, entry, structure, abandons, size),
+            *(FRAME_BYTES + len(rest), BATCH, 0, flags, ring, entry, structure, abandons, size),
             *(total, epoch, nbytes, digest, 0),
         )
-        + dims
+        + rest
     )
+
+
+def counts_of(frame: Frame) -> bytes:
+    """Return the counts at the end of a BATCH frame; b"" if it has none. Raises ProtocolError for a wrong length."""
+    if not frame.flags & COUNTED:
+        return b""
+    rest = frame.rest
+    end = len(rest) - HEAD.size
+    size = HEAD.unpack_from(rest, end)[0] if end >= 0 else 0
+    if not 0 < size <= end:
+        raise ProtocolError(
+            f"the counts of a batch must fill the end of its frame of {len(rest)} bytes, got {size} bytes"
+        )
+    return rest[end - size : end]
 
 
 def read_frame(view: memoryview, start: int, stop: int) -> Frame:
@@ -257,7 +287,7 @@ def read_ack(view: memoryview, start: int, stop: int) -> Ack:
 def dims_of(frame: Frame, ring: Ring) -> bytes:
     """Return the packed shapes of a batch, from its frame or from its ring entry."""
     if not frame.size:
-        return frame.rest
+        return frame.dims
     if frame.size > MAX_DIMS:
         raise ProtocolError(f"a batch must have <= {MAX_DIMS} dims, got {frame.size}")
     if frame.entry >= ring.entries or frame.nbytes + 8 * frame.size > ring.entry_bytes:

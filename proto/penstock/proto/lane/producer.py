@@ -373,26 +373,26 @@ class Producer:
         digest: int,
         more: bool = False,
         cover: DigestCover = DigestCover.SAMPLE,
+        counts: bytes = b"",
     ) -> None:
         """Send the batch in the entry `reserved`, and keep it until it is delivered.
 
         dims: packed shapes of the batch (frames.pack_shapes). more: True if another `publish` or a `flush` follows at
-        once, so that the batch may share a packet with the next one. cover: bytes that `digest` covers.
+        once, so that the batch may share a packet with the next one. cover: bytes that `digest` covers. counts:
+        those that the batch has changed.
         """
         count = len(dims) >> 3
         if count > LONG_SHAPES:
             if nbytes + len(dims) > reserved.ring.entry_bytes:
-                raise InvalidArgumentError(
-                    f"the {count} dimensions of a batch of {nbytes} bytes must fit into the reserved entry: pass "
-                    "`dims` to reserve(), too"
-                )
+                what = f"the {count} dimensions of a batch of {nbytes} bytes"
+                raise InvalidArgumentError(f"{what} must fit into the reserved entry: pass `dims` to reserve(), too")
             start = reserved.offset + nbytes
             reserved.ring.map[start : start + len(dims)] = dims
             dims = b""
         else:
             count = 0
-        ring, entry = reserved.ring_id, reserved.entry
-        message = framed_batch(cover, ring, entry, structure, self.abandons, count, total, epoch, nbytes, digest, dims)
+        ring, entry, numbers = reserved.ring_id, reserved.entry, (self.abandons, count, total, epoch, nbytes, digest)
+        message = framed_batch(cover, ring, entry, structure, *numbers, dims, counts)
         self._keep_and_send(reserved, total, epoch, structure, message, more)
 
     def forward(self, reserved: FreeEntry, frame: Frame, more: bool = False) -> None:

@@ -28,7 +28,7 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from penstock.proto.batch.digest import FULL_BELOW, DigestCover
 from penstock.proto.errors import BatchCorruptError, DeadlineError, LaneLostError, ProtocolError
-from penstock.proto.lane.frames import MAX_FRAME, Frame
+from penstock.proto.lane.frames import COVER, MAX_FRAME, Frame
 from penstock.proto.v1 import lane_pb2
 
 __all__ = [
@@ -125,7 +125,7 @@ def check_message(seal: bytes | bytearray | memoryview, at: int, message: bytes 
 def is_checked(frame: Frame) -> bool:
     """Return whether a check of CHECK_BYTES follows the payload of this BATCH frame. It does if the payload is
     compressed, or if the batch's digest does not cover every byte."""
-    return frame.codec != 0 or frame.nbytes > FULL_BELOW or frame.flags == DigestCover.ROWS
+    return frame.codec != 0 or frame.nbytes > FULL_BELOW or frame.flags & COVER == DigestCover.ROWS
 
 
 def check_of(hasher: xxh3_64) -> bytes:

@@ -367,6 +367,7 @@ class WatchRunRequest(_message.Message):
     COMMIT_MARK_FIELD_NUMBER: _builtins.int
     UNREACHABLE_FIELD_NUMBER: _builtins.int
     WAITED_BY_SLOT_S_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     attempt: _builtins.int
     box: _builtins.int
@@ -406,6 +407,10 @@ class WatchRunRequest(_message.Message):
         waited_s by the slot that was waited for; empty: not reported
         """
 
+    @_builtins.property
+    def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceCount]:
+        """by source, what was delivered to this box over the life of the run, if its loader"""
+
     def __init__(
         self,
         *,
@@ -424,14 +429,50 @@ class WatchRunRequest(_message.Message):
         commit_mark: _builtins.bytes = ...,
         unreachable: _abc.Iterable[Global___LaneTrouble] | None = ...,
         waited_by_slot_s: _abc.Iterable[_builtins.float] | None = ...,
+        sources: _abc.Iterable[Global___SourceCount] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["delivered", b"delivered"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "attempt", b"attempt", "box", b"box", "client_id", b"client_id", "commit_mark", b"commit_mark", "delivered", b"delivered", "epoch_ended", b"epoch_ended", "hold_s", b"hold_s", "lease_s", b"lease_s", "run", b"run", "seen_version", b"seen_version", "unreachable", b"unreachable", "waited_by_slot_s", b"waited_by_slot_s", "waited_s", b"waited_s", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "attempt", b"attempt", "box", b"box", "client_id", b"client_id", "commit_mark", b"commit_mark", "delivered", b"delivered", "epoch_ended", b"epoch_ended", "hold_s", b"hold_s", "lease_s", b"lease_s", "run", b"run", "seen_version", b"seen_version", "sources", b"sources", "unreachable", b"unreachable", "waited_by_slot_s", b"waited_by_slot_s", "waited_s", b"waited_s", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WatchRunRequest: _TypeAlias = WatchRunRequest  # noqa: Y015
+
+@_typing.final
+class SourceCount(_message.Message):
+    """Samples of one source that were delivered to a box."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    WANTED_FIELD_NUMBER: _builtins.int
+    WANTED_OF_TOKENS_FIELD_NUMBER: _builtins.int
+    source: _builtins.str
+    samples: _builtins.int
+    tokens: _builtins.int
+    wanted: _builtins.float
+    """share that the mixture wants of this source, 0 to 1; 0 = none"""
+    wanted_of_tokens: _builtins.bool
+    """the share is one of tokens, not of samples"""
+    def __init__(
+        self,
+        *,
+        source: _builtins.str = ...,
+        samples: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+        wanted: _builtins.float = ...,
+        wanted_of_tokens: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["samples", b"samples", "source", b"source", "tokens", b"tokens", "wanted", b"wanted", "wanted_of_tokens", b"wanted_of_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SourceCount: _TypeAlias = SourceCount  # noqa: Y015
 
 @_typing.final
 class LaneTrouble(_message.Message):

@@ -16,10 +16,11 @@ Kinds of frames, and the fields that they use. Fields that are not listed are 0.
 
   1 BATCH      total: this batch's count over the run, from 1. epoch. ring, entry: where it lies. structure: its id.
                nbytes: size of its region. digest: of structure, shapes and region; flag 1: of every byte, 2: of rows,
-               else as penstock.proto.batch.digest samples it. abandons: abandoned epochs that the producer had seen;
+               0: as penstock.proto.batch.digest samples it. abandons: abandoned epochs that the producer had seen;
                a frame with fewer than the consumer has sent belongs to an abandoned epoch: the consumer ignores it and
                does not release it. The rest: its shapes, u64 each; or the rest is empty, and `size` shapes follow the
-               region in its entry.
+               region in its entry. With flag 0x80 the last u32 of the frame is the length of the counts before it, which
+               the batch has changed (penstock.proto.state.counts); the shapes are what is left before them.
                Over TCP, codec: how its payload travels, and wire: its bytes then, fewer than without.
   2 RING       ring, entry: number of entries, nbytes: bytes of each; locally its descriptor follows (SCM_RIGHTS)
   3 STRUCTURE  structure: its id, size: bytes of all of it, the rest: a piece; pieces come in order

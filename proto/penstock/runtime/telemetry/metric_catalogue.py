@@ -37,6 +37,7 @@ class Metric:
 _EVERY: tuple[Process, ...] = ("coordinator", "worker", "client")
 _BOX = ("run", "box")
 _SLOT = ("run", "box", "slot")
+_SOURCE = ("run", "box", "source", "key")
 
 
 def _coordinator(name: str, kind: Kind, unit: str, labels: tuple[str, ...], help: str) -> Metric:
@@ -309,6 +310,23 @@ CATALOGUE: tuple[Metric, ...] = (
         "",
         _BOX,
         "Number of times that damaged data arrived and were fetched again.",
+    ),
+    _client(
+        "penstock_client_source_samples",
+        "gauge",
+        "samples",
+        _SOURCE,
+        "Samples delivered over the whole life of the run, by source and key, if the loader has counts=.",
+    ),
+    _client("penstock_client_source_tokens", "gauge", "tokens", _SOURCE, "Tokens of these samples."),
+    _client("penstock_client_source_truncated_samples", "gauge", "samples", _SOURCE, "Samples that were truncated."),
+    _client("penstock_client_source_skipped_samples", "gauge", "samples", _SOURCE, "Samples that were left out."),
+    _client(
+        "penstock_client_source_wanted_ratio",
+        "gauge",
+        "ratio",
+        ("run", "box", "source", "of"),
+        "Share that the mixture wants of this source, of samples or of tokens.",
     ),
     _client("penstock_client_lanes", "gauge", "", ("run", "box", "lane"), "Lanes that are open, local or tcp."),
     _client("penstock_client_held_batches", "gauge", "batches", _BOX, "Batches of which the loop still holds views."),

@@ -50,14 +50,16 @@ def open_version(
     if isinstance(version, int):
         return _numbered(make, version, name)
     newest = make(INDEX)
-    index = newest.index()
-    number = version_of(file_notes(index))
-    if number is None:
-        return newest, index, None
     try:
+        index = newest.index()
+        number = version_of(file_notes(index))
+        if number is None:
+            return newest, index, None
         number = version_of(newest.newest_notes()) or number
-    finally:
+    except BaseException:
         newest.close()
+        raise
+    newest.close()
     return _numbered(make, number, name)
 
 
@@ -65,13 +67,16 @@ def _numbered(make: Callable[[str], ShardCache], version: int, name: str) -> tup
     cache = make(version_index(version))
     try:
         index = cache.index()
-    except ShardUnavailableError as error:
+        if version_of(file_notes(index)) != version:
+            raise DatasetError(
+                f"{name}: {version_index(version)} must be the index of version {version}, got another one"
+            )
+    except BaseException as error:
         cache.close()
-        raise DatasetError(
-            f"{name} must have version {version}: {error.message}. Give version=None for the newest one; a writer with "
-            "append=True makes versions"
-        ) from error
-    if version_of(file_notes(index)) != version:
-        cache.close()
-        raise DatasetError(f"{name}: {version_index(version)} must be the index of version {version}, got another one")
+        if isinstance(error, ShardUnavailableError) and isinstance(error.__cause__, FileNotFoundError):
+            raise DatasetError(
+                f"{name} must have version {version}: {error.message}. Give version=None for the newest one; a writer "
+                "with append=True makes versions"
+            ) from error
+        raise
     return cache, index, version

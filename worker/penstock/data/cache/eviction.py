@@ -13,7 +13,7 @@ The least recently used shard is evicted first. Raw files that can be decompress
 are evicted before files that would have to be fetched again. A shard is never evicted while a process holds its lock,
 or if the remote no longer has it. A prefetch never evicts a shard that another process has prefetched and not used yet.
 
-A disk or quota that is full is a limit that nobody told: then shards are evicted too, also in a cache without a limit.
+A full disk or quota counts as a limit: shards are evicted then, also in a cache without a limit of its own.
 """
 
 from __future__ import annotations

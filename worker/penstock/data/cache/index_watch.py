@@ -21,7 +21,7 @@ import xxhash
 
 from penstock.data.cache.file_locks import LONGEST_TEXT
 from penstock.data.formats.descriptors import Descriptor
-from penstock.data.formats.index import PRECEDED_NOTE, file_notes, index_notes, version_index
+from penstock.data.formats.index import PRECEDED_NOTE, file_notes, first_notes, version_index
 from penstock.data.remote.folders import RemoteFolder
 from penstock.proto.errors import DatasetError, PenstockError
 from penstock.runtime.files.atomic_files import write_whole
@@ -140,10 +140,12 @@ class RemoteIndex:
         """Return True if the index was replaced because a writer appended to the dataset."""
         try:
             cached = digest_of(Descriptor(self.folder / self.name))
-            first = self.remote.read(version_index(1), deadline_s=VERSION_TIMEOUT_S)
+            notes = first_notes(
+                lambda size: self.remote.read(version_index(1), deadline_s=VERSION_TIMEOUT_S, first=size)
+            )
         except (OSError, DatasetError):
             return False
-        return index_notes(first).get(PRECEDED_NOTE) == cached
+        return notes.get(PRECEDED_NOTE) == cached
 
     def _version(self) -> str | None:
         """Return the version of the remote's index; "" if there is no index, None if the version is unknown."""

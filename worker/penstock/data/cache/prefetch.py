@@ -24,15 +24,13 @@ __all__ = ["FetchStats", "Prefetcher"]
 EVICTION_PAUSE_S = 0.25
 """Seconds between two attempts to prefetch when the cache is full. The cache must be checked again and again, because
 other processes do not report when they release a shard."""
-
-
 MARK_S = 10.0
 """Seconds to wait for the mark (a lock) of a prefetched shard while another process removes that mark."""
 
 
 @dataclass(frozen=True)
 class FetchStats:
-    """What one process has fetched of a dataset since it opened the dataset."""
+    """Counts of what one process has fetched of a dataset since it opened the dataset."""
 
     fetched_shards: int = 0
     """Number of shards, or of row groups that are fetched alone."""

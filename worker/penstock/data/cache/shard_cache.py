@@ -1,9 +1,8 @@
 """A folder with a dataset's shards, filled on demand and shared by all processes of the host.
 
-Everything that processes must agree on is a file in the folder and a flock on it (see `cache_state`): there is no
-daemon, no shared memory, no semaphore. All users of a shard share its lock, so it is not evicted. A second, exclusive
-lock is held while it is fetched, so it is not fetched twice. Locks end with their holders. The files that a killed
-process leaves are recognized by their free lock, and removed.
+Everything that processes must agree on is a file in the folder and a flock on it (see `cache_state`). All users of a
+shard share its lock, so it is not evicted. A second, exclusive lock is held while it is fetched, so it is not fetched
+twice. Locks end with their holders. Files that a killed process leaves are recognized by their free lock, and removed.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from penstock.data.cache.file_locks import FileLock
 from penstock.data.cache.prefetch import FetchStats, Prefetcher
 from penstock.data.cache.shard_versions import ShardVersion, file_stat, key_of
 from penstock.data.formats.descriptors import Descriptor
-from penstock.data.formats.index import INDEX, file_notes, index_notes
+from penstock.data.formats.index import INDEX, file_notes, first_notes
 from penstock.data.formats.shards import Shard
 from penstock.data.remote.folders import RemoteFolder
 from penstock.data.remote.transfer import is_full, unwritable
@@ -219,9 +218,9 @@ class ShardCache:
         if self._in_place:
             try:
                 return Descriptor(self.index_path)
-            except FileNotFoundError:
+            except FileNotFoundError as error:
                 what = f"{self._in_place} must be a dataset's folder: it has no {self._index_name}{self._remedy()}"
-                raise ShardUnavailableError(what) from None
+                raise ShardUnavailableError(what) from error
             except OSError as error:
                 raise ShardUnavailableError(f"{self.index_path} cannot be read: {error.strerror}") from error
         assert self.remote is not None
@@ -244,7 +243,8 @@ class ShardCache:
         ShardUnavailableError."""
         if self._in_place or self.remote is None:
             return file_notes(self.index())
-        return index_notes(self.remote.read(self._index_name, deadline_s=self.timeout_s))
+        remote, until = self.remote, time.monotonic() + self.timeout_s
+        return first_notes(lambda size: remote.read(self._index_name, deadline_s=until - time.monotonic(), first=size))
 
     def _remedy(self) -> str:
         """Return the remedy that the error for a folder without an index gives. Looks only one folder down: there may

@@ -1,4 +1,4 @@
-"""What a conversion does, as plain data that its processes share and that a second run compares."""
+"""Plan of a conversion, as plain data that its processes share and that a second run compares."""
 
 from __future__ import annotations
 
@@ -49,6 +49,8 @@ class ConversionPlan:
     """Settings of the result's files."""
     data: str = ""
     """Digest of the source's files."""
+    order: str = ""
+    """Digest of the order that the result keeps; "" for an order of its own."""
     parts: Sequence[Part] = ()
     verify: bool = True
     timeout_s: float = 600.0
@@ -61,7 +63,7 @@ class ConversionPlan:
     @property
     def key(self) -> str:
         """Digest of everything that decides the result's content. Parts with this key need not be made again."""
-        chosen = (self.to, self.schema, self.encoded, self.settings, self.data)
+        chosen = (self.to, self.schema, self.encoded, self.settings, self.data, self.order)
         columns, parts = [asdict(each) for each in self.columns], [asdict(each) for each in self.parts]
         text = json.dumps([chosen, columns, parts], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:32]

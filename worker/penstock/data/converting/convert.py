@@ -22,10 +22,11 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from penstock.data.arguments import at_least_one, byte_count, one_of
-from penstock.data.cache.file_locks import take
+from penstock.data.cache.file_locks import FileLock, take
 from penstock.data.cache.shard_cache import ShardCache
 from penstock.data.converting.conversion_plan import JOB, ConversionPlan, parts_of
 from penstock.data.converting.convert_part import PartConverter, data_of, source_of
@@ -38,7 +39,8 @@ from penstock.data.indexes.shard_table import ListedShards
 from penstock.data.remote.folders import RemoteFolder
 from penstock.data.writing.uploads import writable_remote
 from penstock.proto import errors
-from penstock.proto.errors import DatasetError, InvalidArgumentError, PenstockError
+from penstock.proto.errors import DatasetError, InvalidArgumentError, PenstockError, ShardUnavailableError
+from penstock.runtime.files.atomic_files import sync_folder
 from penstock.runtime.process.line_reader import LinePipe
 from penstock.runtime.process.spawn import Spawned, module, spawn
 from penstock.runtime.process.watch import wait_for_any
@@ -137,25 +139,28 @@ def convert_dataset(
             chosen = _choose(origin, shards, to, columns, types or {}, os.fspath(source))
         finally:
             origin.close()
+        layout = OrderLayout.noted(index_notes(text), ListedShards(shards), os.fspath(source)) if keep_order else None
         plan = ConversionPlan(
             _address(source),
             _address(dest),
             to,
             *chosen,
             settings=settings,
-            data=hashlib.sha256(
-                "".join(data_of(shards, RemoteFolder(_address(source), source_options))).encode()
-            ).hexdigest(),
+            data=_digest("".join(data_of(shards, RemoteFolder(_address(source), source_options)))),
             parts=parts_of(shards),
             verify=verify,
             timeout_s=timeout_s,
+            order="" if layout is None else _digest(json.dumps(layout.note())),
             cache=scratch,
             cache_limit=max(4 << 30, (workers + 1) * max((shard.size for shard in shards), default=0)),
             source_options=dict(source_options or {}),
             dest_options=dict(dest_options or {}),
         )
-        layout = OrderLayout.noted(index_notes(text), ListedShards(shards), os.fspath(source)) if keep_order else None
         return _Conversion(plan, remote, layout, timeout_s).run(min(workers, max(1, len(plan.parts))))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _address(folder: str | os.PathLike[str]) -> str:
@@ -254,7 +259,7 @@ def _sampled(cache: ShardCache, shards: Sequence[Shard]) -> list[dict[str, Any]]
 
 @dataclass
 class _Conversion:
-    """One run of a conversion."""
+    """Run of a conversion."""
 
     plan: ConversionPlan
     remote: RemoteFolder
@@ -265,18 +270,58 @@ class _Conversion:
         self._shown = time.monotonic()
 
     def run(self, processes: int) -> Converted:
-        finished = self._finished_before()
-        if finished is not None:
-            self._clean_up()
-            return finished
-        lock = None if self.remote.local is None else take(str(self.remote.local), JOURNAL, shared=False)
-        if self.remote.local is not None and lock is None:
+        with contextlib.ExitStack() as stack:
+            finished = self._finished_before()
+            if finished is None:
+                lock = stack.enter_context(self._sole_writer())
+                finished = self._finished_before()  # another run may have ended before this one took the lock
+            if finished is not None:
+                self._clean_up()
+                return finished
+            self._begin(lock)
+            return self._run(processes)
+
+    @contextlib.contextmanager
+    def _sole_writer(self) -> Iterator[FileLock | None]:
+        """Lock the journal in a local folder; yield the lock."""
+        folder = self.remote.local
+        if folder is None:
+            yield None
+            return
+        with self._writes_journal():
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = take(str(folder), JOURNAL, shared=False)
+        if lock is None:
             raise DatasetError(f"{self.remote.url} must have one writer, but another process converts into it: wait")
         try:
-            return self._run(processes)
+            yield lock
+        except BaseException:
+            if not lock.read():  # nothing was begun
+                lock.remove()
+            raise
         finally:
-            if lock is not None:
-                lock.release()
+            lock.release()
+
+    def _begin(self, lock: FileLock | None) -> None:
+        """Write the journal, if it is not there: into the file that is locked, because a new one would have no lock."""
+        text = self.plan.key.encode() + b"\n"
+        if lock is None:
+            self.remote.write(JOURNAL, text, deadline_s=self.timeout_s)
+        elif lock.read() != text:
+            with self._writes_journal():
+                lock.write(text)
+                with open(lock.path, "rb") as file:
+                    os.fsync(file.fileno())
+                sync_folder(Path(lock.root))
+
+    @contextlib.contextmanager
+    def _writes_journal(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ShardUnavailableError(
+                f"{self.remote.url_of(JOURNAL)} could not be written: {error.strerror}"
+            ) from error
 
     def _run(self, processes: int) -> Converted:
         parts = self._journaled()
@@ -291,24 +336,22 @@ class _Conversion:
     def _finished_before(self) -> Converted | None:
         """Return what an earlier run of this conversion finished, if it did. Raises DatasetError if the folder has
         anything else than this conversion."""
-        names = [name for name in self.remote.names(deadline_s=self.timeout_s) if not name.startswith(f".{JOURNAL}.")]
+        names = self.remote.names(deadline_s=self.timeout_s)
         if INDEX in names:
             text = self.remote.read(INDEX, deadline_s=self.timeout_s)
             notes = index_notes(text).get("convert", {})
             if notes.get("key") != self.plan.key:
                 raise DatasetError(f"{self.remote.url} must be empty, but it has a dataset: give another folder")
             return self._converted(read_index(text, self.remote.url), notes["digest"], 0)
-        if JOURNAL in names:
-            begun = self.remote.read(JOURNAL, deadline_s=self.timeout_s).decode(errors="replace").strip()
-            if begun != self.plan.key:
-                raise DatasetError(
-                    f"{self.remote.url} has parts of a conversion of other data, or with other settings: give another "
-                    "folder, or remove this one"
-                )
-        elif names:
-            raise DatasetError(f"{self.remote.url} must be empty, got {min(names)}: give another folder")
-        else:
-            self.remote.write(JOURNAL, self.plan.key.encode() + b"\n", deadline_s=self.timeout_s)
+        begun = self.remote.read(JOURNAL, deadline_s=self.timeout_s).strip() if JOURNAL in names else b""
+        others = [name for name in names if name != JOURNAL]
+        if begun and begun != self.plan.key.encode():
+            raise DatasetError(
+                f"{self.remote.url} has parts of a conversion of other data, or with other settings: give another "
+                "folder, or remove this one"
+            )
+        if others and not begun:
+            raise DatasetError(f"{self.remote.url} must be empty, got {min(others)}: give another folder")
         return None
 
     def _journaled(self) -> dict[int, tuple[list[Shard], dict[str, Any]]]:
@@ -367,7 +410,7 @@ class _Conversion:
                 )
         shards = join_indexes((self.plan.folder_of(number), parts[number][0]) for number in sorted(parts))
         digests = "".join(str(parts[number][1]["digest"]) for number in sorted(parts))
-        digest = hashlib.sha256(digests.encode()).hexdigest()[:32]
+        digest = _digest(digests)[:32]
         notes: dict[str, Any] = {"convert": {"key": self.plan.key, "digest": digest}}
         if self.layout is not None:
             notes["order"] = self.layout.note()
@@ -416,7 +459,7 @@ def _in_processes(plan: ConversionPlan, parts: Sequence[int], count: int) -> Ite
                     said = json.loads(line)
                     if "error" in said:
                         failed = failed or _error_of(said)
-                        os.lseek(jobs, 0, os.SEEK_END)  # nobody begins another part
+                        os.lseek(jobs, 0, os.SEEK_END)  # so that no process begins another part
                     else:
                         yield said["part"]
                 if pipe.ended:
@@ -432,12 +475,18 @@ def _in_processes(plan: ConversionPlan, parts: Sequence[int], count: int) -> Ite
 
 
 def _memory_file(stack: contextlib.ExitStack, content: bytes) -> int:
-    """Return the descriptor of a file in memory that has this content, at its beginning."""
-    fd = os.memfd_create("penstock-convert", os.MFD_CLOEXEC)
+    """Return the descriptor of a file in memory that has this content, at its beginning. Each record is read once,
+    also by processes that share the descriptor."""
+    made = os.memfd_create("penstock-convert", os.MFD_CLOEXEC)
+    try:
+        with open(made, "wb", closefd=False) as file:
+            file.write(content)
+        # Opened anew, because the kernel locks the common position during a read only for files that open() opened: of
+        # what memfd_create returns, two processes may read the same record.
+        fd = os.open(f"/proc/self/fd/{made}", os.O_RDWR | os.O_CLOEXEC)
+    finally:
+        os.close(made)
     stack.callback(os.close, fd)
-    with open(fd, "wb", closefd=False) as file:
-        file.write(content)
-    os.lseek(fd, 0, os.SEEK_SET)
     return fd
 
 

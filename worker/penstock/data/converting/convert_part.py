@@ -51,9 +51,9 @@ class PartConverter:
             images="file", encoded=plan.encoded, columns=[column.name for column in plan.columns]
         )
 
-    def convert(self, number: int) -> int:
-        """Convert a part, and return its number of rows. Raises DatasetError, which names the part and what is wrong,
-        and any error of the source's files."""
+    def convert(self, number: int) -> None:
+        """Convert a part. Raises DatasetError, which names the part and what is wrong, and any error of the source's
+        files."""
         part, folder = self.plan.parts[number], self.plan.folder_of(number)
         shard = self._shards[part.shard]
         files = self._files(folder)
@@ -81,7 +81,6 @@ class PartConverter:
             raise type(error)(f"{where}: {error.message}") from error
         finally:
             files.abandon()
-        return digest.rows
 
     def _files(self, folder: str) -> PartFiles:
         plan = self.plan

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from penstock.data.converting.target_columns import TargetColumn
+from penstock.data.converting.target_columns import TargetColumn, arrow_value
 from penstock.data.formats.index import INDEX, write_index
 from penstock.data.formats.parquet.parquet_shards import parquet_shards
 from penstock.data.formats.shards import Shard
@@ -119,7 +119,7 @@ class ParquetPart:
     def _flush(self) -> None:
         arrays = []
         for field in self._schema:
-            values = [_arrow_value(row[field.name]) for row in self._rows]
+            values = [arrow_value(row[field.name]) for row in self._rows]
             try:
                 arrays.append(self._arrow.array(values, field.type))
             except (ValueError, TypeError, OverflowError, self._arrow.ArrowException) as error:
@@ -151,8 +151,3 @@ class ParquetPart:
             self._writer.close()
         if self._temporary is not None:
             self._temporary.cleanup()
-
-
-def _arrow_value(value: Any) -> Any:
-    """Return a value in the form that pyarrow takes."""
-    return value.tolist() if hasattr(value, "tolist") and getattr(value, "ndim", 1) > 1 else value

@@ -34,7 +34,8 @@ def run(plan: int, jobs: int, output: int) -> int:
         converter = PartConverter(ConversionPlan.decoded(os.pread(plan, os.fstat(plan).st_size, 0)))
         while job := os.read(jobs, JOB.size):
             (number,) = JOB.unpack(job)
-            say(part=number, rows=converter.convert(number))
+            converter.convert(number)
+            say(part=number)
     except PenstockError as error:
         say(error=type(error).__name__, message=error.message)
         return 1

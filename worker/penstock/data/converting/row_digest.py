@@ -1,9 +1,9 @@
 """Digest of rows, the same for the same values whatever the format that they were read from.
 
-Formats give the same value in different types: a list of numbers is an array or a list, a number Python's or numpy's.
-Here they count as equal: an array and a list of the same numbers, numbers of any size of the same kind (an integer and
-a float differ), numpy's scalars and Python's. Anything else differs: None from an empty value, text from bytes, and the
-columns' names.
+Formats give the same value in different types: a list of numbers is an array or a list, a number is Python's or
+numpy's. Here they count as equal: an array and a list of the same numbers, numbers of any size of the same kind (an
+integer and a float differ), numpy's scalars and Python's. Anything else differs: None from an empty value, text from
+bytes, and the columns' names.
 """
 
 from __future__ import annotations
@@ -34,8 +34,6 @@ class RowDigest:
         self._digest = xxhash.xxh3_128()
         self.rows = 0
         """Number of rows that were added."""
-        self.size = 0
-        """Bytes of all rows that were added, in the form that is digested."""
 
     def add(self, row: Mapping[str, Any]) -> int:
         """Add a row; return its size in bytes. The order of its columns does not matter. Raises DatasetError for a
@@ -49,7 +47,6 @@ class RowDigest:
         data = b"".join(parts)
         self._digest.update(_tagged(b"r", data))
         self.rows += 1
-        self.size += len(data)
         return len(data)
 
     def hexdigest(self) -> str:

@@ -23,7 +23,7 @@ from penstock.data.converting.row_digest import value_bytes
 from penstock.data.formats.encodings import ENCODINGS, check_encoding
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 
-__all__ = ["TargetColumn", "mds_columns", "parquet_columns", "stored_rows"]
+__all__ = ["TargetColumn", "arrow_value", "mds_columns", "parquet_columns", "stored_rows"]
 
 _TIMES = (datetime.datetime, datetime.date, datetime.time, np.datetime64)
 _JSON_TYPES = (str, int, float, bool, type(None))
@@ -68,19 +68,19 @@ def _float(value: Any) -> Any:
         return value
     made = float(value)
     if made != value:
-        raise ValueError(f"{value} is no float of 64 bits")
+        raise ValueError(f"must be a number that float64 holds exactly, got {value}")
     return made
 
 
 def _only(value: Any) -> Any:
     if not isinstance(value, list) or len(value) != 1:
-        raise ValueError("the value must be a list of one, as in the samples that were looked at")
+        raise ValueError(f"must be a list of one, as in the sampled rows, got {value!r:.80}")
     return value[0]
 
 
 def _file(value: Any) -> Any:
     if not isinstance(value, Mapping) or not isinstance(value.get("bytes"), bytes):
-        raise ValueError("the file must be there as bytes, as in the samples looked at")
+        raise ValueError(f"must have its bytes, as the sampled rows do, got {value!r:.80}")
     return value["bytes"]
 
 
@@ -292,12 +292,13 @@ def _unchanged(arrow: Any, kind: Any, values: Sequence[Any]) -> bool:
     if any(isinstance(value, times) for value in values):  # pyarrow needs pandas to return nanoseconds
         return all(value is None or isinstance(value, times) for value in values)
     try:
-        back = arrow.array(_arrow_values(values), kind).to_pylist()
+        back = arrow.array(list(map(arrow_value, values)), kind).to_pylist()
     except (ValueError, TypeError, OverflowError, arrow.ArrowException):
         return False
     return all(value_bytes(one) == value_bytes(other) for one, other in zip(values, back, strict=True))
 
 
-def _arrow_values(values: Sequence[Any]) -> list[Any]:
-    """Return values in the form that pyarrow takes: an array of several dimensions as nested lists."""
-    return [value.tolist() if isinstance(value, np.ndarray) and value.ndim != 1 else value for value in values]
+def arrow_value(value: Any) -> Any:
+    """Return a value in the form that pyarrow takes: an array of several dimensions as nested lists, and one of none as
+    its only item."""
+    return value.tolist() if isinstance(value, np.ndarray) and value.ndim != 1 else value

@@ -17,6 +17,7 @@ from penstock.data.formats.mds import check_mds, open_mds
 from penstock.data.formats.megatron.token_documents import open_megatron
 from penstock.data.formats.parquet.parquet_reader import check_parquet, open_parquet
 from penstock.data.formats.records.csv_rows import check_csv_rows, open_csv_rows
+from penstock.data.formats.records.energon_folder import check_tar
 from penstock.data.formats.records.json_lines import open_json_lines
 from penstock.data.formats.records.tar_samples import open_tar
 from penstock.data.formats.shards import ReadOptions, Shard, ShardReader
@@ -77,7 +78,7 @@ FORMATS: Mapping[str, Format] = {
         Format("tfrecord", _WITH_OFFSETS, check_records, open_tfrecord),
         Format("json_lines", _WITH_OFFSETS, _unchecked, open_json_lines),
         Format("csv_rows", _WITH_OFFSETS, check_csv_rows, open_csv_rows),
-        Format("webdataset", _WITH_OFFSETS, _unchecked, open_tar),
+        Format("webdataset", _WITH_OFFSETS, check_tar, open_tar),
     )
 }
 """Formats by name."""

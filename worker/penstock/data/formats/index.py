@@ -9,9 +9,8 @@ What is the same for all of them (names and encodings of columns) is checked onc
 from __future__ import annotations
 
 import json
-import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -28,6 +27,7 @@ __all__ = [
     "VERSION_NOTE",
     "check_version",
     "file_notes",
+    "first_notes",
     "index_notes",
     "join_indexes",
     "read_index",
@@ -105,15 +105,21 @@ def index_notes(data: bytes) -> dict[str, Any]:
     return notes if isinstance(notes, dict) else {}
 
 
-def file_notes(file: Descriptor) -> dict[str, Any]:
-    """Return the notes of an index file of any size, of which only the beginning is read."""
-    size, piece = os.fstat(file.fileno()).st_size, 1 << 16
+def first_notes(first: Callable[[int], bytes]) -> dict[str, Any]:
+    """Return the notes of an index of any size, of which only the beginning is read. `first(size)` returns its first
+    `size` bytes, or all if there are fewer."""
+    size = 1 << 16
     while True:
-        data = file.read(piece, 0)
+        data = first(size)
         notes = index_notes(data)
-        if notes or piece >= size or not data.startswith(_NOTES_BEGIN):
+        if notes or len(data) < size or not data.startswith(_NOTES_BEGIN):
             return notes
-        piece *= 4
+        size *= 4
+
+
+def file_notes(file: Descriptor) -> dict[str, Any]:
+    """Return the notes of an index file, as `first_notes` does."""
+    return first_notes(lambda size: file.read(size, 0))
 
 
 def join_indexes(parts: Iterable[tuple[str, Iterable[Shard]]]) -> list[Shard]:

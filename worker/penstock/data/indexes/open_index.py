@@ -22,7 +22,7 @@ from penstock.data.cache.file_locks import FileLock, take
 from penstock.data.cache.index_watch import digest_of
 from penstock.data.cache.shard_cache import ShardCache
 from penstock.data.formats.descriptors import Descriptor
-from penstock.data.formats.index import read_index
+from penstock.data.formats.index import PRECEDED_NOTE, file_notes, read_index, version_index
 from penstock.data.indexes.shard_table import ListedShards, ShardTable, StoredShards, write_columns
 from penstock.proto.errors import DatasetError, ShardUnavailableError
 from penstock.runtime.files.inner_paths import parent_of
@@ -86,12 +86,24 @@ class _CopiedShards(StoredShards):
 
 def _reopened(path: Path, where: str, place: ColumnsPlace, digest: str) -> ShardTable:
     try:
-        table, found = open_index(path, Descriptor(path), where, place)
+        index = Descriptor(path)
+        if digest_of(index) != digest:
+            path = path.with_name(version_index(1))
+            index = _preceded(path, digest)
     except OSError as error:
         raise ShardUnavailableError(f"{path} cannot be read: {error.strerror}: open the dataset again") from error
-    if found != digest:
-        raise DatasetError(f"{path} was written again since the dataset was opened: open the dataset again")
-    return table
+    if index is None:
+        raise DatasetError(f"{where} was written again since the dataset was opened: open the dataset again")
+    return open_index(path, index, where, place)[0]
+
+
+def _preceded(path: Path, digest: str) -> Descriptor | None:
+    """Return the index of version 1 if the index with this digest was the dataset's before: a writer appended to it."""
+    try:
+        first = Descriptor(path)
+    except FileNotFoundError:
+        return None
+    return first if file_notes(first).get(PRECEDED_NOTE) == digest else None
 
 
 class _OpenIndex:

@@ -70,11 +70,6 @@ class Units:
         """Number of files."""
         return int(self._firsts[-1])
 
-    def files(self) -> list[Ints]:
-        """Return the number of the file that each unit lies in, for each stream."""
-        file_of = np.arange(self.count) if self._file_of is None else self._file_of
-        return np.split(file_of, np.cumsum([len(table.sizes) for table in self._tables])[:-1])
-
     def opened_of(self, units: Ints) -> Ints:
         """Return the number of what is opened to read each of these units."""
         return units if self._file_of is None else self._opened_of[units]

@@ -54,6 +54,8 @@ class Facts:
     """True if each file has a hash, in its raw or packed form."""
     blocks: bool = False
     """True if any shard has blocks."""
+    splits: bool = False
+    """True if any shard names splits, see formats/records/energon_folder.py."""
     formats: tuple[str, ...] = ()
     decoded_bytes: int = 0
     decoded_samples: int = 0
@@ -73,6 +75,7 @@ class _Collected:
         facts.units += len(shard.units)
         facts.hashed &= all(file.raw.hashes or (file.packed and file.packed.hashes) for file in shard.files) is True
         facts.blocks |= bool(shard.blocks)
+        facts.splits |= bool(shard.settings.get("splits"))
         if shard.format not in facts.formats:
             facts.formats += (shard.format,)
         if shard.decoded_bytes:

@@ -4,7 +4,7 @@ topology."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch.utils.data
 
 from penstock.data.arguments import whole
 from penstock.data.loading.collating import checked_collate
+from penstock.data.loading.counting import Counts, LoaderCounts
 from penstock.data.loading.fetching import ReadAhead, check_threads, in_processes, in_threads
 from penstock.data.loading.map_reading import MapReader
 from penstock.data.loading.position_loader import Fetcher, PositionLoader, balanced_order, check_settings
@@ -21,6 +22,7 @@ from penstock.data.ordering.epoch_plan import BatchPlan, SampleOrder, WorkerBatc
 from penstock.data.ordering.order_file import FiledOrder, OrderFile
 from penstock.data.ordering.order_states import ORDER_FILE
 from penstock.data.ordering.partition import Tail
+from penstock.data.ordering.permutation import Ints
 from penstock.data.ordering.unsharded_order import UnshardedOrder
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 from penstock.proto.state.generators import derive_seed
@@ -64,6 +66,7 @@ class MapLoader(PositionLoader):
         fetch_processes: int = 0,
         reseed: bool | None = None,
         keys: str | None = None,
+        counts: Counts | None = None,
         rank: tuple[int, int] | None = None,
         balance: Balance | None = None,
         collate_fn: Callable[[list[Any]], Any] = collate,
@@ -99,6 +102,7 @@ class MapLoader(PositionLoader):
                 None: True, unless `fetch_threads` are used, which would share the generators.
             keys: name of a field that each batch gets, with a restore key for each row: see `restore_sample`. A batch
                 that is not a dict becomes {"batch": it, keys: ...}.
+            counts: what to count of the samples, by source and key; None: nothing. See `Counts`.
             rank: (this rank, number of data-parallel ranks); the ranks share each global batch. None: the worker's box
                 and the number of boxes, or outside a worker RANK and WORLD_SIZE. Ranks that need the same rows, as in
                 tensor parallelism, pass the same value.
@@ -140,7 +144,16 @@ class MapLoader(PositionLoader):
         self.dataset, self._seed = dataset, seed
         self._threads, self._processes = fetch_threads, fetch_processes
         reseed = not fetch_threads if reseed is None else reseed
-        self._reader = MapReader(dataset, name, len(order), checked_collate(collate_fn), seed=seed, reseed=reseed)
+        own_counts = LoaderCounts(counts)
+        self._reader = MapReader(
+            dataset,
+            name,
+            len(order),
+            checked_collate(collate_fn),
+            seed=seed,
+            reseed=reseed,
+            counter=own_counts.counter,
+        )
         super().__init__(
             name,
             balanced.order if balanced else order,
@@ -151,6 +164,7 @@ class MapLoader(PositionLoader):
             skip=skip,
             keys=keys,
             balance=balanced,
+            counts=own_counts,
         )
 
     def __iter__(self) -> Iterator[Any]:
@@ -168,6 +182,9 @@ class MapLoader(PositionLoader):
 
     def _make_batch(self, plan: BatchPlan) -> Any:
         return self._reader.batch(plan)
+
+    def _sources_of(self, numbers: Ints) -> Sequence[str] | None:
+        return self._reader.sources(numbers)
 
     def _fetcher(self, own_batches: WorkerBatches) -> Fetcher | None:
         if self._threads:

@@ -8,15 +8,17 @@ the sample's position in the order (keyed_random.py), and set back to their earl
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from penstock.data.loading.collating import empty_batch
+from penstock.data.loading.counting import CountedBatch, SampleCounter
 from penstock.data.loading.keyed_random import Seeds, seed_generators, seeds_of
 from penstock.data.ordering.epoch_plan import BatchPlan
 from penstock.data.ordering.permutation import Ints
 from penstock.data.stop_iteration import stop_iteration_error
 from penstock.proto.errors import DatasetError
+from penstock.proto.state.counts import cut_name
 from penstock.proto.state.generators import capture_rng, derive_seed, restore_rng
 
 __all__ = ["MapReader"]
@@ -37,19 +39,21 @@ class MapReader:
         reseed: bool,
         reseed_collate: bool | None = None,
         many: Callable[[Ints], list[Any]] | None = None,
+        counter: SampleCounter | None = None,
     ) -> None:
         """
         Args:
             reseed: seed the random generators before each sample is read.
             reseed_collate: seed the random generators before a batch is collated; None: as `reseed`.
             many: function that reads all samples of a batch in one call, and names the failing sample in its errors.
+            counter: counter of the samples; batches then come as CountedBatch. None: nothing is counted.
         """
         self.dataset, self.collate = dataset, collate
         self.name, self._length = name, epoch_size
         self._key = derive_seed(seed, "sample") if reseed else None
         reseed_collate = reseed if reseed_collate is None else reseed_collate
         self._collate_key = derive_seed(seed, "collate") if reseed_collate else None
-        self._many = many
+        self._many, self._counter = many, counter
 
     @property
     def reseeds(self) -> bool:
@@ -92,7 +96,25 @@ class MapReader:
         return self._collated(plan, samples)
 
     def _collated(self, plan: BatchPlan, samples: list[Any]) -> Any:
-        return empty_batch(self.collate, samples[0]) if plan.empty else self.collate(samples)
+        if self._counter is None:
+            return empty_batch(self.collate, samples[0]) if plan.empty else self.collate(samples)
+        if plan.empty:
+            return CountedBatch(empty_batch(self.collate, samples[0]), {})
+        counted = self._counter.count(samples, self.sources(plan.ids))
+        return CountedBatch(self.collate(samples), counted)
+
+    def sources(self, numbers: Ints) -> Sequence[str] | None:
+        """Return the source of each of the samples with these numbers, as the dataset's method `sources_of` names them,
+        with long names cut; None if it has no such method."""
+        names = getattr(self.dataset, "sources_of", None)
+        if not callable(names):
+            return None
+        found = list(names(numbers))
+        if len(found) != len(numbers) or not all(isinstance(name, str) for name in set(found)):
+            raise DatasetError(
+                f"{self.name}: sources_of must return a text for each of {len(numbers)} samples, got {found!r:.100}"
+            )
+        return [cut_name(str(name)) for name in found]
 
     def _each(self, plan: BatchPlan, key: int) -> list[Any]:
         found = []

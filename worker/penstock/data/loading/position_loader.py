@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, get_args
 
 import numpy as np
 import torch.utils.data
 
 from penstock.data.arguments import at_least_one, one_of, whole
+from penstock.data.loading.counting import LoaderCounts, skipped_rows
 from penstock.data.loading.restore_keys import PositionKeys, checked_name, with_keys
 from penstock.data.loading.worker_identity import WorkerIdentity
 from penstock.data.ordering.balancing.balanced_order import Balance, Balanced, Imbalance
@@ -33,10 +35,16 @@ from penstock.data.ordering.order_states import (
     state_of,
 )
 from penstock.data.ordering.partition import Tail
+from penstock.data.ordering.permutation import Ints
 from penstock.data.ordering.skips import ranges_of
 from penstock.proto.errors import DatasetError, InvalidArgumentError, StateMismatchError
+from penstock.proto.state.counts import Group, Row, Tally, merged_rows
 
 __all__ = ["Fetcher", "PositionLoader", "balanced_order", "check_settings"]
+
+
+COUNTED_AT_ONCE = 1 << 16
+"""Largest number of skipped samples whose sources are looked up in one call."""
 
 
 class Fetcher(Protocol):
@@ -68,6 +76,7 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         tail: Tail,
         skip: Iterable[range],
         keys: str | None,
+        counts: LoaderCounts,
         balance: Balanced | None = None,
     ) -> None:
         """
@@ -76,12 +85,18 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
             described: all settings that decide the order. A state with other settings is refused.
             batch: rows of all boxes' batches together.
             balance: costs of the samples, and what balance does with them.
+            counts: counts of the samples. If they are kept, `_make_batch` and fetchers return a CountedBatch.
         """
         super().__init__()
         self._name, self._order, self._described, self._identity, self._batch = name, order, described, identity, batch
         self._epochs = EpochPlan(len(order), tail, ranges_of(skip))
         self._balance = balance
         self._keys, self._key_field = PositionKeys.of(described, len(order)), checked_name(keys)
+        self._counts = counts
+        if counts.tally is not None:
+            self.advance_state = None  # type: ignore[method-assign, assignment]  # counts need the samples
+        self._last: tuple[EpochRemainder, int] | None = None
+        """Epoch's remainder, and number in it, of the batch that was handed out last; None: none yet."""
         self._epoch = self._start = self._done = self._first = 0
         self._partitioned_for = self._topology()
         """Topology among whose processes the batches are divided since this worker began to count `_done`."""
@@ -187,7 +202,7 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
     def state_dict(self) -> dict[str, Any]:
         """Return this worker's position after the batches that it has yielded so far."""
         progress = OrderProgress(self._epoch, self._start, self._done, self._topology(), self._first)
-        return state_of(progress, self._described, self._epochs.skip)
+        return {**state_of(progress, self._described, self._epochs.skip), **self._counts.saved()}
 
     @staticmethod
     def advance_state(state_dict: dict[str, Any], batches: int) -> dict[str, Any]:
@@ -213,6 +228,9 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         """
         progress, topology = progress_of(state_dict), self._topology()
         check_order(state_dict, self._described, self._epochs, strict=strict)
+        counts: Mapping[str, Any] = state_dict
+        if "others" in state_dict or (progress.done and progress.topology != topology):
+            counts = {**state_dict, **self._counts_part(state_dict)}
         if "others" in state_dict:
             progress = self._part(state_dict, strict=strict)
         elif progress.done and progress.topology != topology:
@@ -232,12 +250,14 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
                 )
             start = replanned(state_dict, self._epochs, progress.done, strict=strict)
             progress = OrderProgress(progress.epoch, start, 0, topology, progress.first)
+        self._counts.load(counts, strict=strict)
         self._move_to(progress.epoch, progress.start, progress.done, progress.first)
         self._count_from_here()
 
     def aggregate_state_dict(self, worker_states: list[Any]) -> dict[str, Any]:
         """Merge the states of all workers, in order of global_worker_id, into one state that fits any topology."""
-        return aggregated(worker_states, self._described, self._epochs)
+        whole = aggregated(worker_states, self._described, self._epochs)
+        return {**whole, **LoaderCounts.aggregated(worker_states)}
 
     def deaggregate_state_dict(self, aggregated: Any, strict: bool = True) -> dict[str, Any]:
         """Return this worker's part of an aggregated state: one that `aggregate_state_dict` or `state_after`
@@ -248,7 +268,8 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
                 "deaggregate_state_dict needs a state that aggregate_state_dict returned, got the state of one worker"
             )
         check_order(aggregated, self._described, self._epochs, strict=strict)
-        return state_of(self._part(aggregated, strict=strict), self._described, self._epochs.skip)
+        part = state_of(self._part(aggregated, strict=strict), self._described, self._epochs.skip)
+        return {**part, **self._counts_part(aggregated)}
 
     def state_after(self, batches: int) -> dict[str, Any]:
         """Return the state after `batches` batches of this rank in the present epoch, or in the epoch that just ended.
@@ -283,6 +304,48 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         return deaggregated(
             aggregated, identity.number, identity.all_workers, self._topology(), self._epochs, strict=strict
         )
+
+    def _counts_part(self, aggregated: Any) -> dict[str, Any]:
+        identity = self._identity
+        return self._counts.part(aggregated, identity.box, identity.boxes, identity.turn().number)
+
+    # ---- counts
+
+    @property
+    def tally(self) -> Tally | None:
+        """Counts up to the present position, by source and key; None without `counts`."""
+        return self._counts.tally
+
+    @property
+    def key_field(self) -> str | None:
+        """Field of a batch with its restore keys; None if it has none."""
+        return self._key_field
+
+    def last_samples(self) -> list[range]:
+        """Return the sample numbers of the global batch that was handed out last, as `skip` takes them; an empty list
+        before the first batch."""
+        if self._last is None:
+            return []
+        remainder, number = self._last
+        begin = remainder.epoch * self._epochs.length
+        return [range(first + begin, end + begin) for first, end in remainder.kept_ranges(number)]
+
+    def _sources_of(self, numbers: Ints) -> Sequence[str] | None:
+        """Return the sources of the samples with these numbers; None if they are not known."""
+        return None
+
+    def _skipped(self, remainder: EpochRemainder, number: int) -> dict[str, int]:
+        """Return how many samples `skip` leaves out after batch `number` - 1 and before the end of batch `number`, by
+        source. Only box 0 counts them."""
+        if not self._epochs.skip or self._identity.box:
+            return {}
+        found: Counter[str] = Counter()
+        for first, end in remainder.skipped_ranges(number):
+            for begin in range(first, end, COUNTED_AT_ONCE):
+                positions = np.arange(begin, min(end, begin + COUNTED_AT_ONCE))
+                sources = self._sources_of(self._order.ids(remainder.epoch, positions))
+                found.update(sources if sources is not None else {"": len(positions)})
+        return found
 
     def _move_to(self, epoch: int, start: int = 0, done: int = 0, first: int = 0) -> None:
         self._epochs_begun += 1
@@ -341,6 +404,9 @@ class _Epoch:
     def __next__(self) -> Any:
         loader, plan = self._loader, self._plan()
         batch = loader._make_batch(plan) if self._fetcher is None else self._fetcher.take(loader._done)
+        counted = None
+        if loader._counts.tally is not None:
+            batch, counted = batch
         if loader._key_field is not None:
             rows = range(0 if plan.empty else len(plan.ids))
             positions = [plan.position_of(row, loader._epochs.length) for row in rows]
@@ -350,18 +416,31 @@ class _Epoch:
                 # the fetcher has advanced and the loader has not: restart the fetcher from the loader's position
                 self._close()
                 raise
+        if counted is not None:
+            self._count(counted)
         self._move_on()
         return batch
 
     def skip_batch(self) -> None:
         """Advance the position by one batch, without making that batch."""
-        self._plan()
+        plan = self._plan()
         if self._fetcher is not None:
             self._fetcher.close()
+        if self._loader._counts.tally is not None:
+            sources = self._loader._sources_of(plan.ids)
+            rows = 0 if plan.empty else len(plan.ids)
+            self._count(skipped_rows(Counter(sources if rows and sources is not None else {"": rows})))
         self._move_on()
+
+    def _count(self, counted: dict[Group, Row]) -> None:
+        """Count the batch that is handed out or skipped, with the samples that `skip` leaves out before its end."""
+        loader, remainder = self._loader, self._worker_batches.remainder
+        skipped = loader._skipped(remainder, self._worker_batches.turn.batch(loader._done))
+        loader._counts.handed_out(merged_rows([counted, skipped_rows(skipped)]) if skipped else counted)
 
     def _move_on(self) -> None:
         self._ready.pop()
+        self._loader._last = self._worker_batches.remainder, self._worker_batches.turn.batch(self._loader._done)
         self._loader._done += 1
 
     def _plan(self) -> BatchPlan:

@@ -16,6 +16,7 @@ from penstock.data.arguments import byte_count, one_of, sample_count, seconds_co
 from penstock.data.formats.decoded_blocks import MEMORY
 from penstock.data.indexes.order_layout import OrderLayout, joined_files, mean_sample_bytes
 from penstock.data.loading.collating import checked_collate
+from penstock.data.loading.counting import Counts, LoaderCounts, SampleCounter
 from penstock.data.loading.fetching import PREFETCHED_BATCHES, ReadAhead, check_threads, in_threads
 from penstock.data.loading.map_reading import MapReader
 from penstock.data.loading.position_loader import Fetcher, PositionLoader, balanced_order, check_settings
@@ -38,6 +39,7 @@ from penstock.data.ordering.sharded_order import Interleave, ShardedOrder
 from penstock.data.ordering.skips import ranges_of
 from penstock.data.streaming_dataset import StreamingDataset
 from penstock.proto.errors import InvalidArgumentError
+from penstock.proto.state.counts import COUNTS, cut_name
 from penstock.worker.batch.building import collate
 
 __all__ = ["StreamingLoader"]
@@ -97,6 +99,7 @@ class StreamingLoader(PositionLoader):
         fetch_threads: int = 0,
         reseed: bool | None = None,
         keys: str | None = None,
+        counts: Counts | None = None,
         rank: tuple[int, int] | None = None,
         balance: Balance | None = None,
         collate_fn: Callable[[list[Any]], Any] = collate,
@@ -147,6 +150,7 @@ class StreamingLoader(PositionLoader):
                 overrides `__getitem__`, for batches if `collate_fn` is given. No other code draws random numbers.
             keys: name of a field that each batch gets, with a restore key for each row: see `restore_sample`. A batch
                 that is not a dict becomes {"batch": it, keys: ...}.
+            counts: what to count of the samples, by source and key; None: nothing. See `Counts`.
             rank: (this rank, number of data-parallel ranks); the ranks share each global batch. None: the worker's box
                 and the number of boxes, or outside a worker RANK and WORLD_SIZE. Ranks that need the same rows, as in
                 tensor parallelism, pass the same value.
@@ -198,6 +202,9 @@ class StreamingLoader(PositionLoader):
             files=joined_files(layouts),
             inner=inner,
         )
+        wanted = zip(dataset.stream_names, shares, strict=True)
+        millionths = {cut_name(name): (round(1e6 * share / sum(shares)), 0) for name, share in wanted}
+        own_counts = LoaderCounts(counts, millionths)
         reader = _reader(
             dataset,
             len(order),
@@ -206,6 +213,7 @@ class StreamingLoader(PositionLoader):
             reseed,
             own_collate=collate_fn is not collate,
             threads=fetch_threads,
+            counter=own_counts.counter,
         )
         mixed = len(shares) > 1
         described: dict[str, Any] = {
@@ -265,7 +273,18 @@ class StreamingLoader(PositionLoader):
             skip=skip,
             keys=keys,
             balance=balanced,
+            counts=own_counts,
         )
+
+    @property
+    def order(self) -> ShardedOrder:
+        """Order of the samples of all epochs, without what an order file or `balance` says."""
+        return self._shards
+
+    @property
+    def predownload(self) -> int:
+        """Largest number of upcoming samples whose shards are fetched ahead of need."""
+        return self._ahead
 
     # ---- versions of the data
 
@@ -314,13 +333,16 @@ class StreamingLoader(PositionLoader):
         epoch before, in the order of another version."""
         topology = progress_of(state).topology
         begun = state_of(OrderProgress(epoch, 0, 0, topology), self._described)
-        return {**begun, **{name: state[name] for name in ("workers", "others") if name in state}}
+        return {**begun, **{name: state[name] for name in ("workers", "others", COUNTS) if name in state}}
 
     def _read_samples(self, plan: BatchPlan) -> list[Any]:
         return self._reader.samples(plan)
 
     def _make_batch(self, plan: BatchPlan) -> Any:
         return self._reader.batch(plan)
+
+    def _sources_of(self, numbers: Ints) -> Sequence[str] | None:
+        return self._reader.sources(numbers)
 
     def _fetcher(self, own_batches: WorkerBatches) -> Fetcher | None:
         if not self._threads:
@@ -377,7 +399,8 @@ class StreamingLoader(PositionLoader):
         shards.append(self._shards.shards_of(ids))
         needed_at.append(positions + shift)
         first, span = int(positions[0]), int(positions[-1]) + 1 - int(positions[0])
-        if self._shuffle and not filed and len(positions) * self._identity.boxes < span:
+        boxes = self._identity.boxes if self._box is not None else 1  # whose positions these are
+        if self._shuffle and not filed and len(positions) * boxes < span:
             others = self._shards.shards(epoch, positions)
             shards.append(others)
             needed_at.append(np.full(len(others), first + span // 4 + shift))
@@ -422,6 +445,7 @@ def _reader(
     *,
     own_collate: bool,
     threads: int,
+    counter: SampleCounter | None,
 ) -> MapReader:
     """Return a reader of the dataset's samples, for epochs of `length` samples. Random generators are seeded only for
     user code, because no other code draws random numbers."""
@@ -434,6 +458,7 @@ def _reader(
         reseed=dataset.is_overridden and not threads if reseed is None else reseed,
         reseed_collate=own_collate if reseed is None else reseed,
         many=dataset.get_many,
+        counter=counter,
     )
 
 

@@ -27,7 +27,7 @@ ORDERED_AT_ONCE = 2048
 
 
 Deal = Callable[[Ints, int, int], Sequence[Ints]]
-"""(samples of a global batch, number of boxes, number of the batch) -> the rows of each box."""
+"""(samples of a global batch, number of boxes, turn of the boxes) -> the rows of each box."""
 
 
 class SampleOrder(Protocol):
@@ -109,6 +109,23 @@ class EpochRemainder:
         """Return the positions of all boxes' rows in batch `number`."""
         return self.kept.positions(self._partition.rows(number, boxes=1))
 
+    def kept_ranges(self, number: int) -> list[tuple[int, int]]:
+        """Return the (first, end) positions of the runs of samples that batch `number` of all boxes has."""
+        rows = np.sort(self.all_positions(number))
+        if not len(rows):
+            return []
+        ends = np.flatnonzero(np.append(np.diff(rows) > 1, True))
+        firsts = np.append(0, ends[:-1] + 1)
+        return [(int(rows[first]), int(rows[end]) + 1) for first, end in zip(firsts, ends, strict=True)]
+
+    def skipped_ranges(self, number: int) -> list[tuple[int, int]]:
+        """Return the (first, end) positions of this epoch that are skipped after batch `number` - 1, and before the end
+        of batch `number`."""
+        begin, end = max(0, self.position(number)), self.position(number + 1)
+        offset = self.epoch * self.epochs.length
+        found = [(max(first - offset, begin), min(last - offset, end)) for first, last in self.epochs.skip]
+        return [(first, last) for first, last in found if first < last]
+
     def near(self, box: int | None, begin: int, count: int, *, run: int, runs: int) -> Ints:
         """Return some of a box's positions, or of all boxes' if `box` is None, among the next `count` samples of this
         epoch, from position `begin` on. They come from at most `runs` evenly spread runs of `run` samples."""
@@ -186,7 +203,8 @@ class WorkerBatches:
         """Return the plan of the box's rows in batch `number`, which `deal` chooses."""
         positions = self.remainder.all_positions(number)
         ids = self._ids(positions)
-        own = deal(ids, self.remainder.boxes, number)[self.box]
+        # the turn follows from the position, so that it is the same after any resume
+        own = deal(ids, self.remainder.boxes, int(positions[0]) // len(positions))[self.box]
         empty = not len(own)
         own = np.zeros(1, np.int64) if empty else own
         return BatchPlan(self.remainder.epoch, positions[own], ids[own], empty)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import errno
 import io
 import logging
 import math
@@ -31,6 +32,7 @@ from urllib.parse import quote, urlsplit, urlunsplit
 from penstock.data.remote.blocking_filesystems import PlainFilesystems
 from penstock.data.remote.remote_loop import RemoteLoop
 from penstock.data.remote.transfer import (
+    LARGEST_COPY,
     PARALLEL,
     DownloadProgress,
     DownloadTarget,
@@ -59,8 +61,7 @@ from penstock.runtime.files.plain_files import open_plain, read_plain
 __all__ = ["LARGEST_READ", "RemoteFolder", "joined"]
 
 LARGEST_READ = 1 << 30
-LARGEST_COPY = 1 << 44
-"""Largest file that is read into memory as a whole, in bytes: an index of some million shards."""
+"""Largest file that is read into memory as a whole, in bytes."""
 RANGE_BYTES = 16 << 20
 """Largest part of a range that is requested at a time, in bytes."""
 PAST_END = 416
@@ -199,13 +200,19 @@ class RemoteFolder:
         """Return a file's address, for messages."""
         return str(self.local / name) if self.local else scrubbed(joined(self._url, name))
 
-    def read(self, name: str, *, deadline_s: float) -> bytes:
-        """Return a small file's content. Raises ShardUnavailableError."""
+    def read(self, name: str, *, deadline_s: float, first: int | None = None) -> bytes:
+        """Return a small file's content, or only its first `first` bytes. Raises ShardUnavailableError, whose cause is
+        a FileNotFoundError if the remote says that it has no such file."""
         if self.local:
             try:
-                return read_plain(self.local / name, LARGEST_READ)
+                if first is None:
+                    return read_plain(self.local / name, LARGEST_READ)
+                with open(self.local / name, "rb", opener=open_plain) as file:
+                    return file.read(first)
             except OSError as error:
                 raise ShardUnavailableError(f"{self.url_of(name)} cannot be read: {error.strerror}") from error
+        if first is not None:
+            return self._part(name, 0, first, deadline_s)[:first]
         buffer = io.BytesIO()
         self._fetch(name, buffer, None, deadline_s)
         return buffer.getvalue()
@@ -213,7 +220,7 @@ class RemoteFolder:
     def copy(self, name: str, to: Path, *, deadline_s: float) -> None:
         """Download a file whose size is not known to the path `to`. Raises ShardUnavailableError."""
         with open(to, "wb", buffering=0, opener=open_plain) as file:
-            file.truncate(self._fetch(name, file, None, deadline_s, limit=LARGEST_COPY))
+            file.truncate(self._fetch(name, file, None, deadline_s))
 
     def download(self, name: str, to: Path, *, expected_size: int, deadline_s: float) -> None:
         """Download a file of any size to the path `to`. Raises ShardUnavailableError, also if the disk is full, and
@@ -252,17 +259,7 @@ class RemoteFolder:
     def read_range(self, name: str, begin: int, end: int, *, deadline_s: float) -> bytes:
         """Return the bytes of a file from `begin` to `end`. Raises ShardUnavailableError, ShardCorruptError if the file
         ends before, and DatasetError if the server sends something else."""
-
-        def work(until: float) -> bytes:
-            try:
-                data = self._call(until, "cat_file", self._path_of(name, until), start=begin, end=end)
-            except Exception as error:
-                if getattr(error, "status", None) != PAST_END:
-                    raise
-                data = b""
-            return bytes(data)
-
-        data: bytes = self._retry(work, name, deadline_s, "read")
+        data = self._part(name, begin, end, deadline_s)
         if len(data) < end - begin:
             raise ShardCorruptError(
                 f"{self.url_of(name)}: bytes {begin} to {end} must be {end - begin}, got {len(data)}: it has changed, "
@@ -273,6 +270,19 @@ class RemoteFolder:
                 f"{self.url_of(name)}: the server must send bytes {begin} to {end} of it, got {len(data)}: it knows no "
                 "ranges. Use another server; or make the index of a copy of the files, with index_parquet(ranges=False)"
             )
+        return data
+
+    def _part(self, name: str, begin: int, end: int, deadline_s: float) -> bytes:
+        def work(until: float) -> bytes:
+            try:
+                data = self._call(until, "cat_file", self._path_of(name, until), start=begin, end=end)
+            except Exception as error:
+                if getattr(error, "status", None) != PAST_END:
+                    raise
+                data = b""
+            return bytes(data)
+
+        data: bytes = self._retry(work, name, deadline_s, "read")
         return data
 
     def download_range(self, name: str, to: Path, *, begin: int, size: int, deadline_s: float) -> None:
@@ -383,7 +393,7 @@ class RemoteFolder:
             if failure_kind.final or failures == self._tries:
                 raise ShardUnavailableError(
                     f"{self.url_of(name)} could not be {done} after {_tries(failures)}: {failure_kind.reason}"
-                ) from None
+                ) from self._absent(name, failure_kind)
             if pause >= left or left < LAST_PAUSE_S:
                 raise self._too_late(name, done, deadline_s, failures, failure_kind)
             self._closed.wait(pause)
@@ -399,22 +409,16 @@ class RemoteFolder:
         if loop:
             loop.close()
 
-    def _fetch(
-        self,
-        name: str,
-        file: io.FileIO | io.BytesIO,
-        expected: int | None,
-        deadline_s: float,
-        limit: int = LARGEST_READ,
-    ) -> int:
+    def _fetch(self, name: str, file: io.FileIO | io.BytesIO, expected: int | None, deadline_s: float) -> int:
         """Write a file's content into an open file, and return its size in bytes."""
         until = time.monotonic() + deadline_s
         parallel = self._asynchronous or self._protocol in _BY_RANGES
         progress = DownloadProgress(expected, parallel=PARALLEL if parallel else 1)
         source = self.url_of(name)
         failures = 0
+        limit = expected if expected is not None else LARGEST_READ if isinstance(file, io.BytesIO) else LARGEST_COPY
         while True:
-            target = DownloadTarget(file, progress.at, limit if expected is None else expected, source)
+            target = DownloadTarget(file, progress.at, limit, source)
             try:
                 if self._closed.is_set():
                     raise ShardUnavailableError(f"{source} was not fetched, because its cache was closed")
@@ -439,7 +443,7 @@ class RemoteFolder:
                 # The cause is left out: its text may contain the credentials that this error leaves out.
                 raise ShardUnavailableError(
                     f"{source} could not be fetched after {_tries(failures)}: {failure_kind.reason}"
-                ) from None
+                ) from self._absent(name, failure_kind)
             left = until - time.monotonic()
             pause = _pause(failures, left, failure_kind)
             if pause >= left or left < LAST_PAUSE_S:
@@ -449,6 +453,14 @@ class RemoteFolder:
                     "%s could not be fetched so far: %s; trying for %.0f s more", source, failure_kind.reason, left
                 )
             self._closed.wait(pause)
+
+    def _absent(self, name: str, failure_kind: FailureKind) -> FileNotFoundError | None:
+        """Return the cause of the error for a file that the remote does not have; None for any other failure."""
+        return (
+            FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.url_of(name))
+            if failure_kind.absent
+            else None
+        )
 
     def _too_late(
         self, name: str, done: str, deadline_s: float, failures: int, failure_kind: FailureKind

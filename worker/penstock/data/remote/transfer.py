@@ -27,6 +27,7 @@ from typing import Any, Protocol
 from penstock.proto.errors import PenstockError, ShardCorruptError, ShardUnavailableError
 
 __all__ = [
+    "LARGEST_COPY",
     "LARGE_PIECE",
     "PARALLEL",
     "PIECE",
@@ -54,9 +55,13 @@ PARALLEL, LARGE_PIECE = 4, 8 << 20
 """Number and size in bytes of pieces of a file that are requested at the same time, as long as nothing fails. A request
 to an object store has a latency of tens of milliseconds and a limited rate; these bring 32 MiB in little more than the
 time of one. boto3's pieces have the same size."""
+LARGEST_COPY = 1 << 44
+"""Largest file of an unknown size that is copied to a disk, in bytes."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _PASSING = frozenset((408, 425, 429))
 """HTTP statuses below 500 that count as temporary errors."""
+_ABSENT = (404, 410)
+"""HTTP statuses that say that there is no such file."""
 _PERMANENT = (
     FileNotFoundError,
     PermissionError,
@@ -133,7 +138,8 @@ class DownloadTarget(io.RawIOBase):
                     self._file.seek(self.at)
                     written = self._file.write(view)
                 except OSError as error:
-                    raise unwritable(error, str(getattr(self._file, "name", "")), self._limit, self._source) from error
+                    needed = self._limit if self._limit < LARGEST_COPY else self.at + len(view)
+                    raise unwritable(error, str(getattr(self._file, "name", "")), needed, self._source) from error
                 self.at += written
                 view = view[written:]
             return len(data)
@@ -395,6 +401,8 @@ class FailureKind:
     """Seconds to wait before the next attempt, as the server asks; 0 if it does not."""
     no_such_host: bool = False
     """True if the host's name does not exist. This is also reported while the network is down."""
+    absent: bool = False
+    """True if the server says that it has no such file."""
 
 
 def judge(error: Exception) -> FailureKind:
@@ -403,9 +411,10 @@ def judge(error: Exception) -> FailureKind:
     if isinstance(status, int) and status >= 400:  # aiohttp's error, without importing aiohttp here
         reason = f"HTTP {status} {getattr(error, 'message', '')}".rstrip()
         final = status < 500 and status not in _PASSING
-        return FailureKind(reason, final, _retry_after(getattr(error, "headers", None) or {}))
+        again_after_s = _retry_after(getattr(error, "headers", None) or {})
+        return FailureKind(reason, final, again_after_s, absent=status in _ABSENT)
     if isinstance(error, FileNotFoundError):
-        return FailureKind("there is no such file", final=True)
+        return FailureKind("there is no such file", final=True, absent=True)
     if isinstance(error, PermissionError):
         return FailureKind(f"access is denied ({scrubbed(str(error))})", final=True)
     text = f"{type(error).__name__}: {scrubbed(str(error))}" if str(error) else type(error).__name__

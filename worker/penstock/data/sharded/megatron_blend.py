@@ -20,6 +20,7 @@ from penstock.data.formats.megatron.token_documents import MegatronDocuments
 from penstock.data.loading.streaming_loader import BLOCK
 from penstock.data.sharded.layers.mixture import By, Mixture, Stop
 from penstock.data.sharded.sources.logical_shards import LogicalShards
+from penstock.data.streams import stream_names
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 from penstock.runtime.files.plain_files import read_plain
 
@@ -70,7 +71,13 @@ def megatron_blend(
         LogicalShards([documents], shards=shards, shuffle=shuffle, shuffle_block=shuffle_block, names=[prefix])
         for prefix, documents in zip(prefixes, parts, strict=True)
     ]
-    return Mixture(sources, weights or [documents.num_tokens for documents in parts], by=by, stop=stop)
+    return Mixture(
+        sources,
+        weights or [documents.num_tokens for documents in parts],
+        by=by,
+        stop=stop,
+        names=stream_names(prefixes),
+    )
 
 
 def _given(blend: str | os.PathLike[str] | Sequence[str | float], part: MegatronPart) -> list[str]:

@@ -22,10 +22,10 @@ Every source makes these promises, and tests/datasets/sharded checks them for ea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-__all__ = ["Cursor", "Place", "ShardedSource", "Token"]
+__all__ = ["NOWHERE", "Cursor", "Origin", "Place", "ShardedSource", "Token", "cursor_origin", "is_traced", "summed"]
 
 Token = Any
 """State of a cursor: None, or a small tree of dicts, lists, numbers, text, bytes, tensors and arrays (a value of
@@ -34,6 +34,58 @@ penstock.proto.state.codec)."""
 Place = Callable[[int], int]
 """Function from the index of a sample in a shard to the sample's position among those of all shards, in the order in
 which batches contain them."""
+
+
+class Origin(NamedTuple):
+    """Origin of a sample, for counts by source. A cursor that knows it has an attribute `origin`: that of the sample
+    that `next` returned last."""
+
+    source: str = ""
+    """Name of the source in a Mixture; of nested ones "outer/inner"; "": none."""
+    skipped: Mapping[str, int] = {}
+    """Number of samples that were left out since the shard's sample before, by source."""
+    parts: tuple[tuple[str, int], ...] = ()
+    """Pairs (source, number of tokens) of the documents in a packed line; empty for any other sample."""
+
+    def within(self, name: str) -> Origin:
+        """Return the origin as seen from a mixture in which the source is called `name`."""
+        if not (self.source or self.skipped or self.parts):
+            return Origin(name)
+
+        def inner(source: str) -> str:
+            return f"{name}/{source}" if source else name
+
+        skipped = {inner(source): count for source, count in self.skipped.items()}
+        return Origin(inner(self.source), skipped, tuple((inner(source), size) for source, size in self.parts))
+
+    def after(self, left_out: Mapping[str, int]) -> Origin:
+        """Return the origin with more samples that were left out."""
+        return self._replace(skipped=summed(self.skipped, left_out)) if left_out else self
+
+    def leaving_out(self, left_out: Mapping[str, int]) -> dict[str, int]:
+        """Return `left_out`, numbers of samples by source, with what this origin adds to them if its own sample is left
+        out too."""
+        return summed(left_out, summed(self.skipped, {self.source: 1}))
+
+
+NOWHERE = Origin()
+
+
+def cursor_origin(cursor: Any) -> Origin:
+    """Return the origin of the sample that a cursor returned last; NOWHERE if the cursor does not know it."""
+    found = getattr(cursor, "origin", NOWHERE)
+    return found if isinstance(found, Origin) else NOWHERE
+
+
+def is_traced(cursor: Any) -> bool:
+    """Return True if the origins of a cursor's samples may differ, so that a layer that reorders them must keep
+    them."""
+    return getattr(cursor, "traced", False) is True
+
+
+def summed(first: Mapping[str, int], second: Mapping[str, int]) -> dict[str, int]:
+    """Return the sums of two mappings from names to counts."""
+    return {name: first.get(name, 0) + second.get(name, 0) for name in {**first, **second}}
 
 
 class Cursor(Iterator[Any], Protocol):

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from penstock.data.sharded.protocol import Cursor, Place, ShardedSource, Token
+from penstock.data.sharded.protocol import Cursor, Origin, Place, ShardedSource, Token, cursor_origin
 from penstock.proto.errors import DatasetError, StateCorruptError
 
-__all__ = ["CursorStates", "ShardReaders"]
+__all__ = ["CursorStates", "HeldSample", "ShardReaders"]
 
 
 @dataclass
@@ -44,6 +44,15 @@ class CursorStates:
     @property
     def columns(self) -> tuple[dict[int, int], dict[int, Token]]:
         return self.indices, self.tokens
+
+
+class HeldSample(NamedTuple):
+    """Sample that was read for a batch."""
+
+    sample: Any
+    key: str | None
+    """Restore key of the sample; None if no keys are made."""
+    origin: Origin
 
 
 class ShardReaders:
@@ -76,13 +85,13 @@ class ShardReaders:
         self._ahead: dict[int, tuple[int, Token]] = {}
         """Cursor states of shards from which samples of later batches have been read. They were taken before those
         samples were read."""
-        self._held: dict[tuple[int, int], tuple[Any, str | None]] = {}
+        self._held: dict[tuple[int, int], HeldSample] = {}
         self._second: dict[int, tuple[Cursor, int]] = {}
         """Second cursor of each shard that is read again from the epoch's beginning, to pad a batch; and its next
         index."""
 
-    def get(self, shard: int, index: int, *, again: bool = False) -> tuple[Any, str | None]:
-        """Return a sample and its restore key. `again`: True if the sample is a repetition in this epoch.
+    def get(self, shard: int, index: int, *, again: bool = False) -> HeldSample:
+        """Return a sample with its restore key and origin. `again`: True if the sample is a repetition in this epoch.
 
         Raises DatasetError if the shard ends before the sample.
         """
@@ -184,7 +193,7 @@ class ShardReaders:
             self._drop(shard)
             raise
         self._at[shard] = index + 1
-        self._held[shard, index] = sample, key
+        self._held[shard, index] = HeldSample(sample, key, cursor_origin(cursor))
         return True
 
     def _drop(self, shard: int) -> None:
@@ -202,7 +211,8 @@ class ShardReaders:
             if cursor.skip(index - at) < index - at:
                 return False
             key = self._key(shard, index, cursor.token()) if self._key is not None else None
-            self._held[shard, index] = next(cursor), key
+            sample = next(cursor)
+            self._held[shard, index] = HeldSample(sample, key, cursor_origin(cursor))
         except StopIteration:
             return False
         except BaseException:

@@ -15,6 +15,7 @@ import torch.utils.data
 
 from penstock.data.arguments import at_least_one, one_of, whole
 from penstock.data.loading.collating import checked_collate, empty_batch, without_rows
+from penstock.data.loading.counting import Counts, LoaderCounts, skipped_rows
 from penstock.data.loading.keyed_random import seed_generators, seeds_of
 from penstock.data.loading.restore_keys import checked_name, with_keys
 from penstock.data.loading.worker_identity import WorkerIdentity, global_batch
@@ -23,10 +24,13 @@ from penstock.data.ordering.partition import APART, Partition
 from penstock.data.sharded.layers.layer import checked, is_keyed
 from penstock.data.sharded.protocol import ShardedSource
 from penstock.data.sharded.round_robin import Tail
+from penstock.data.sharded.sample_counts import counted_samples, wanted_shares
+from penstock.data.sharded.shard_cursors import HeldSample
 from penstock.data.sharded.shard_keys import SampleKey, digest_of
 from penstock.data.sharded.shard_states import FixedOrder, ShardedPosition, check_order
 from penstock.data.sharded.worker_share import SharePlan, WorkerShare
 from penstock.proto.errors import DatasetError, InvalidArgumentError, StateMismatchError
+from penstock.proto.state.counts import Group, Row, Tally
 from penstock.proto.state.generators import capture_rng, derive_seed, restore_rng
 from penstock.worker.batch.building import collate
 
@@ -74,6 +78,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         block: int | None = None,
         tail: Tail = "emit",
         keys: str | None = None,
+        counts: Counts | None = None,
         rank: tuple[int, int] | None = None,
         collate_fn: Callable[[list[Any]], Any] = collate,
         unbatched: bool = False,
@@ -95,6 +100,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
                 epoch's beginning, or "drop" it.
             keys: name of a field that each batch gets, with a restore key for each row: see `restore_sample`. A batch
                 that is not a dict becomes {"batch": it, keys: ...}.
+            counts: what to count of the samples, by source and key; None: nothing. See `Counts`.
             rank: (this rank, number of data-parallel ranks); the ranks share each global batch. None: the worker's box
                 and the number of boxes, or outside a worker RANK and WORLD_SIZE. Ranks that need the same rows, as in
                 tensor parallelism, pass the same value.
@@ -141,7 +147,9 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         self._share: WorkerShare | None = None
         """This worker's share of the epoch in progress. An iterator that has another share yields nothing more."""
         lengths = None if source.endless else source.lengths(0)
-        if not is_keyed(self._order["source"]) or (lengths is None and not source.endless):
+        self._counts = LoaderCounts(counts, wanted_shares(source))
+        countable = counts is None  # with counts the samples between two states must be read
+        if not (countable and is_keyed(self._order["source"])) or (lengths is None and not source.endless):
             self.advance_state = None  # type: ignore[method-assign, assignment]
         if lengths is not None:
             self._plan.check_length(0, sum(map(int, lengths)), self._batch, identity.boxes)
@@ -238,7 +246,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
     def state_dict(self) -> dict[str, Any]:
         """Return this worker's position after the batches that it has yielded so far."""
         position = self._begun if self._share is None else self._share.position()
-        return position.state(self._order)
+        return {**position.state(self._order), **self._counts.saved()}
 
     @staticmethod
     def advance_state(state_dict: dict[str, Any], batches: int) -> dict[str, Any]:
@@ -260,8 +268,9 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
             StateCorruptError, StateVersionError: the state cannot be read.
         """
         check_order(state_dict, self._order, strict=strict)
+        counts: Mapping[str, Any] = state_dict
         if "others" in state_dict:
-            position = self._part(state_dict)
+            position, counts = self._part(state_dict), {**state_dict, **self._counts_part(state_dict)}
         else:
             position, topology = self._fixed_order.read(state_dict), self._topology()
             before = position.progress
@@ -272,14 +281,15 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
                         f"the state is that of a single worker in {before.topology}, and cannot be loaded by a worker "
                         f"in {topology}: load one that aggregate_state_dict returned, which fits any number of workers"
                     )
-                position = self._part(state_dict)
+                position, counts = self._part(state_dict), {**state_dict, **self._counts_part(state_dict)}
             elif before.topology != topology:
                 position = self._fixed_order.repartitioned(position, topology, first=0)
+        self._counts.load(counts, strict=strict)
         self._move_to(position)
 
     def aggregate_state_dict(self, worker_states: list[Any]) -> dict[str, Any]:
         """Merge the states of all workers, in order of global_worker_id, into one state that fits any topology."""
-        return self._fixed_order.aggregated(worker_states)
+        return {**self._fixed_order.aggregated(worker_states), **LoaderCounts.aggregated(worker_states)}
 
     def deaggregate_state_dict(self, aggregated: Any, strict: bool = True) -> dict[str, Any]:
         """Return this worker's part of an aggregated state: one that `aggregate_state_dict` returned."""
@@ -288,7 +298,21 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
             raise StateMismatchError(
                 "deaggregate_state_dict needs a state that aggregate_state_dict returned, got the state of one worker"
             )
-        return self._part(aggregated).state(self._order)
+        return {**self._part(aggregated).state(self._order), **self._counts_part(aggregated)}
+
+    @property
+    def tally(self) -> Tally | None:
+        """Counts up to the present position, by source and key; None without `counts`."""
+        return self._counts.tally
+
+    @property
+    def key_field(self) -> str | None:
+        """Field of a batch with its restore keys; None if it has none."""
+        return self._keys
+
+    def _counts_part(self, aggregated: Mapping[str, Any]) -> dict[str, Any]:
+        identity = self._identity
+        return self._counts.part(aggregated, identity.box, identity.boxes, identity.turn().number)
 
     def _part(self, aggregated: Mapping[str, Any]) -> ShardedPosition:
         identity = self._identity
@@ -343,16 +367,19 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         self._share = WorkerShare(self._plan, self._begun, self._identity.turn(self._begun.progress.first))
         return self._share
 
-    def _make(self, samples: list[tuple[Any, str | None]]) -> Any:
+    def _make(self, samples: list[HeldSample]) -> tuple[Any, dict[Group, Row]]:
+        """Return the batch of samples, and their counts."""
         assert self._share is not None
+        values = [held.sample for held in samples]
+        counted = {} if self._counts.counter is None else counted_samples(self._counts.counter, samples)
         if samples:
-            make = partial(self._collate, [sample for sample, _ in samples])
+            make = partial(self._collate, values)
         else:
             make = partial(self._empty, self._share.template())
         batch = make() if self._collate_key is None else self._keyed(make, self._collate_key, *self._share.first_row())
         if self._keys is None:
-            return batch
-        return with_keys(batch, self._keys, [key or "" for _, key in samples])
+            return batch, counted
+        return with_keys(batch, self._keys, [held.key or "" for held in samples]), counted
 
     @staticmethod
     def _keyed(make: Callable[[], Any], key: int, *position: int) -> Any:
@@ -381,16 +408,19 @@ class _Epoch:
 
     def __next__(self) -> Any:
         samples = self._next(read=True)
-        batch = self._loader._make(samples)
+        batch, counted = self._loader._make(samples)
+        self._loader._counts.handed_out(counted)
         self._done()
         return batch
 
     def skip_batch(self) -> None:
         """Advance the position by one batch, without making that batch."""
         self._next(read=False)
+        if self._share is not None and self._loader._counts.tally is not None:
+            self._loader._counts.handed_out(skipped_rows({"": self._share.rows}))
         self._done()
 
-    def _next(self, *, read: bool) -> list[tuple[Any, str | None]]:
+    def _next(self, *, read: bool) -> list[HeldSample]:
         loader = self._loader
         while self._share is not None and self._share is loader._share:
             samples = self._share.next(read=read)

@@ -12,7 +12,7 @@ from penstock.data.ordering.order_states import OrderProgress
 from penstock.data.ordering.partition import Partition, WorkerTurn
 from penstock.data.sharded.epoch_stream import EpochStream
 from penstock.data.sharded.protocol import Token
-from penstock.data.sharded.shard_cursors import ShardReaders
+from penstock.data.sharded.shard_cursors import HeldSample, ShardReaders
 from penstock.data.sharded.shard_keys import SampleKey
 from penstock.data.sharded.shard_states import FixedOrder, ShardedPosition
 from penstock.proto.errors import DatasetError
@@ -101,12 +101,15 @@ class WorkerShare:
         self._stream = None if begun.endless_order is not None else plan.stream(begun, self._readers)
         self._first: tuple[int, int] | None = None
         """Shard, and index in it, of this box's first row in the next batch; None if the box has no row in it."""
+        self.rows = 0
+        """Number of this box's rows in the batch that `next` returned or skipped last."""
         self._between = True
         """True if the position is between two batches; False while a batch is made, or if making it failed."""
 
-    def next(self, *, read: bool = True) -> list[tuple[Any, str | None]] | None:
-        """Return the samples of the next batch with their restore keys; None after the last batch. Until `done` is
-        called, the same samples are returned again. The list may be empty for an epoch's last batch, see `template`.
+    def next(self, *, read: bool = True) -> list[HeldSample] | None:
+        """Return the samples of the next batch with their restore keys and origins; None after the last batch. Until
+        `done` is called, the same samples are returned again. The list may be empty for an epoch's last batch, see
+        `template`.
 
         `read`: False skips the batch; the list is then empty.
         """
@@ -128,13 +131,13 @@ class WorkerShare:
                 np.arange(begin + self._plan.box, begin + batch, progress.topology.boxes)
             )
             rows = [(shard, index, False) for shard, index in zip(shards.tolist(), indices.tolist(), strict=True)]
-        self._first = None if not rows else rows[0][:2]
+        self._first, self.rows = None if not rows else rows[0][:2], len(rows)
         return [self._readers.get(shard, index, again=again) for shard, index, again in rows] if read else []
 
     def template(self) -> Any:
         """Return a sample that another box has in the next batch. It is needed to make a batch without rows, if this
         box has no row in it."""
-        return self._readers.get(*self._first_of_all(), again=True)[0]
+        return self._readers.get(*self._first_of_all(), again=True).sample
 
     def first_row(self) -> tuple[int, int, int]:
         """Return the epoch, shard and index of this box's first row in the next batch; if the box has no row in it,

@@ -38,8 +38,8 @@ def index_folder(folder: str | os.PathLike[str], format: str | None = None) -> l
             CSV and TSV with a header (.csv, .tsv), tar archives of WebDataset (.tar), TFRecord (.tfrecord and the
             like), ArrayRecord (.array_record and the like), Megatron-core's token files (.bin beside .idx), or a
             Dataset or DatasetDict of Hugging Face datasets that `save_to_disk` wrote. A DatasetDict gets an index in
-            the folder of each split. Beside each file of lines, rows, tar members or TFRecords a file
-            .penstock-index is written.
+            the folder of each split. A folder that Megatron Energon prepared keeps its splits and
+            fields. Beside each file of lines, rows, tar members or TFRecords a file .penstock-index is written.
         format: "parquet", "arrow", "json_lines", "csv_rows", "webdataset", "tfrecord", "array_record" or "megatron";
             None: the one whose files are there. With
             "-example" or "-bytes" after "tfrecord" or "array_record" it says what the records are; otherwise they are
@@ -75,7 +75,7 @@ def index_folder(folder: str | os.PathLike[str], format: str | None = None) -> l
     if name == PARQUET:
         return index_parquet(root)
     _refuse_packed(root, files, name)
-    shards = INDEXABLE[name].join(index_each(root, named, INDEXABLE[name].index_file))
+    shards = INDEXABLE[name].join(root, index_each(root, named, INDEXABLE[name].index_file))
     write_whole(root / INDEX, write_index(shards))
     (root / JOURNAL).unlink(missing_ok=True)
     return shards

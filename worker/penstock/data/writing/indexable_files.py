@@ -12,6 +12,7 @@ from penstock.data.formats.arrow.arrow_file import check_same_columns, index_arr
 from penstock.data.formats.arrow.saved_datasets import saved_files
 from penstock.data.formats.megatron.token_documents import index_megatron
 from penstock.data.formats.records.csv_rows import check_same_header, index_csv_rows
+from penstock.data.formats.records.energon_folder import prepared_files, prepared_shards
 from penstock.data.formats.records.json_lines import index_json_lines
 from penstock.data.formats.records.tar_samples import index_tar
 from penstock.data.formats.shards import Shard
@@ -24,7 +25,8 @@ Find = Callable[[Path, Sequence[Path]], list[Path]]
 """Function (folder, files in it and below) that returns the format's files, in the order of their samples."""
 
 
-def _any(shards: list[Shard]) -> list[Shard]:
+def _any(root: Path, shards: list[Shard]) -> list[Shard]:
+    del root
     return shards
 
 
@@ -35,8 +37,8 @@ class IndexableFormat:
     find: Find
     index_file: Callable[[Path, str], Shard]
     """Function (path, path in the dataset's folder) that returns a file's shard. Raises DatasetError."""
-    join: Callable[[list[Shard]], list[Shard]] = _any
-    """Function that makes the shards of one dataset of those of its files. Raises DatasetError."""
+    join: Callable[[Path, list[Shard]], list[Shard]] = _any
+    """Function (folder, shards of its files) that makes the shards of one dataset of them. Raises DatasetError."""
 
 
 def _named(pattern: str) -> Find:
@@ -63,26 +65,34 @@ def _megatron_files(root: Path, files: Sequence[Path]) -> list[Path]:
     return [path for path in files if path.suffix == ".bin" and path.with_suffix(".idx") in present]
 
 
-def _of_same_columns(shards: list[Shard]) -> list[Shard]:
+def _tar_files(root: Path, files: Sequence[Path]) -> list[Path]:
+    prepared = prepared_files(root)
+    return _TARS(root, files) if prepared is None else prepared
+
+
+def _of_same_columns(root: Path, shards: list[Shard]) -> list[Shard]:
+    del root
     check_same_columns(shards)
     return shards
 
 
-def _of_same_header(shards: list[Shard]) -> list[Shard]:
+def _of_same_header(root: Path, shards: list[Shard]) -> list[Shard]:
+    del root
     check_same_header(shards)
     return shards
 
 
-def _of_one_kind(shards: list[Shard]) -> list[Shard]:
+def _of_one_kind(root: Path, shards: list[Shard]) -> list[Shard]:
     """Return shards whose records are all bytes, unless all of those that are not empty are examples."""
     kinds = {shard.settings["records"] for shard in shards if shard.samples}
-    return _as("example" if kinds == {"example"} else "bytes")(shards)
+    return _as("example" if kinds == {"example"} else "bytes")(root, shards)
 
 
-def _as(kind: str) -> Callable[[list[Shard]], list[Shard]]:
-    return lambda shards: [replace(shard, settings={"records": kind}) for shard in shards]
+def _as(kind: str) -> Callable[[Path, list[Shard]], list[Shard]]:
+    return lambda root, shards: [replace(shard, settings={"records": kind}) for shard in shards]
 
 
+_TARS = _named(r".*\.tar")
 _TFRECORD = IndexableFormat(_named(r".*\.tfrec(ord)?s?(-\d+-of-\d+)?"), index_tfrecord, _of_one_kind)
 _ARRAY_RECORD = IndexableFormat(_named(r".*\.(array_?|a)records?(-\d+-of-\d+)?"), index_array_record, _of_one_kind)
 
@@ -92,7 +102,7 @@ INDEXABLE: Mapping[str, IndexableFormat] = {
     "array_record": _ARRAY_RECORD,
     "json_lines": IndexableFormat(_named(r".*\.(jsonl|ndjson)"), index_json_lines),
     "csv_rows": IndexableFormat(_named(r".*\.(csv|tsv)"), index_csv_rows, _of_same_header),
-    "webdataset": IndexableFormat(_named(r".*\.tar"), index_tar),
+    "webdataset": IndexableFormat(_tar_files, index_tar, prepared_shards),
     "megatron": IndexableFormat(_megatron_files, index_megatron),
     "tfrecord-bytes": replace(_TFRECORD, join=_as("bytes")),
     "tfrecord-example": replace(_TFRECORD, join=_as("example")),

@@ -27,7 +27,7 @@ from penstock.data.formats.shards import Shard
 from penstock.data.remote.folders import RemoteFolder
 from penstock.proto.errors import DatasetError
 
-__all__ = ["check_columns", "check_no_versions", "is_version_index", "newest_shards", "publish"]
+__all__ = ["check_columns", "check_no_versions", "newest_shards", "publish"]
 
 LOCK = ".penstock-publishing"
 """File in a local dataset's folder that is locked while a version is published."""
@@ -82,14 +82,14 @@ def newest_shards(remote: RemoteFolder, *, timeout_s: float) -> tuple[bytes | No
 
 def check_no_versions(names: Sequence[str], url: str) -> None:
     """Raise DatasetError if a dataset has versions, which a writer must not remove. `names`: files in its folder."""
-    if any(map(is_version_index, names)):
+    if any(map(_is_version_index, names)):
         raise DatasetError(
             f"{url} must have no versions to be replaced, because jobs may be reading them: publish the next version "
             "with append=True, or give another folder"
         )
 
 
-def is_version_index(name: str) -> bool:
+def _is_version_index(name: str) -> bool:
     """Return True for the name of a version's index."""
     number = name.removeprefix("index-").removesuffix(".json")
     return number.isdecimal() and name == version_index(int(number))

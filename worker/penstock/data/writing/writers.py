@@ -106,6 +106,7 @@ class Writer(ABC):
         self._whole: RemoteFolder | None = None
         """Folder of the dataset that is appended to."""
         self._below, self._timeout_s = "", timeout_s
+        self._before: frozenset[str] = frozenset()
         if append:
             self._whole = remote or RemoteFolder(self.out)
             self._below = f"appended-{os.urandom(4).hex()}"
@@ -179,19 +180,21 @@ class Writer(ABC):
         same."""
         if not self._ended:
             self.flush()
-            self._ended = True
             if self._whole is not None:
                 added = join_indexes([(self._below, self._shards)])
                 self.version, self._shards = publish(self._whole, added, timeout_s=self._timeout_s)
-                self._clean_up()
-                return self._shards
-            index = write_index(self._shards, self.notes)
-            if self._uploads is not None:
-                self._uploads.finish(index)
-            if self._uploads is None or self._keeps:
-                write_whole(self.out / INDEX, index)
+            else:
+                self._write_index()
+            self._ended = True
             self._clean_up()
         return self._shards
+
+    def _write_index(self) -> None:
+        index = write_index(self._shards, self.notes)
+        if self._uploads is not None:
+            self._uploads.finish(index)
+        if self._uploads is None or self._keeps:
+            write_whole(self.out / INDEX, index)
 
     def flush(self) -> list[Shard]:
         """Write the remaining samples, and wait for all uploads; return the shards so far."""
@@ -203,10 +206,21 @@ class Writer(ABC):
 
     def abandon(self) -> None:
         """Stop without an index, as leaving the context with an error does. Does nothing after `close`."""
-        if self._whole is not None and not self._ended:
-            shutil.rmtree(self.out, ignore_errors=True)  # nothing lists these shards
+        if self._whole is not None and not self._ended and not self._may_be_listed(self._whole):
+            shutil.rmtree(self.out, ignore_errors=True)
         self._ended = True
         self._clean_up()
+
+    def _may_be_listed(self, whole: RemoteFolder) -> bool:
+        """Return True if an index may list the shards in the dataset's folder: `publish` may write one, or all, before
+        it fails."""
+        if whole.local is None:
+            return False
+        try:
+            indexes = [path for path in whole.local.glob("index*.json") if path.name not in self._before - {INDEX}]
+            return any(self._below.encode() in path.read_bytes() for path in indexes)
+        except OSError:
+            return True
 
     def _clean_up(self) -> None:
         if self._uploads is None:
@@ -308,7 +322,8 @@ class Writer(ABC):
     def _check_appendable(self, whole: RemoteFolder) -> None:
         """Raise DatasetError if samples of these columns cannot be appended to a dataset, before any are written."""
         text, shards = newest_shards(whole, timeout_s=self._timeout_s)
-        if text is None and whole.names(deadline_s=self._timeout_s):
+        self._before = frozenset(whole.names(deadline_s=self._timeout_s))
+        if text is None and self._before:
             raise DatasetError(f"{whole.url} must be empty or have an {INDEX} to append to: give another folder")
         sample = Shard(self.format, 0, (), settings=self._settings())
         check_columns(whole.url, shards, [sample])

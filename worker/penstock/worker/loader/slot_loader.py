@@ -6,7 +6,7 @@ information that user code reads are set. An exception of user code is raised as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Self
@@ -16,6 +16,7 @@ import xxhash
 from penstock.proto.batch.classes import MAX_NAME
 from penstock.proto.errors import InputFnError, NotRestartableError, PenstockError
 from penstock.proto.state import assignment as place_of
+from penstock.proto.state.counts import Group, Tally
 from penstock.proto.state.generators import derive_seed, seed_rng
 from penstock.proto.state.restartable import (
     DataLoaderCheckpoint,
@@ -69,6 +70,8 @@ class SlotLoader:
         self._iterator: Iterator[Any] | None = None
         self._taken_for = slot
         """Worker number in the box with which the present loader was made."""
+        self._counts = False
+        """True if the loader counts its samples."""
         self._unused = False
         self._rng_before_call = b""
         self._strict = False
@@ -163,6 +166,7 @@ class SlotLoader:
             raise InputFnError(
                 f"{self.name} returned {what}; it must return a torch DataLoader or an iterable of batches"
             )
+        self._counts = isinstance(getattr(loader, "tally", None), Tally)
         self._loader = FirstBatch(loader) if self.assignment.loader.options.synthetic else loader
         self._unused = True
 
@@ -172,6 +176,34 @@ class SlotLoader:
         self._call()
 
     # ---- batches
+
+    def changed_counts(self) -> bytes:
+        """Return the counts that the batches since the last call have changed, as a BATCH frame carries them; b"" if
+        the loader does not count."""
+        tally = self._tally
+        return b"" if tally is None else tally.take()
+
+    @property
+    def key_field(self) -> str | None:
+        """Field of a batch with its restore keys, as the loader's attribute `key_field` says; None: it has none."""
+        name = getattr(self._loader, "key_field", None)
+        return name if isinstance(name, str) else None
+
+    def last_batch(self) -> tuple[list[range] | None, Mapping[Group, Sequence[int]] | None]:
+        """Return what the loader knows of the batch that it handed out last: the sample numbers of the global batch, as
+        `skip` takes them, and the counts of its samples; None for what it does not know."""
+        numbers, tally = getattr(self._loader, "last_samples", None), self._tally
+        with self._user("last_samples()"):
+            return (numbers() if callable(numbers) else None), (None if tally is None else tally.last)
+
+    @property
+    def _tally(self) -> Tally | None:
+        """Counts of the loader: its attribute `tally`, as the loaders of penstock.data have it. A loader that wraps one
+        of them passes its tally on."""
+        if not self._counts:
+            return None
+        tally = self._loader.tally
+        return tally if isinstance(tally, Tally) else None
 
     def _iterate(self) -> None:
         self._unused = False

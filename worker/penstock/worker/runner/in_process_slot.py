@@ -58,6 +58,8 @@ class MadeBatch:
     nbytes: int
     digest: int
     samples: int
+    counts: bytes
+    """Counts that the batch has changed, as a BATCH frame carries them."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,7 @@ class InProcessSlot:
                 if not source.is_open:
                     source.open_epoch(step=step)
                 batch = source.next()
-                made = None if batch is END else self._made(batch)
+                made = None if batch is END else self._made(batch, source.changed_counts())
                 self.capabilities.looked_at_assignment |= place_of.looked_at()
         except (KeyboardInterrupt, BdbQuit):
             self.lose()
@@ -257,7 +259,7 @@ class InProcessSlot:
 
         replay(source, leg, seen)
 
-    def _made(self, batch: Any) -> MadeBatch:
+    def _made(self, batch: Any, counts: bytes) -> MadeBatch:
         flat = self._flattener.flatten(batch)
         structure, shapes, nbytes = flat.structure, flat.shapes, flat.nbytes
         check_size(nbytes, self._most)
@@ -268,7 +270,7 @@ class InProcessSlot:
             digest = rows_digest(structure, shapes, memory, offset, nbytes)
         else:
             digest = batch_digest(structure.key, memory, offset, nbytes, shapes, self._cover == DigestCover.FULL)
-        return MadeBatch(structure, shapes, memory, offset, nbytes, digest, rows_in(structure, shapes))
+        return MadeBatch(structure, shapes, memory, offset, nbytes, digest, rows_in(structure, shapes), counts)
 
     def _note(self, source: RestorableLoader) -> None:
         position, log = source.position, self._log

@@ -327,7 +327,8 @@ class _Runner:
                 self._looked = True
                 progress_page.note_assignment_read()
             progress_page.record(total, position.epoch, digest, position.samples, producer.delivered)
-            producer.publish(entry, total, position.epoch, number, nbytes, dims, digest, cover=cover)
+            counts = source.changed_counts()
+            producer.publish(entry, total, position.epoch, number, nbytes, dims, digest, cover=cover, counts=counts)
             if not self._begun:
                 self._begun = True
                 self._channel.send("begun")

@@ -1,4 +1,4 @@
-"""Commands `penstock data index`, `inspect`, `verify` and `convert`."""
+"""Commands `penstock data index`, `inspect`, `verify`, `convert` and `plan`."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ def _data() -> None:
       penstock data inspect /data/web          what is in it
       penstock data verify /data/web           read all of it
       penstock data convert /data/web s3://bucket/web --to mds
+      penstock data plan /data/web --batch 512 --boxes 8 --nodes 2
     """
 
 
@@ -157,3 +158,58 @@ def data_convert(
         keep_order=not own_order,
         verify=not unverified,
     )
+
+
+@data.command("plan")
+@guarded
+def data_plan(
+    folder: Folder,
+    batch: Annotated[int, typer.Option("--batch", metavar="N", min=1, help="Rows of all boxes' batches together.")],
+    boxes: Annotated[int, typer.Option("--boxes", metavar="N", min=1, help="Number of boxes.")] = 1,
+    nodes: Annotated[int, typer.Option("--nodes", metavar="N", min=1, help="Machines with a cache of their own.")] = 1,
+    workers: Annotated[int, typer.Option("--workers", metavar="N", min=1, help="Workers of each box.")] = 1,
+    epochs: Annotated[int, typer.Option("--epochs", metavar="N", min=1, max=100, help="Number of epochs.")] = 1,
+    shuffle: Annotated[bool, typer.Option("--shuffle/--in-order", help="Order of the samples.")] = True,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the shuffle.")] = 0,
+    shuffle_block: Annotated[
+        str, typer.Option("--shuffle-block", metavar="SAMPLES", help="As in StreamingLoader; all: no blocks.")
+    ] = "262144",
+    partitions: Annotated[
+        int,
+        typer.Option("--partitions", metavar="N", min=1, help="As in StreamingLoader: the most boxes used."),
+    ] = 1,
+    predownload: Annotated[
+        str | None,
+        typer.Option("--predownload", metavar="SAMPLES", help="Samples fetched ahead of need. Default: two blocks."),
+    ] = None,
+    cache_limit: Annotated[
+        str | None, typer.Option("--cache-limit", metavar="BYTES", help="Size of each node's cache, such as 100gb.")
+    ] = None,
+    bandwidth: Annotated[
+        str | None, typer.Option("--bandwidth", metavar="BYTES", help="Bytes a second of each node, such as 500mb.")
+    ] = None,
+    step_s: Annotated[
+        float, typer.Option("--step-seconds", metavar="S", min=0.0, help="A step's time if its data are there.")
+    ] = 0.0,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Compute what a run will fetch: shards and bytes of each node, before the first batch and in each epoch, and the
+    space that they take. Nothing is fetched; a folder with only the index is enough.
+
+    \b
+    Examples:
+      penstock data plan /data/web --batch 512 --boxes 8 --nodes 2 --workers 4
+      penstock data plan /data/web --batch 512 --cache-limit 100gb --bandwidth 500mb --step-seconds 0.4
+    """
+    from penstock.data.arguments import byte_count, sample_count
+    from penstock.deploy.datasets.dataset_folders import show_plan
+
+    block = None if shuffle_block == "all" else sample_count("--shuffle-block", shuffle_block)
+    ahead = sample_count("--predownload", predownload)
+    if nodes > boxes:
+        raise InvalidArgumentError(f"--nodes must be at most the number of boxes, which is {boxes}, got {nodes}")
+    limit, rate = byte_count("--cache-limit", cache_limit), byte_count("--bandwidth", bandwidth)
+    order = {"shuffle": shuffle, "seed": seed, "shuffle_block": block, "partitions": partitions, "predownload": ahead}
+    run = {"nodes": nodes, "workers": workers, "epochs": epochs, "cache_limit": limit, "bandwidth": rate}
+    show_plan(folder, batch, boxes, order, as_json, step_s=step_s, **run)

@@ -10,6 +10,7 @@ import typer
 from penstock.deploy.cli.completion import run_names
 from penstock.deploy.console.coordinator_options import Peer
 from penstock.deploy.console.options import LARGEST, LARGEST_BOX, AsJson, Debug
+from penstock.proto.errors import InvalidArgumentError
 
 __all__ = ["replay"]
 
@@ -24,11 +25,18 @@ def replay(
         ),
     ] = None,
     step: Annotated[
-        int,
+        int | None,
         typer.Option(
             "--step", metavar="S", min=1, max=LARGEST, help="Step of the box at which the batch was delivered."
         ),
-    ] = ...,  # type: ignore[assignment]
+    ] = None,
+    loss: Annotated[
+        Path | None,
+        typer.Option("--loss", metavar="FILE", help="Loss log, JSON lines or CSV: replay its highest spikes."),
+    ] = None,
+    spikes: Annotated[
+        int, typer.Option("--spikes", metavar="N", min=1, max=1000, help="With --loss: number of spikes.")
+    ] = 5,
     box: Annotated[int, typer.Option("--box", metavar="B", min=0, max=LARGEST_BOX, help="The box.")] = 0,
     row: Annotated[int | None, typer.Option("--row", metavar="I", min=0, help="Show one row of the batch too.")] = None,
     out: Annotated[
@@ -83,11 +91,19 @@ def replay(
       penstock replay myjob --step 1234 --allow mypackage
       penstock replay myjob --step 1234 --box 3 --row 2 --out spike.pt --allow mypackage
       penstock replay --checkpoint ckpt.pt --step 1300 --allow mypackage          without a coordinator
+      penstock replay myjob --loss losses.jsonl --spikes 5 --allow mypackage      what was in the spikes?
     """
     from penstock.deploy.replay.replay_batch import ReplayRequest
     from penstock.deploy.replay.replay_report import show_replay
 
+    if (step is None) == (loss is None):
+        raise InvalidArgumentError("give either --step S, or --loss FILE for the steps at which the loss jumped")
     request = ReplayRequest(
-        run, step, box, row, out, attempt, state_dir, checkpoint or (), args, kwargs, allow or (), script, timeout
+        run, step or 1, box, row, out, attempt, state_dir, checkpoint or (), args, kwargs, allow or (), script, timeout
     )
+    if loss is not None:
+        from penstock.deploy.replay.spike_report import show_spikes
+
+        show_spikes(request, loss, spikes, peer, as_json)
+        return
     show_replay(request, peer, as_json)

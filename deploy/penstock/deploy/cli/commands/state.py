@@ -12,6 +12,7 @@ from penstock.deploy.console.common_options import Group, subcommands
 from penstock.deploy.console.coordinator_options import Peer
 from penstock.deploy.console.exit_codes import guarded
 from penstock.deploy.console.options import LARGEST, AsJson, Debug
+from penstock.proto.errors import InvalidArgumentError
 
 __all__ = ["state"]
 
@@ -40,11 +41,13 @@ state = subcommands(_ShowsByDefault, no_args_is_help=True)
 
 @state.callback()
 def _state() -> None:
-    """Show the state of a run at a step (`penstock state RUN`), or convert a saved one to another topology.
+    """Show the state of a run at a step (`penstock state RUN`) or in a file (`penstock state FILE`), or convert a saved
+    one to another topology.
 
     \b
     Examples:
       penstock state myjob                                        where the run is, and each worker's state
+      penstock state ckpt.pt                                      what the run was trained on, up to there
       penstock state convert ckpt.pt new.pt --boxes 2 --workers 8
     """
 
@@ -55,7 +58,9 @@ def state_show(
     run: Annotated[
         str,
         typer.Argument(
-            metavar="RUN", help="JOB/ORDINAL as `penstock status` shows it; JOB is JOB/0.", autocompletion=run_names
+            metavar="RUN",
+            help="JOB/ORDINAL as `penstock status` shows it; JOB is JOB/0. Or a FILE with a saved state.",
+            autocompletion=run_names,
         ),
     ],
     step: Annotated[
@@ -80,14 +85,23 @@ def state_show(
     """Show the state of a run at a step: one DataLoaderCheckpoint for each worker of every box.
 
     Does not disturb the run. A step outside the retention window is an error that names the available steps
-    (exit code 20).
+    (exit code 20). A FILE that encode_state or torch.save wrote is read without a coordinator.
 
     \b
     Examples:
       penstock state myjob                          at the last step that every box has received
       penstock state show myjob/1 --step 1200       the job's second loader, at a step
       penstock state myjob --json | jq '.workers[].samples_streamed'
+      penstock state ckpt.pt                        what a saved state says, with counts by source
     """
+    path = Path(run)
+    if path.is_file():
+        from penstock.deploy.operations.show_state import show_state_file
+
+        if step is not None:
+            raise InvalidArgumentError(f"--step is for a RUN, but {run} is a file, whose state is of one step: omit it")
+        show_state_file(path, as_json)
+        return
     from penstock.deploy.operations.show_state import show_state
 
     show_state(run, step, deadline, peer, as_json)

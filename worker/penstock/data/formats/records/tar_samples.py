@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from penstock.data.formats.media import images
+from penstock.data.formats.records.energon_folder import field_of
 from penstock.data.formats.records.record_file import RecordFile, opened, store_offsets
 from penstock.data.formats.shards import ReadOptions, Shard
 from penstock.proto.errors import DatasetError, ShardCorruptError
@@ -59,6 +60,7 @@ class TarReader(RecordFile):
     def __init__(self, shard: Shard, data: Path, offsets: Path, options: ReadOptions) -> None:
         super().__init__(shard, data, offsets)
         self._images = options.images
+        self._fields: dict[str, str] = shard.settings.get("fields", {})
 
     def _decoded(self, index: int, record: bytes) -> dict[str, Any]:
         sample: dict[str, Any] = {}
@@ -69,6 +71,10 @@ class TarReader(RecordFile):
                 if sample.setdefault(KEY, key) != key:
                     raise ValueError(f"a sample must have the members of one key, got {sample[KEY]} and {key}")
                 sample[column] = self._value(column, record, begin, end)
+            if sample and self._fields:
+                name = sample[KEY]
+                fields = {field: field_of(sample, text) for field, text in self._fields.items()}
+                sample = {KEY: sample[KEY], **fields}
         except DatasetError:  # a package is missing
             raise
         except Exception as error:

@@ -10,9 +10,8 @@ The first one does not know the number of boxes. So a position means the same ro
 same set on any number of boxes, and a state is the same few integers as without balance. Only which box gets a row of
 the step depends on the number of boxes.
 
-A row that costs more than a box's share of its step cannot
-be balanced, so rows of similar cost are kept together in one step if a window has such rows. Then the steps of a
-window differ in cost, but the boxes of each step hardly do.
+A row that costs more than a box's share of its step cannot be balanced, so rows of similar cost are kept together in
+one step if a window has such rows. Then the steps of a window differ in cost, but the boxes of each step hardly do.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.data.arguments import whole
+from penstock.data.arguments import at_least_one
 from penstock.data.ordering.balancing.costs import Cost, Costs
 from penstock.data.ordering.balancing.dealing import deal_to_boxes, deal_to_steps
 from penstock.data.ordering.epoch_plan import Deal, EpochRemainder, SampleOrder
@@ -35,6 +34,8 @@ __all__ = ["Balance", "Balanced", "BalancedOrder", "Imbalance"]
 
 WINDOW_LIMIT = 1 << 20
 """Largest number of rows in a window."""
+STEPS_LIMIT = 1 << 16
+"""Largest number of steps in a window."""
 WINDOWS_KEPT = 4
 """Number of dealt windows that are kept: those of the batches that are planned now, and of the keys that are asked
 for."""
@@ -70,9 +71,9 @@ class Imbalance:
     perfect. A step takes as long as its most expensive box."""
 
     plain: float
-    """Without balancing."""
+    """Cost ratio without balancing."""
     balanced: float
-    """With the loader's `balance`, also if it only reports."""
+    """Cost ratio with the loader's `balance`, also if it only reports."""
 
 
 class BalancedOrder:
@@ -87,11 +88,11 @@ class BalancedOrder:
 
         Raises InvalidArgumentError if a window is empty or too large.
         """
-        steps = whole("over_steps", steps)
-        if steps < 1 or steps * batch > WINDOW_LIMIT:
+        steps = at_least_one("over_steps", steps)
+        most = min(STEPS_LIMIT, WINDOW_LIMIT // batch)
+        if steps > most:
             raise InvalidArgumentError(
-                f"over_steps must be at least 1, and at most {WINDOW_LIMIT // batch} with {batch} rows in a global "
-                f"batch, got {steps}"
+                f"over_steps must be at most {most} with {batch} rows in a global batch, got {steps}"
             )
         self._own, self._costs, self._batch, self._window = own, costs, batch, steps * batch
         self._dealt: dict[tuple[int, int], Ints] = {}
@@ -142,6 +143,8 @@ class Balanced:
         """
         if not isinstance(balance, Balance):
             raise InvalidArgumentError(f"balance must be a Balance, got {balance!r}: give Balance(cost, over_steps=1)")
+        if not isinstance(balance.report, bool):
+            raise InvalidArgumentError(f"balance: report must be True or False, got {balance.report!r}")
         self._plain, self._costs = plain, Costs(balance.cost, dataset, length)
         self._dealt = BalancedOrder(plain, self._costs, batch, balance.over_steps)
         self.order: SampleOrder = plain if balance.report else self._dealt
@@ -162,13 +165,14 @@ class Balanced:
         by_cost = [self._to_boxes(ids, boxes, number) for number, ids in zip(numbers, dealt_ids, strict=True)]
         return Imbalance(_mean_ratio(plain, turns), _mean_ratio(dealt, by_cost))
 
-    def _to_boxes(self, ids: Ints, boxes: int, number: int) -> list[Ints]:
-        """Return the rows of each box in step `number`, whose samples are `ids`."""
-        return deal_to_boxes(self._costs.of(ids), boxes, number)
+    def _to_boxes(self, ids: Ints, boxes: int, turn: int) -> list[Ints]:
+        """Return the rows of each box in a step whose samples are `ids`."""
+        return deal_to_boxes(self._costs.of(ids), boxes, turn)
 
 
 def _mean_ratio(costs: Sequence[npt.NDArray[np.float64]], dealt: Sequence[Sequence[Ints]]) -> float:
     """Return the mean over steps of the cost of the most expensive box, divided by the mean of all boxes. A step that
     costs nothing counts as 1."""
-    sums = [np.array([own[rows].sum() for rows in boxes]) for own, boxes in zip(costs, dealt, strict=True)]
+    relative = [own / max(float(own.max()), np.finfo(float).tiny) for own in costs]  # sums of any costs are finite
+    sums = [np.array([own[rows].sum() for rows in boxes]) for own, boxes in zip(relative, dealt, strict=True)]
     return float(np.mean([step.max() / step.mean() if step.any() else 1.0 for step in sums]))

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 import xxhash
 
 from penstock.data.ordering.permutation import Ints
@@ -76,6 +77,8 @@ class Costs:
 
 
 def _array(given: Any) -> npt.NDArray[Any]:
+    if isinstance(given, torch.Tensor):
+        given = given.detach().to("cpu", torch.float64).numpy()
     array = np.asarray(given)
     if array.ndim != 1 or array.dtype.kind not in "iufb":
         raise InvalidArgumentError(

@@ -1,7 +1,7 @@
 """Rows dealt to bins by cost: longest processing time first, with as many rows in each bin as without balance.
 
 Rows are taken from the largest cost to the smallest, and each goes to the bin with the smallest sum that has room. All
-functions are pure, and sum in integers, so every process deals alike.
+functions are pure, and sum in integers, so every machine deals alike.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ def deal_to_steps(costs: npt.NDArray[np.float64], steps: int) -> list[Ints]:
     """
     if steps < 2:
         return [np.arange(len(costs))] * steps
-    rows = len(costs) // steps
-    by_cost = np.argsort(-costs, kind="stable")
-    best, least = None, np.inf
+    units, rows = _units(costs), len(costs) // steps
+    by_cost = np.argsort(-units, kind="stable")
+    best, least = None, 2.0
     for run in _runs(rows):
         runs = by_cost.reshape(-1, run)
-        dealt = [runs[chosen].ravel() for chosen in _dealt(costs[runs].sum(axis=1), [rows // run] * steps)]
-        worst = max(costs[step].max() / max(float(costs[step].sum()), np.finfo(float).tiny) for step in dealt)
+        dealt = [runs[chosen].ravel() for chosen in _dealt(units[runs].sum(axis=1), [rows // run] * steps)]
+        worst = max(int(units[step].max()) / max(1, int(units[step].sum())) for step in dealt)
         if worst < least:
             best, least = dealt, worst
         if worst <= 1 / SHARES:
             break
     assert best is not None
-    best.sort(key=lambda step: int(step[np.argmax(costs[step])]))  # or the first step had the largest row each time
+    best.sort(key=lambda step: int(step[np.argmax(units[step])]))  # or the first step had the largest row each time
     return [np.sort(step) for step in best]
 
 
@@ -56,11 +56,11 @@ def deal_to_boxes(costs: npt.NDArray[np.float64], boxes: int, turn: int) -> list
 
     Args:
         costs: costs of the step's rows.
-        turn: number of the step or of a row, from which it follows which box gets the row that costs most.
+        turn: number of the step; it decides which box gets the row that costs most.
     """
     room = [len(range(box, len(costs), boxes)) for box in range(boxes)]
     shift = turn % boxes
-    dealt = _dealt(costs, room[shift:] + room[:shift])
+    dealt = _dealt(_units(costs), room[shift:] + room[:shift])
     return [np.sort(rows) for rows in dealt[boxes - shift :] + dealt[: boxes - shift]]
 
 
@@ -73,14 +73,20 @@ def _runs(rows: int) -> list[int]:
     return [*found, rows]
 
 
-def _dealt(costs: npt.NDArray[np.float64], room: Sequence[int]) -> list[Ints]:
+def _units(costs: npt.NDArray[np.float64]) -> Ints:
+    """Return the costs as integers whose sum is at most _SCALE. Each is rounded by itself, so every machine finds the
+    same ones; sums of floats depend on the order of summation."""
+    largest = max(float(costs.max(initial=0)), np.finfo(float).tiny)
+    units: Ints = (costs / largest * (_SCALE // max(1, len(costs)))).astype(np.int64)
+    return units
+
+
+def _dealt(units: Ints, room: Sequence[int]) -> list[Ints]:
     """Return the indexes of the costs that each bin gets: longest processing time first, `room[bin]` of them."""
-    by_cost = np.argsort(-costs, kind="stable")
-    scaled = costs[by_cost] / max(float(costs.max(initial=0)), np.finfo(float).tiny)
-    units = (scaled * (_SCALE / max(float(scaled.sum()), 1.0))).astype(np.int64) << _BITS
+    by_cost = np.argsort(-units, kind="stable")
     heap = [number for number, places in enumerate(room) if places]  # sum << _BITS | bin: the smallest sum is first
     left, mask, dealt = list(room), (1 << _BITS) - 1, []
-    for cost in units.tolist():
+    for cost in (units[by_cost] << _BITS).tolist():
         top = heap[0]
         number = top & mask
         dealt.append(number)

@@ -13,10 +13,10 @@ from penstock.data.arguments import at_least_one, whole
 from penstock.data.ordering.permutation import Ints
 from penstock.data.sharded.layers.layer import Layer, SearchLimit, entered
 from penstock.data.sharded.layers.packed_rows import Document, RowFields
-from penstock.data.sharded.protocol import Cursor, Place, ShardedSource, Token
+from penstock.data.sharded.protocol import NOWHERE, Cursor, Origin, Place, ShardedSource, Token, cursor_origin
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 
-__all__ = ["Chunked", "DocumentParser", "Documents", "token_of"]
+__all__ = ["Chunked", "DocumentParser", "Documents", "located", "token_of"]
 
 
 MAX_TOKEN = (1 << 63) - 1
@@ -228,8 +228,11 @@ class Documents:
         self._inner, self._parser, self._least = inner, parser, least
         self._limit = SearchLimit(layer.source, type(layer).__name__, shard)
         self._next = index
-        self._index, self._before = index, None
-        """Index of the document that was read last, and the source's token before it."""
+        self._index = index
+        """Index of the document that was read last."""
+        self._present: tuple[int, Token] = index, None
+        """Place from which that document is read again: its index, and the source's token (position) before it. If
+        documents were left out just before it, the place is that of the first of them: they are counted again."""
 
     @property
     def where(self) -> str:
@@ -238,22 +241,27 @@ class Documents:
 
     def read(self) -> Document | None:
         """Return the next document that has enough tokens; None if there is none left."""
+        left_out: dict[str, int] = {}
+        place = self.following()
         while True:
-            before = self._inner.token()
             try:
                 sample = next(self._inner)
             except StopIteration:
                 return None
-            self._before, self._index, self._next = before, self._next, self._next + 1
+            self._index, self._next = self._next, self._next + 1
             document = self._parser.document(sample, self._index, getattr(self._inner, "continues", False))
+            origin = cursor_origin(self._inner)
             if len(document.tokens) >= self._least:
                 self._limit.found()
-                return document
+                self._present = place
+                return located(document, origin, left_out)
             self._limit.nothing()
+            left_out = origin.leaving_out(left_out)
 
     def present(self) -> tuple[int, Token]:
-        """Return the index of the document that was read last, and the source's token (position) before it."""
-        return self._index, self._before
+        """Return the place from which the document that was read last is read again: an index, and the source's token
+        (position) before it."""
+        return self._present
 
     def following(self) -> tuple[int, Token]:
         """Return the index of the next document, and the source's token (position) before it."""
@@ -286,6 +294,11 @@ class _ChunkedCursor:
         """Number of the next piece in its document."""
         self.continues = False
         """True if the piece that was yielded last is not the first one of its document."""
+        self._origin = NOWHERE
+        """Origin of the document in `_document`."""
+        self.origin = NOWHERE
+
+    traced = True
 
     def __iter__(self) -> _ChunkedCursor:
         return self
@@ -296,6 +309,7 @@ class _ChunkedCursor:
             raise StopIteration
         start = self._piece * self._length
         self.continues = start > 0
+        self.origin = self._origin._replace(skipped={}) if self.continues and self._origin.skipped else self._origin
         self._advance(1)
         return torch.from_numpy(document[start : start + self._length])
 
@@ -317,7 +331,7 @@ class _ChunkedCursor:
     def _open(self) -> Ints | None:
         """Return the document that is being cut into pieces, and read it if needed; None after the last document."""
         if self._document is None and (read := self._documents.read()) is not None:
-            document = read.tokens
+            document, self._origin = read.tokens, read.origin
             if self._longest is not None and len(document) > self._longest:
                 raise DatasetError(
                     f"{self._documents.where} must have at most longest={self._longest} tokens, got {len(document)}. "
@@ -344,6 +358,11 @@ class _ChunkedCursor:
         self._piece += count
         if self._piece == self._pieces:
             self._document, self._piece = None, 0
+
+
+def located(document: Document, origin: Origin, left_out: Mapping[str, int]) -> Document:
+    """Return a document with its origin. `left_out`: number of documents that were left out before it, by source."""
+    return document if origin is NOWHERE and not left_out else document._replace(origin=origin.after(left_out))
 
 
 def token_of(name: str, value: int | None) -> int | None:

@@ -20,7 +20,15 @@ import numpy as np
 from penstock.data.arguments import whole
 from penstock.data.ordering.permutation import mix
 from penstock.data.sharded.layers.layer import Layer, SearchLimit, entered, title
-from penstock.data.sharded.protocol import Cursor, Place, ShardedSource, Token
+from penstock.data.sharded.protocol import (
+    Cursor,
+    Origin,
+    Place,
+    ShardedSource,
+    Token,
+    cursor_origin,
+    is_traced,
+)
 from penstock.data.stop_iteration import stop_iteration_error
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.state.generators import derive_seed
@@ -196,6 +204,14 @@ class _EachCursor:
                 "one sample for each input: set skip_failures to 1 or more, or use Filtered"
             ) from error
 
+    @property
+    def traced(self) -> bool:
+        return is_traced(self._inner)
+
+    @property
+    def origin(self) -> Origin:
+        return cursor_origin(self._inner)
+
     def skip(self, count: int) -> int:
         passed = self._inner.skip(count)
         self._index += passed
@@ -213,6 +229,8 @@ class _SomeCursor:
 
     def __init__(self, inner: Cursor, taken: _Taken, index: int, limit: SearchLimit) -> None:
         self._inner, self._taken, self._limit = inner, taken, limit
+        self._left_out: dict[str, int] = {}
+        """Number of samples left out before the last yielded one, by source."""
         self._index = index
         """Index of the source's next sample."""
 
@@ -220,6 +238,7 @@ class _SomeCursor:
         return self
 
     def __next__(self) -> Any:
+        self._left_out = {}
         for sample in self._inner:
             self._index += 1
             taken, value = self._taken(sample, self._index - 1)
@@ -227,7 +246,14 @@ class _SomeCursor:
                 self._limit.found()
                 return value
             self._limit.nothing()
+            self._left_out = cursor_origin(self._inner).leaving_out(self._left_out)
         raise StopIteration
+
+    traced = True
+
+    @property
+    def origin(self) -> Origin:
+        return cursor_origin(self._inner).after(self._left_out)
 
     def skip(self, count: int) -> int:
         return sum(1 for _ in zip(range(count), self, strict=False))

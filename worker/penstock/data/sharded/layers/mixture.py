@@ -23,7 +23,7 @@ from penstock.data.sharded.layers.mixture_by_tokens import ByTokens, given_of
 from penstock.data.sharded.layers.mixture_members import MixtureMembers, members_of
 from penstock.data.sharded.layers.mixture_shares import MixtureSchedule, Weight, parts_of, schedule_of
 from penstock.data.sharded.layers.repeated import Repeated
-from penstock.data.sharded.protocol import Cursor, Place, ShardedSource, Token
+from penstock.data.sharded.protocol import Cursor, Origin, Place, ShardedSource, Token, cursor_origin
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 from penstock.proto.state.generators import derive_seed
 
@@ -52,7 +52,13 @@ class Mixture:
     """
 
     def __init__(
-        self, sources: Sequence[ShardedSource], weights: Sequence[Weight], *, stop: Stop = "never", by: By = "samples"
+        self,
+        sources: Sequence[ShardedSource],
+        weights: Sequence[Weight],
+        *,
+        stop: Stop = "never",
+        by: By = "samples",
+        names: Sequence[str] | None = None,
     ) -> None:
         """
         Args:
@@ -68,6 +74,7 @@ class Mixture:
                 be documents (tensors, arrays or lists of integers with one dimension), which are yielded whole. In
                 every prefix of a shard, each source's number of tokens then deviates from its share by at most the
                 longest document. One document of each source is read ahead.
+            names: name of each source in counts (see `Counts`); None: their numbers. A name decides nothing else.
 
         Raises InvalidArgumentError for invalid arguments.
         """
@@ -96,6 +103,7 @@ class Mixture:
                 "the sources inside Repeated"
             )
         self._parts, self._stop, self._by = parts_of(weights), stop, by
+        self.names = _checked_names(names, len(sources))
         self.sources = [Repeated(source) if stop == "never" and not source.endless else source for source in sources]
 
     def __repr__(self) -> str:
@@ -143,8 +151,30 @@ class Mixture:
         members = MixtureMembers(opened, tokens)
         if self._by == "tokens":
             where = f"shard {shard} in epoch {epoch}"
-            return ByTokens(members, self._parts, ended, self._stop, index, given_of(token, len(tokens)), where)
-        return _Cursor(members, self._parts, ended, self._stop, index, _Places(place, shard, self.num_shards))
+            given = given_of(token, len(tokens))
+            return ByTokens(members, self._parts, ended, self._stop, index, given, where, self.names)
+        places = _Places(place, shard, self.num_shards)
+        return _Cursor(members, self._parts, ended, self._stop, index, places, self.names)
+
+    def wanted(self) -> list[float]:
+        """Return the share of each source, of samples or tokens as `by` says."""
+        return [part / sum(self._parts) for part in self._parts]
+
+    @property
+    def by(self) -> By:
+        """Unit of the weights."""
+        return self._by
+
+
+def _checked_names(names: Sequence[str] | None, count: int) -> tuple[str, ...]:
+    if names is None:
+        return tuple(map(str, range(count)))
+    found = () if isinstance(names, str) else tuple(names)
+    if len(set(found)) != count or not all(isinstance(name, str) and name and "/" not in name for name in found):
+        raise InvalidArgumentError(
+            f"names must be {count} different texts without '/', one for each source, got {names!r:.200}"
+        )
+    return found
 
 
 class _Places:
@@ -163,10 +193,19 @@ class _Places:
 
 class _Cursor:
     def __init__(
-        self, members: MixtureMembers, parts: tuple[int, ...], ended: set[int], stop: Stop, index: int, places: _Places
+        self,
+        members: MixtureMembers,
+        parts: tuple[int, ...],
+        ended: set[int],
+        stop: Stop,
+        index: int,
+        places: _Places,
+        names: tuple[str, ...],
     ) -> None:
         self._members, self._parts, self._ended, self._stop = members, parts, ended, stop
-        self._index, self._places = index, places
+        self._index, self._places, self._names = index, places, names
+        self._last = 0
+        """Number of the source of the last yielded sample."""
         self._schedule = self._live_schedule()
 
     def __iter__(self) -> _Cursor:
@@ -177,9 +216,16 @@ class _Cursor:
             number = self._schedule.at(self._places.at(self._index))
             for sample in self._members.moving(number):
                 self._index += 1
+                self._last = number
                 return sample
             self._end(number)
         raise StopIteration
+
+    traced = True
+
+    @property
+    def origin(self) -> Origin:
+        return cursor_origin(self._members.moving(self._last)).within(self._names[self._last])
 
     def skip(self, count: int) -> int:
         left = count

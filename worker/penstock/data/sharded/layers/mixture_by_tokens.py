@@ -20,7 +20,7 @@ import torch
 
 from penstock.data.sharded.layers.layer import NUMBER_LIMIT
 from penstock.data.sharded.layers.mixture_members import MixtureMembers
-from penstock.data.sharded.protocol import Token
+from penstock.data.sharded.protocol import NOWHERE, Origin, Token, cursor_origin
 from penstock.proto.errors import DatasetError, StateCorruptError
 
 __all__ = ["ByTokens", "given_of"]
@@ -52,13 +52,17 @@ class ByTokens:
         index: int,
         given: list[int],
         where: str,
+        names: tuple[str, ...],
     ) -> None:
         self._members, self._parts, self._ended, self._stop = members, parts, ended, stop
-        self._index, self._given, self._where = index, given, where
-        self._next: dict[int, tuple[int, Any, Token]] = {}
+        self._index, self._given, self._where, self._names = index, given, where, names
+        self._next: dict[int, tuple[int, Any, Token, Origin]] = {}
         """Next document of each source, by the source's number: (number of text tokens, document, the source's token
-        (position) before it)."""
+        (position) before it, its origin in the source)."""
+        self.origin = NOWHERE
         self._over = False
+
+    traced = True
 
     def __iter__(self) -> ByTokens:
         return self
@@ -79,7 +83,7 @@ class ByTokens:
 
     def token(self) -> Token:
         tokens = self._members.tokens()
-        for number, (_, _, before) in self._next.items():
+        for number, (_, _, before, _) in self._next.items():
             tokens[number] = before
         return {"index": self._index, "ended": sorted(self._ended), "given": self._given.copy(), "sources": tokens}
 
@@ -89,7 +93,8 @@ class ByTokens:
         self._members.close()
 
     def _take(self, number: int) -> Any:
-        length, document, _ = self._next.pop(number)
+        length, document, _, origin = self._next.pop(number)
+        self.origin = origin.within(self._names[number])
         self._given[number] += length
         self._index += 1
         return document
@@ -124,7 +129,7 @@ class ByTokens:
         cursor = self._members.moving(number)
         before = cursor.token()
         for document in cursor:
-            self._next[number] = (self._length(document, number), document, before)
+            self._next[number] = (self._length(document, number), document, before, cursor_origin(cursor))
             return True
         if self._stop == "never":
             raise DatasetError(f"sources[{number}] of a Mixture must be endless, as it declares, but has ended")

@@ -21,11 +21,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from penstock.data.arguments import at_least_one
-from penstock.data.sharded.layers.documents import DocumentParser, Documents, token_of
+from penstock.data.sharded.layers.documents import DocumentParser, Documents, located, token_of
 from penstock.data.sharded.layers.layer import Layer, SearchLimit, entered
-from penstock.data.sharded.layers.packed_rows import Part, RowFields
+from penstock.data.sharded.layers.packed_rows import Document, Part, RowFields, row_origin
 from penstock.data.sharded.layers.windows import WindowCursor
-from penstock.data.sharded.protocol import Cursor, Place, ShardedSource, Token
+from penstock.data.sharded.protocol import NOWHERE, Cursor, Origin, Place, ShardedSource, Token
 from penstock.proto.errors import InvalidArgumentError
 
 __all__ = ["Packed"]
@@ -112,11 +112,11 @@ class Packed(Layer):
             pad=self._pad,
             dtype=dtype,
             tokens=tokens,
-            labels=bool(labels),
-            positions=bool(positions),
-            segments=bool(segments),
-            cu_seqlens=bool(cu_seqlens),
-            loss_mask=loss_mask if isinstance(loss_mask, str) else bool(loss_mask),
+            labels=_flag("labels", labels),
+            positions=_flag("positions", positions),
+            segments=_flag("segments", segments),
+            cu_seqlens=_flag("cu_seqlens", cu_seqlens),
+            loss_mask=loss_mask if isinstance(loss_mask, str) else _flag("loss_mask", loss_mask, " or a column's name"),
             ignore_index=ignore_index,
             payload=_names("payload", payload),
             attached=_names("attached", attached),
@@ -146,15 +146,21 @@ class Packed(Layer):
     ) -> Cursor:
         (number, done), inner = entered(token, "Packed", "window", "done")
 
-        def lines(samples: list[Any], number: int) -> list[Any]:
-            documents = (parser.document(sample, number * window + at) for at, sample in enumerate(samples))
+        left_out: dict[str, int] = {}
+        """Documents without tokens, by source, of windows before that had no other ones."""
+
+        def lines(samples: list[Any], origins: list[Origin], number: int) -> tuple[list[Any], list[Origin]]:
+            nonlocal left_out
+            documents = [parser.document(sample, number * window + at) for at, sample in enumerate(samples)]
+            if origins or left_out or not all(len(document.tokens) for document in documents):
+                documents, left_out = _all_located(documents, origins or [NOWHERE] * len(samples), left_out)
             parts = [
                 Part(document, begin, min(begin + self._length, len(document.tokens)))
                 for document in documents
                 for begin in range(0, len(document.tokens), self._length)
             ]
             fitted = best_fit([part.end - part.begin for part in parts], self._length)
-            return [[parts[at] for at in line] for line in fitted]
+            return [[parts[at] for at in line] for line in fitted], []
 
         cursor, where = self.source.open(shard, epoch, seed, inner), f"Packed: shard {shard}, epoch {epoch}"
         limit = SearchLimit(self.source, "Packed", shard)
@@ -205,17 +211,45 @@ def best_fit(sizes: Sequence[int], length: int) -> list[list[int]]:
     return sorted(sorted(line) for line in lines)
 
 
+def _all_located(
+    documents: Sequence[Document], origins: Sequence[Origin], left_out: dict[str, int]
+) -> tuple[list[Document], dict[str, int]]:
+    """Return the documents that have tokens, with their origins; and how many documents without tokens, by source, are
+    left to be counted with a later window. A document without tokens is counted with the next one that has some; the
+    last ones of the window with the one before, because a state that is saved between windows does not have them."""
+    found: list[Document] = []
+    for document, origin in zip(documents, origins, strict=True):
+        if len(document.tokens):
+            found.append(located(document, origin, left_out))
+            left_out = {}
+        else:
+            left_out = origin.leaving_out(left_out)
+    if found and left_out:
+        found[-1] = located(found[-1], found[-1].origin, left_out)
+        left_out = {}
+    return found, left_out
+
+
 class _FittedCursor:
     """Cursor of the lines of windows of documents."""
 
     def __init__(self, lines: WindowCursor, fields: RowFields) -> None:
         self._lines, self._fields = lines, fields
+        self._line: list[Part] = []
+        """Parts of the line that was yielded last."""
+
+    traced = True
+
+    @property
+    def origin(self) -> Origin:
+        return row_origin(self._line)
 
     def __iter__(self) -> _FittedCursor:
         return self
 
     def __next__(self) -> Any:
-        return self._fields.row(next(self._lines))
+        self._line = next(self._lines)
+        return self._fields.row(self._line)
 
     def skip(self, count: int) -> int:
         return self._lines.skip(count)
@@ -256,6 +290,14 @@ class _PackedCursor:
         self._begin: tuple[int, Token] | None = None
         """Index of the first document of the line, and the source's token (position) before it; None: the document
         still has to be read."""
+        self._line: list[Part] = []
+        """Parts of the line that was yielded last."""
+
+    traced = True
+
+    @property
+    def origin(self) -> Origin:
+        return row_origin(self._line)
 
     def __iter__(self) -> _PackedCursor:
         return self
@@ -271,6 +313,7 @@ class _PackedCursor:
         else:
             opening = self._bos if self._capacity() < self._fields.length else None
             row = self._fields.line(parts, opening, self._eos if self._closing else None)
+        self._line = parts
         self._advance()
         return row
 
@@ -342,6 +385,12 @@ class _PackedCursor:
         self._have, self._parts = left, [Part(document, end - left, end)] if left else []
         self._begin = self._documents.present() if left else None
         self._offset = end - left if left else 0
+
+
+def _flag(name: str, value: bool, otherwise: str = "") -> bool:
+    if not isinstance(value, bool):
+        raise InvalidArgumentError(f"{name} must be True or False{otherwise}, got {value!r}")
+    return bool(value)
 
 
 def _names(name: str, values: Iterable[str]) -> tuple[str, ...]:

@@ -15,9 +15,10 @@ import numpy.typing as npt
 import torch
 
 from penstock.data.ordering.permutation import Ints
+from penstock.data.sharded.protocol import NOWHERE, Origin, summed
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 
-__all__ = ["Document", "Part", "RowFields", "collate_packed"]
+__all__ = ["Document", "Part", "RowFields", "collate_packed", "row_origin"]
 
 _ROWS, _SEGMENTS = "_rows", "_segments"
 """Endings of the fields with the row, and with the segment, of each item that belongs to a document."""
@@ -36,6 +37,7 @@ class Document(NamedTuple):
     """True if it is a piece that continues the document before it."""
     where: str = ""
     """Name of the document, for errors."""
+    origin: Origin = NOWHERE
 
 
 class Part(NamedTuple):
@@ -79,6 +81,7 @@ class RowFields:
         names = self.names
         if not all(isinstance(name, str) and name for name in names):
             raise InvalidArgumentError(f"names of fields must be texts, got {names}")
+        names += [name + _ROWS for name in self.attached] + (["max_seqlen"] if self.cu_seqlens else [])  # in batches
         doubled = sorted({name for name in names if names.count(name) > 1})
         if doubled:
             raise InvalidArgumentError(
@@ -214,6 +217,10 @@ def collate_packed(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torc
         ShardLoader(Packed(source, length=2048, cu_seqlens=True), batch_size=8, collate_fn=collate_packed)
     """
     batch: dict[str, torch.Tensor] = {}
+    if not rows or not all(isinstance(row, Mapping) and row.keys() == rows[0].keys() for row in rows):
+        raise InvalidArgumentError(
+            "collate_packed needs rows that are dicts with the same fields, as Packed makes them with any of its fields"
+        )
     for name in rows[0]:
         found = [row[name] for row in rows]
         if name == "cu_seqlens":
@@ -229,6 +236,17 @@ def collate_packed(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torc
         else:
             batch[name] = torch.stack(found)
     return batch
+
+
+def row_origin(parts: Sequence[Part]) -> Origin:
+    """Return the origin of a row: the parts' tokens in it by source, and what was left out before documents that begin
+    in it."""
+    skipped: dict[str, int] = {}
+    for document, begin, _ in parts:
+        if document.origin.skipped and not begin:
+            skipped = summed(skipped, document.origin.skipped)
+    sizes = tuple((document.origin.source, end - begin) for document, begin, end in parts)
+    return Origin(sizes[0][0] if sizes else "", skipped, sizes)
 
 
 def _last_tokens(parts: Sequence[Part]) -> list[tuple[int, Part]]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.data.sharded.layers.layer import Layer, entered, placed
-from penstock.data.sharded.protocol import Cursor, Place, ShardedSource, Token
+from penstock.data.sharded.protocol import Cursor, Origin, Place, ShardedSource, Token, cursor_origin, is_traced
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 
 __all__ = ["Repeated"]
@@ -93,6 +93,14 @@ class _Cursor:
 
     def close(self) -> None:
         self._inner.close()
+
+    @property
+    def traced(self) -> bool:
+        return is_traced(self._inner)
+
+    @property
+    def origin(self) -> Origin:
+        return cursor_origin(self._inner)
 
     def _next_epoch(self) -> None:
         if self._index == self._before:

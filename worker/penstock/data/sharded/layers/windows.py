@@ -15,15 +15,26 @@ import numpy as np
 from penstock.data.arguments import at_least_one
 from penstock.data.ordering.permutation import mix
 from penstock.data.sharded.layers.layer import Layer, SearchLimit, entered, title
-from penstock.data.sharded.protocol import Cursor, Place, ShardedSource, Token
+from penstock.data.sharded.protocol import (
+    NOWHERE,
+    Cursor,
+    Origin,
+    Place,
+    ShardedSource,
+    Token,
+    cursor_origin,
+    is_traced,
+    summed,
+)
 from penstock.data.stop_iteration import forbid_stop_iteration
 from penstock.proto.errors import DatasetError
 from penstock.proto.state.generators import derive_seed
 
 __all__ = ["Grouped", "WindowCursor", "WindowShuffled"]
 
-_Arrange = Callable[[list[Any], int], list[Any]]
-"""Function from the samples of a window and the window's number to the items that the layer yields for it."""
+_Arrange = Callable[[list[Any], list[Origin], int], tuple[list[Any], list[Origin]]]
+"""Function from the samples of a window, their origins and the window's number to the items that the layer yields for
+it, and their origins. Both lists of origins are empty if the samples are not traced."""
 
 
 class WindowShuffled(Layer):
@@ -58,11 +69,11 @@ class WindowShuffled(Layer):
         # compute its shares at wrong positions.
         cursor = self.source.open(shard, epoch, seed, inner)
 
-        def shuffled(samples: list[Any], number: int) -> list[Any]:
+        def shuffled(samples: list[Any], origins: list[Origin], number: int) -> tuple[list[Any], list[Origin]]:
             # All at once: sorting by random words is faster than a Feistel network that computes each position by
             # itself.
-            order = np.argsort(mix(key, number, np.arange(len(samples))), kind="stable")
-            return [samples[at] for at in order.tolist()]
+            order: list[int] = np.argsort(mix(key, number, np.arange(len(samples))), kind="stable").tolist()
+            return [samples[at] for at in order], [origins[at] for at in order] if origins else []
 
         return WindowCursor(cursor, self._window, shuffled, number, done, where)
 
@@ -108,17 +119,19 @@ class Grouped(Layer):
         where = f"shard {shard}, epoch {epoch}"
         return WindowCursor(cursor, self._window, self._grouped, number, done, where, limit)
 
-    def _grouped(self, samples: list[Any], number: int) -> list[Any]:
-        open_lists: dict[Hashable, list[Any]] = {}
-        full = []
-        for sample in samples:
+    def _grouped(self, samples: list[Any], origins: list[Origin], number: int) -> tuple[list[Any], list[Origin]]:
+        open_lists: dict[Hashable, list[int]] = {}
+        full: list[list[int]] = []
+        for at, sample in enumerate(samples):
             with forbid_stop_iteration(f"the key of Grouped {self._name}"):
                 key = self._key(sample)
             group = open_lists.setdefault(key, [])
-            group.append(sample)
+            group.append(at)
             if len(group) == self._size:
                 full.append(open_lists.pop(key))
-        return [*full, *(open_lists.values() if self._rest else ())]
+        lists = [*full, *(open_lists.values() if self._rest else ())]
+        held = [[samples[at] for at in group] for group in lists]
+        return held, [_joined([origins[at] for at in group]) for group in lists] if origins else []
 
 
 class WindowCursor:
@@ -147,6 +160,9 @@ class WindowCursor:
         """Number of items of this window that have been yielded."""
         self._held: list[Any] | None = None
         """Items of this window, in the order in which they are yielded; None: the window still has to be read."""
+        self._origins: list[Origin] = []
+        """Origin of each item in `_held`; empty if the source's samples are not traced."""
+        self._origin = NOWHERE
         self._begin: Token | None = None
         """Token (position) of the source before the window in `_held`."""
 
@@ -158,8 +174,18 @@ class WindowCursor:
         if self._done >= len(held):
             raise StopIteration
         sample, held[self._done] = held[self._done], None  # do not keep the yielded sample alive
+        if self._origins:
+            self._origin = self._origins[self._done]
         self._advance(1)
         return sample
+
+    @property
+    def traced(self) -> bool:
+        return is_traced(self._inner)
+
+    @property
+    def origin(self) -> Origin:
+        return self._origin
 
     def skip(self, count: int) -> int:
         left = count
@@ -190,8 +216,15 @@ class WindowCursor:
         """Return the items of the present window, and read it if needed; an empty list after the last window."""
         while self._held is None:
             self._begin = self._inner.token()
-            read = [sample for _, sample in zip(range(self._window), self._inner, strict=False)]
-            held = self._arrange(read, self._number)
+            origins = []
+            if self.traced:
+                read = []
+                for _, sample in zip(range(self._window), self._inner, strict=False):
+                    read.append(sample)
+                    origins.append(cursor_origin(self._inner))
+            else:
+                read = [sample for _, sample in zip(range(self._window), self._inner, strict=False)]
+            held, self._origins = self._arrange(read, origins, self._number)
             if self._done and self._done >= len(held):
                 raise DatasetError(
                     f"{self._where}: window {self._number} has {len(held)} samples, but the state says that "
@@ -210,3 +243,12 @@ class WindowCursor:
         self._done += count
         if self._held is not None and self._done == len(self._held):
             self._number, self._done, self._held = self._number + 1, 0, None
+
+
+def _joined(own: list[Origin]) -> Origin:
+    """Return the origin of a list of samples with these origins."""
+    source = own[0].source if len({each.source for each in own}) == 1 else "(mixed)"
+    skipped: dict[str, int] = {}
+    for each in own:
+        skipped = summed(skipped, each.skipped)
+    return Origin(source, skipped, tuple(part for each in own for part in each.parts))

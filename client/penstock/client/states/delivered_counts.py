@@ -1,0 +1,61 @@
+"""Counts of the batches that a box's loop was handed, by source and key."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+from penstock.proto.errors import ProtocolError
+from penstock.proto.state.counts import MOST_GROUPS, Rows, is_whole, merged_rows, read_changes
+
+__all__ = ["DeliveredCounts"]
+
+FOLDED_AT = 64
+"""Number of batches of a slot whose changes are kept before they are read."""
+
+
+class DeliveredCounts:
+    """Counts of the delivered batches of a box. The training thread writes them; any thread may read them.
+
+    Args:
+        slots: number of slots of the box.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self._changes: list[deque[bytes]] = [deque() for _ in range(slots)]
+        self._rows: list[Rows] = [{} for _ in range(slots)]
+        self._lock = threading.Lock()
+
+    def begin(self, rows: Rows) -> None:
+        """Begin with the counts of a loaded state. The first slot's worker continues them."""
+        with self._lock:
+            self._rows[0] = dict(rows)
+
+    def take(self, slot: int, changes: bytes) -> None:
+        """Take the counts of a delivered batch of a slot. Raises ProtocolError if they are not those of a Tally."""
+        kept = self._changes[slot]
+        if is_whole(changes):
+            kept.clear()  # they say all that earlier ones said
+        kept.append(changes)
+        if len(kept) >= FOLDED_AT:
+            with self._lock:
+                self._fold(slot)
+
+    def rows(self) -> Rows:
+        """Return the counts of all slots together."""
+        with self._lock:
+            for slot in range(len(self._rows)):
+                self._fold(slot)
+            return merged_rows(self._rows)
+
+    def _fold(self, slot: int) -> None:
+        changes = self._changes[slot]
+        while True:
+            try:
+                newest = changes.popleft()  # the training thread may clear what is kept
+            except IndexError:
+                return
+            rows = read_changes(newest)
+            self._rows[slot] = rows = rows if is_whole(newest) else {**self._rows[slot], **rows}
+            if len(rows) > MOST_GROUPS:
+                raise ProtocolError(f"a slot must count at most {MOST_GROUPS} groups, got {len(rows)}")

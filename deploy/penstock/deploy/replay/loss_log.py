@@ -1,0 +1,190 @@
+"""Loss logs, and the spikes in them.
+
+The height of a loss is its distance from the running median, in robust standard deviations:
+
+    height = (loss - median) / max(1.4826 * MAD, 0.001 * |median|)
+
+Median and MAD (median absolute deviation from the median) are those of the BEFORE logged losses before it, without
+losses that are not finite. 1.4826 * MAD is the standard deviation of normally distributed losses, and one spike hardly
+moves either. A loss that is NaN or infinite has an infinite height. Losses with fewer than FEWEST before them are not
+judged.
+
+Logged steps in a row with heights above LEAST are one spike. Its step is the highest of them; the first one that is not
+finite, if there is any.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from penstock.proto.errors import InvalidArgumentError
+
+__all__ = ["BEFORE", "LEAST", "Loss", "Spike", "read_losses", "spikes_of"]
+
+BEFORE = 50
+"""Number of logged losses before one from which its median is taken."""
+FEWEST = 8
+"""Smallest number of losses from which a median is taken."""
+LEAST = 3.0
+"""Height above which a loss belongs to a spike."""
+FACTOR, FLOOR = 1.4826, 1e-3
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Logged loss of a step."""
+
+    step: int
+    loss: float
+
+
+@dataclass(frozen=True)
+class Spike:
+    """Spike of a loss log."""
+
+    step: int
+    loss: float
+    median: float
+    height: float
+    first: int
+    """First of the logged steps in a row that belong to the spike."""
+    last: int
+
+    def plain(self) -> dict[str, Any]:
+        """Return the spike as JSON values; numbers that JSON does not have are texts."""
+        numbers = {name: getattr(self, name) for name in ("loss", "median", "height")}
+        shown = {name: value if math.isfinite(value) else str(value) for name, value in numbers.items()}
+        return {"step": self.step, **shown, "first": self.first, "last": self.last}
+
+
+def read_losses(path: Path) -> list[Loss]:
+    """Return the losses of a log, by step: of JSON lines with `step` and `loss`, or of a CSV file with these columns.
+    Of several losses of one step the last one counts, because a resumed job logs steps again. Lines without a loss,
+    such as those of evaluations, are left out.
+
+    Raises InvalidArgumentError for a file without losses, and for a line that cannot be read.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
+        raise InvalidArgumentError(f"--loss {path} cannot be read: {error}") from error
+    found: dict[int, float] = {}
+    if not text.strip():
+        raise InvalidArgumentError(f"--loss {path} has no losses: it is empty")
+    lines = _of_json(path, text) if text.lstrip()[:1] == "{" else _of_csv(path, text)
+    for number, step, loss in lines:
+        found[_step(path, number, step)] = _loss(path, number, loss)
+    if not found:
+        raise InvalidArgumentError(
+            f'--loss {path} must have lines with `step` and `loss`, as JSON ({{"step": 7, "loss": 2.5}}) or as CSV '
+            "with a header, got none"
+        )
+    return [Loss(step, found[step]) for step in sorted(found)]
+
+
+def _of_json(path: Path, text: str) -> Iterator[tuple[int, Any, Any]]:
+    lines = text.split("\n")  # splitlines() also splits at characters that JSON texts may contain
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            if number == len(lines):
+                return  # the job was killed while it wrote its last line
+            raise InvalidArgumentError(f"--loss {path}: line {number} must be a JSON object: {error}") from error
+        if isinstance(value, dict) and value.get("step") is not None and value.get("loss") is not None:
+            yield number, value["step"], value["loss"]
+
+
+def _of_csv(path: Path, text: str) -> Iterator[tuple[int, Any, Any]]:
+    reader = csv.DictReader(io.StringIO(text), skipinitialspace=True)
+    names = {name.strip().lower(): name for name in reader.fieldnames or () if name}
+    if not {"step", "loss"} <= names.keys():
+        raise InvalidArgumentError(
+            f"--loss {path} must be JSON lines, or CSV with the columns step and loss, got the header "
+            f"{', '.join(reader.fieldnames or ())!r:.200}"
+        )
+    try:
+        for row in reader:
+            step, loss = row[names["step"]], row[names["loss"]]
+            if step and loss:
+                yield reader.line_num, step, loss
+    except csv.Error as error:
+        raise InvalidArgumentError(f"--loss {path}: line {reader.line_num} is not CSV: {error}") from error
+
+
+def _step(path: Path, number: int, value: Any) -> int:
+    try:
+        step = float(value) if isinstance(value, str) and not value.strip().isdecimal() else value  # pandas writes 7.0
+        if isinstance(step, bool) or float(step) != int(step):
+            raise ValueError
+        step = int(step)
+    except (TypeError, ValueError, OverflowError):
+        step = None
+    if step is None or step < 1:
+        remedy = "" if step is None else ": if the log counts from 0, add 1 to its steps"
+        raise InvalidArgumentError(
+            f"--loss {path}: step in line {number} must be a whole number >= 1, as executor.step counts, got "
+            f"{value!r:.80}{remedy}"
+        )
+    return int(step)
+
+
+def _loss(path: Path, number: int, value: Any) -> float:
+    try:
+        if isinstance(value, bool):
+            raise ValueError
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise InvalidArgumentError(
+            f"--loss {path}: loss in line {number} must be a number, got {value!r:.80}"
+        ) from None
+
+
+def spikes_of(losses: Sequence[Loss], most: int) -> list[Spike]:
+    """Return the highest spikes, at most `most`, the highest first; see the module's docstring. Raises
+    InvalidArgumentError if there are too few losses to tell."""
+    if len(losses) <= FEWEST:
+        raise InvalidArgumentError(
+            f"--loss must have at least {FEWEST + 1} losses, so that a spike can be told from them, got {len(losses)}"
+        )
+    spikes: list[Spike] = []
+    begun: list[Spike] = []
+    for at, one in enumerate(losses):
+        middle, height = _height(losses, at)
+        if height > LEAST:
+            begun.append(Spike(one.step, one.loss, middle, height, one.step, one.step))
+        elif begun:
+            spikes.append(_joined(begun))
+            begun = []
+    if begun:
+        spikes.append(_joined(begun))
+    return sorted(spikes, key=lambda spike: (-spike.height, spike.step))[:most]
+
+
+def _joined(parts: list[Spike]) -> Spike:
+    top = max(parts, key=lambda spike: spike.height)  # of several that are not finite the first one
+    return Spike(top.step, top.loss, top.median, top.height, parts[0].step, parts[-1].step)
+
+
+def _height(losses: Sequence[Loss], at: int) -> tuple[float, float]:
+    """Return (median, height) of the loss with this index."""
+    near = [losses[index].loss for index in range(max(0, at - BEFORE), at) if math.isfinite(losses[index].loss)]
+    loss = losses[at].loss
+    middle = median(near) if near else math.nan
+    if not math.isfinite(loss):
+        return middle, math.inf if loss != -math.inf else -math.inf
+    if len(near) < FEWEST:
+        return middle, 0.0
+    spread = median(abs(value - middle) for value in near)
+    scale = max(FACTOR * spread, FLOOR * abs(middle))
+    return middle, (loss - middle) / scale if scale else math.inf if loss > middle else 0.0

@@ -1,0 +1,313 @@
+"""Counts of what a run was trained on: samples, tokens, truncated and skipped samples, and lengths, by source and key.
+
+A loader counts the samples of each batch when it hands the batch out, and saves its counts with its position. So after
+a recovery or a resume the counts are again those of the position, whatever was made ahead or made again. Each BATCH
+frame brings the rows that the batch has changed, as they are after it. The training process keeps the newest row of
+each slot and group, so its counts are those of the delivered batches.
+
+A row is a list of integers: FIELDS counts, then BINS numbers of samples by length. A group is a pair (source, key).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from operator import add
+from typing import Any, TypeAlias
+
+from xxhash import xxh3_64_intdigest
+
+from penstock.proto.errors import ProtocolError, StateCorruptError
+
+__all__ = [
+    "BINS",
+    "COUNTS",
+    "FIELDS",
+    "MOST_GROUPS",
+    "MOST_NAME",
+    "OTHER",
+    "SAMPLES",
+    "SKIPPED",
+    "TOKENS",
+    "TRUNCATED",
+    "Group",
+    "Row",
+    "Rows",
+    "SampleCounts",
+    "Tally",
+    "aggregated_counts",
+    "by_key",
+    "by_source",
+    "counts_part",
+    "cut_name",
+    "is_whole",
+    "merged_rows",
+    "new_row",
+    "plain_rows",
+    "read_changes",
+    "rows_of",
+    "saved_rows",
+]
+
+COUNTS = "counts"
+"""Key of the counts in a loader's state."""
+SAMPLES, TOKENS, TRUNCATED, SKIPPED, SHARE_OF_SAMPLES, SHARE_OF_TOKENS = range(6)
+FIELDS = 6
+"""Number of counts before the lengths in a row. The last two are not summed: they are the share that the mixture wants
+of the source, in millionths of all samples or of all tokens; 0 if there is none."""
+BINS = 32
+"""Number of length bins: bin 0 has samples without a token, bin n those of 2^(n - 1) to 2^n - 1 tokens, the last also
+all longer ones."""
+MOST_GROUPS = 96
+"""Largest number of groups that a loader counts, so that all rows fit into one frame of a lane, and metrics into a
+page. Samples of further groups are counted in OTHER."""
+MOST_NAME = 48
+"""Largest size of a source's or key's name in bytes; a longer one is cut."""
+OTHER = ("(other)", "(other)")
+"""Group of the samples beyond MOST_GROUPS groups."""
+MOST = 1 << 62
+"""Largest count that is accepted from a peer or a state."""
+
+Group: TypeAlias = tuple[str, str]
+"""Pair (source, key). A source or key that is not known is ""."""
+Row: TypeAlias = list[int]
+Rows: TypeAlias = dict[Group, Row]
+
+_WIDTH = FIELDS + BINS
+_ROW = struct.Struct(f"<BB{_WIDTH}Q")
+_WHOLE, _CHANGED = b"\1", b"\0"
+"""First byte of the counts in a frame: all rows follow, or only those that have changed."""
+ALL_BELOW = 4 << 10
+"""Size in bytes up to which a frame has all rows. The training process then only keeps the newest frame's counts."""
+
+
+@dataclass(frozen=True)
+class SampleCounts:
+    """Counts of the delivered samples of one source or key."""
+
+    samples: int
+    tokens: int
+    truncated: int
+    skipped: int
+    """Number of samples left out: by `skip=`, by Filtered and Mapped, and in quarantined batches."""
+    lengths: dict[int, int]
+    """Number of samples by length: {n: samples of n to 2n - 1 tokens}; 0 and 1 stand for themselves."""
+    wanted: tuple[float, str] | None = None
+    """Share that the mixture wants of this source, from 0 to 1, and its unit: "samples" or "tokens"; None: none."""
+
+    @classmethod
+    def of(cls, row: Sequence[int]) -> SampleCounts:
+        """Return the counts in a row."""
+        samples, tokens, truncated, skipped, of_samples, of_tokens = row[:FIELDS]
+        lengths = {1 << bin >> 1: count for bin, count in enumerate(row[FIELDS:]) if count}
+        wanted = (of_samples / 1e6, "samples") if of_samples else (of_tokens / 1e6, "tokens") if of_tokens else None
+        return cls(samples, tokens, truncated, skipped, lengths, wanted)
+
+    def plain(self) -> dict[str, Any]:
+        """Return the counts as a JSON value."""
+        return {
+            "samples": self.samples,
+            "tokens": self.tokens,
+            "truncated": self.truncated,
+            "skipped": self.skipped,
+            "lengths": {str(length): count for length, count in self.lengths.items()},
+            "wanted": None if self.wanted is None else {"share": self.wanted[0], "of": self.wanted[1]},
+        }
+
+
+def new_row() -> Row:
+    """Return a row without counts."""
+    return [0] * _WIDTH
+
+
+def _add(row: Row, other: Sequence[int]) -> None:
+    for field, count in enumerate(other):
+        if count:
+            row[field] = max(row[field], count) if SKIPPED < field < FIELDS else row[field] + count
+
+
+class Tally:
+    """Counts of a loader up to its present position, and which of them have changed since they were last taken.
+
+    Args:
+        rows: counts to begin with.
+        shares: source -> (millionths of the samples, millionths of the tokens) that the mixture wants of it.
+    """
+
+    def __init__(self, rows: Mapping[Group, Sequence[int]] | None = None, shares: Shares | None = None) -> None:
+        self._shares = shares or {}
+        self.rows: Rows = merged_rows([rows]) if rows else {}
+        for group, row in self.rows.items():
+            row[SHARE_OF_SAMPLES:FIELDS] = self._shares.get(group[0], (0, 0))
+        self._changed = set(self.rows)
+        self._packed: dict[Group, bytes] = {}
+        """Rows as they were packed last, by group."""
+        self._begun = False
+        """True once `take` was called."""
+        self.last: Mapping[Group, Sequence[int]] = {}
+        """Counts of the batch that was handed out last."""
+
+    def add(self, batch: Mapping[Group, Sequence[int]]) -> None:
+        """Count a batch that is handed out."""
+        rows = self.rows
+        self.last = batch
+        for group, counted in batch.items():
+            row = rows.get(group)
+            if row is None:
+                group = group if len(rows) < MOST_GROUPS - 1 else OTHER
+                row = rows.setdefault(group, new_row())
+                row[SHARE_OF_SAMPLES:FIELDS] = self._shares.get(group[0], (0, 0))
+            row[:] = map(add, row, counted)  # a batch has no shares
+            self._changed.add(group)
+
+    def take(self) -> bytes:
+        """Return the counts as a BATCH frame carries them: all rows if they are few, else those that have changed since
+        the last call. b"": nothing has changed. After a start or a loaded state all rows have changed."""
+        changed, packed = self._changed, self._packed
+        if not changed:
+            return b""
+        for group in changed:
+            source, key = (name.encode() for name in group)
+            packed[group] = b"".join((_ROW.pack(len(source), len(key), *self.rows[group]), source, key))
+        whole = not self._begun or len(packed) * _ROW.size <= ALL_BELOW
+        parts = packed.values() if whole else [packed[group] for group in changed]
+        self._begun = True
+        changed.clear()
+        return (_WHOLE if whole else _CHANGED) + b"".join(parts)
+
+
+Shares: TypeAlias = Mapping[str, tuple[int, int]]
+
+
+@lru_cache(4096)
+def cut_name(name: str) -> str:
+    """Return a name of at most MOST_NAME bytes, without characters that cannot be encoded. A longer name is cut, and
+    ends with a hash of the whole, so that names stay different."""
+    data = name.encode("utf-8", "replace")
+    if len(data) <= MOST_NAME:
+        return data.decode()
+    return data[: MOST_NAME - 11].decode("utf-8", "ignore") + f"...{xxh3_64_intdigest(data) >> 32:08x}"
+
+
+def is_whole(data: bytes) -> bool:
+    """Return True if the counts in a BATCH frame have all rows, so that those of earlier frames are not needed."""
+    return data[:1] == _WHOLE
+
+
+def read_changes(data: bytes) -> Rows:
+    """Return the rows in a BATCH frame. Raises ProtocolError for bytes that `Tally.take` did not make."""
+    found: Rows = {}
+    at = 1
+    try:
+        if data[:1] not in (_WHOLE, _CHANGED):
+            raise ValueError(f"rows of kind {data[:1]!r}")
+        while at < len(data):
+            of_source, of_key, *row = _ROW.unpack_from(data, at)
+            begin, middle = at + _ROW.size, at + _ROW.size + of_source
+            at = middle + of_key
+            if at > len(data) or max(of_source, of_key) > MOST_NAME or max(row) > MOST:
+                raise ValueError(f"names of {of_source} and {of_key} bytes, and counts up to {max(row)}")
+            found[str(data[begin:middle], "utf-8"), str(data[middle:at], "utf-8")] = row
+    except (struct.error, ValueError) as error:
+        raise ProtocolError(f"the counts of a batch must be rows of a Tally, got {error}") from error
+    return found
+
+
+def merged_rows(several: Iterable[Mapping[Group, Sequence[int]]]) -> Rows:
+    """Return the sums of rows by group, of at most MOST_GROUPS groups: those with the most samples, and OTHER."""
+    found: Rows = {}
+    for rows in several:
+        for group, row in rows.items():
+            _add(found.setdefault(group, new_row()), row)
+    if len(found.keys() - {OTHER}) < MOST_GROUPS:  # one place is for OTHER
+        return found
+    rest = found.setdefault(OTHER, new_row())
+    order = sorted(found.keys() - {OTHER}, key=lambda group: (-found[group][SAMPLES], group))
+    for group in order[MOST_GROUPS - 1 :]:
+        _add(rest, _without_shares(found.pop(group)))
+    return found
+
+
+def by_source(rows: Mapping[Group, Sequence[int]]) -> dict[str, SampleCounts]:
+    """Return the counts of each source, in the order of their names."""
+    return _by(rows, 0)
+
+
+def by_key(rows: Mapping[Group, Sequence[int]]) -> dict[str, SampleCounts]:
+    """Return the counts of each key, in the order of their names; nothing if no key was counted."""
+    return _by(rows, 1) if any(group[1] for group in rows) else {}
+
+
+def _by(rows: Mapping[Group, Sequence[int]], part: int) -> dict[str, SampleCounts]:
+    found: dict[str, Row] = {}
+    for group, row in rows.items():
+        _add(found.setdefault(group[part], new_row()), row if part == 0 else _without_shares(row))
+    return {name: SampleCounts.of(found[name]) for name in sorted(found)}
+
+
+def _without_shares(row: Sequence[int]) -> Row:
+    return [*row[:SHARE_OF_SAMPLES], 0, 0, *row[FIELDS:]]
+
+
+# ---- states
+
+
+def plain_rows(rows: Mapping[Group, Sequence[int]]) -> list[list[Any]]:
+    """Return rows as they are saved: [source, key, counts ..., numbers by length ...], without zeros at the end."""
+    found = []
+    for (source, key), row in sorted(rows.items()):
+        last = next((width for width in range(_WIDTH, FIELDS, -1) if row[width - 1]), FIELDS)
+        found.append([source, key, *row[:last]])
+    return found
+
+
+def saved_rows(plain: Any) -> Rows:
+    """Return saved rows. Raises StateCorruptError for a value that `plain_rows` did not make."""
+    try:
+        found: Rows = {}
+        for source, key, *row in plain:
+            if not all(isinstance(name, str) and len(name.encode()) <= MOST_NAME for name in (source, key)):
+                raise ValueError(f"names {source!r:.80} and {key!r:.80}")
+            counts = all(type(count) is int and 0 <= count < MOST for count in row)
+            if not counts or not FIELDS <= len(row) <= _WIDTH:
+                raise ValueError(f"row {row!r:.200}")
+            found[source, key] = [*row, *([0] * (_WIDTH - len(row)))]
+    except (TypeError, ValueError) as error:
+        raise StateCorruptError(f"the counts in a loader's state are damaged: {error}. Load an older state") from error
+    return found
+
+
+def aggregated_counts(workers: Sequence[Any], workers_per_box: int) -> dict[str, Any] | None:
+    """Return the counts of all boxes from those of all workers' states, in order of global_worker_id; None if the
+    loaders do not count."""
+    if not workers or any(counts is None for counts in workers):
+        return None
+    boxes = [
+        merged_rows(saved_rows(own.get("rows")) for own in workers[first : first + workers_per_box])
+        for first in range(0, len(workers), workers_per_box)
+    ]
+    return {"by": workers[0].get("by"), "boxes": [plain_rows(rows) for rows in boxes]}
+
+
+def counts_part(counts: Mapping[str, Any], box: int, num_boxes: int, worker: int) -> Rows:
+    """Return the counts with which a worker begins, from those in an aggregated state. The first worker of each box
+    continues the box's counts. On another number of boxes the first worker of box 0 continues all of them, because
+    only their sum over all boxes is defined then."""
+    if worker:
+        return {}
+    boxes = counts.get("boxes")
+    if not isinstance(boxes, list):
+        raise StateCorruptError("the counts in a loader's state are damaged: they have no boxes. Load an older state")
+    if len(boxes) == num_boxes:
+        return saved_rows(boxes[box])
+    return {} if box else merged_rows(saved_rows(rows) for rows in boxes)
+
+
+def rows_of(state: Any) -> Rows | None:
+    """Return the counts of all boxes in an aggregated state of a loader; None if it has none."""
+    counts = state.get(COUNTS) if isinstance(state, Mapping) else None
+    if not isinstance(counts, Mapping) or not isinstance(counts.get("boxes"), list):
+        return None
+    return merged_rows(saved_rows(rows) for rows in counts["boxes"])

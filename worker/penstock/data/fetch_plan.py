@@ -1,0 +1,326 @@
+"""Plan of what a run will fetch: shards and bytes of each node and epoch, the space they take, and how long steps wait.
+
+The plan is computed from a dataset's index, the loader's own order and a model of the cache. Nothing is fetched. The
+model has three rules, and is exact where the cache has no limit and no bandwidth is given:
+
+- A node is a machine whose boxes' workers share a cache. A fetch begins when the position is `predownload` samples
+  before the first sample that needs it.
+- With a limit the least recently used fetch is evicted first. A fetch ahead of need evicts nothing that lies in the
+  samples ahead. The order of use is known to a tick, 1/4096 of an epoch.
+- With a bandwidth a node transfers one thing after another at this speed, and a step takes `step_s` if its data are
+  there. Decompression, decoding and the latency of requests take no time.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.data.formats.parquet.parquet_ranges import block_shard, has_ranges
+from penstock.data.formats.shards import Shard
+from penstock.data.ordering.epoch_plan import EpochPlan
+from penstock.data.ordering.permutation import Ints
+from penstock.data.ordering.sharded_order import ShardedOrder
+
+__all__ = ["EpochFetches", "Fetches", "NodeFetches", "PlannedRun", "planned"]
+
+TICKS = 4096
+"""Largest number of ticks in an epoch; the cache's model knows the order of use to a tick."""
+EXAMINED_AT_ONCE = 1 << 20
+"""Number of positions that are looked up in one call."""
+
+
+@dataclass(frozen=True)
+class Fetches:
+    """Things that are fetched as a whole: shards, or row groups of large Parquet files. Arrays have one entry for
+    each."""
+
+    starts: Ints
+    """Number of the first sample of each."""
+    transferred: Ints
+    """Bytes that are transferred: of the compressed files, where there are any."""
+    kept: Ints
+    """Bytes that the cache keeps."""
+
+    @staticmethod
+    def of(shards: Sequence[Shard]) -> Fetches:
+        """Return the fetches of a dataset's shards."""
+        found: list[tuple[int, int, int]] = []
+        for shard in shards:
+            alone = has_ranges(shard) and not any(file.raw.hashes for file in shard.files)
+            parts = [block_shard(shard, block) for block in range(len(shard.blocks))] if alone else [shard]
+            for part in parts:
+                found.append((part.samples, sum((file.packed or file.raw).size for file in part.files), part.size))
+        samples, transferred, kept = np.array(found, np.int64).reshape(-1, 3).T
+        return Fetches(np.cumsum(samples) - samples, transferred, kept)
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """Settings of a run."""
+
+    batch: int
+    """Rows of all boxes' batches together."""
+    boxes: int
+    nodes: int
+    """Number of machines with a cache. Box b is on node b * nodes // boxes."""
+    workers: int
+    """Workers of each box, which begin their first batches at the same time."""
+    predownload: int
+    """Number of samples, of all boxes, whose shards are fetched ahead of need."""
+    epochs: int = 1
+    cache_limit: int | None = None
+    """Bytes of a node's cache; None: no limit."""
+    bandwidth: float | None = None
+    """Bytes per second of a node; None: times are not computed."""
+    step_s: float = 0.0
+    """Seconds of a training step whose batch is there."""
+
+    def steps(self, order: ShardedOrder) -> int:
+        """Return the number of steps in an epoch."""
+        return EpochPlan(len(order), "emit").remainder(0, 0, self.batch, self.boxes).batches
+
+    @property
+    def ahead(self) -> int:
+        """Number of steps whose shards are fetched ahead of need."""
+        return -(-self.predownload // self.batch)
+
+
+@dataclass
+class EpochFetches:
+    """Fetches of a node in an epoch."""
+
+    shards: int = 0
+    """Number of fetches."""
+    again: int = 0
+    """Number of fetches of what this epoch had fetched already and the cache evicted."""
+    bytes: int = 0
+    """Bytes transferred."""
+    wait_s: float = 0.0
+    """Seconds that steps wait for fetches."""
+    waiting_steps: int = 0
+
+
+@dataclass
+class NodeFetches:
+    """Fetches of a node in a run."""
+
+    node: int
+    epochs: list[EpochFetches]
+    first_shards: int = 0
+    """Number of fetches that the first batches of all workers need."""
+    first_bytes: int = 0
+    first_batch_s: float = 0.0
+    """Seconds until the first step begins."""
+    peak_bytes: int = 0
+    """Largest number of bytes in the cache."""
+    working_bytes: int = 0
+    """Largest number of bytes of what lies between the beginning of its fetch and its last use in an epoch. In a cache
+    of this size, nothing is fetched twice in an epoch."""
+
+
+@dataclass(frozen=True)
+class _Uses:
+    """Uses of fetches by a node, in order; a fetch has one entry for each tick in which it is used."""
+
+    tick: Ints
+    step: Ints
+    """Step of the first use in the tick, counted over all epochs."""
+    last: Ints
+    """Step of the last use in the tick."""
+    fetch: Ints
+
+
+@dataclass
+class _Cache:
+    """Model of a node's cache."""
+
+    limit: int | None
+    there: OrderedDict[int, int] = field(default_factory=OrderedDict)
+    """Bytes by fetch, the least recently used first."""
+    bytes: int = 0
+
+    def make_room(self, size: int, spared: npt.NDArray[np.int64] | None) -> bool:
+        """Evict until `size` bytes fit. `spared`: number of coming uses of each fetch; those with any stay. Returns
+        True if they fit."""
+        if self.limit is None:
+            return True
+        excess = self.bytes + size - self.limit
+        evicted = []
+        for fetch, own in self.there.items():
+            if excess <= 0:
+                break
+            if spared is None or not spared[fetch]:
+                evicted.append(fetch)
+                excess -= own
+        if spared is not None and excess > 0:
+            return False
+        for fetch in evicted:
+            self.bytes -= self.there.pop(fetch)
+        return excess <= 0
+
+
+def planned(run: PlannedRun, order: ShardedOrder, fetches: Fetches) -> list[NodeFetches]:
+    """Return what each node will fetch, of shards that are read in this order."""
+    steps = run.steps(order)
+    return [_Node(run, steps, fetches, _uses(run, order, fetches, node), node).result() for node in range(run.nodes)]
+
+
+def _uses(run: PlannedRun, order: ShardedOrder, fetches: Fetches, node: int) -> _Uses:
+    """Return the uses of all epochs by a node."""
+    own = np.flatnonzero(np.arange(run.batch) % run.boxes * run.nodes // run.boxes == node)
+    steps, length = run.steps(order), len(order)
+    in_tick = -(-steps // TICKS)
+    found: list[tuple[Ints, Ints, Ints, Ints]] = []
+    for epoch in range(run.epochs):
+        several = max(1, EXAMINED_AT_ONCE // max(1, len(own)) // in_tick) * in_tick
+        for begin in range(0, steps, several):
+            # what is left of an epoch may make its last batch larger
+            end = -(-length // run.batch) if begin + several >= steps else begin + several
+            at = (np.arange(begin, end)[:, None] * run.batch + own).ravel()
+            at = at[at < length]
+            if not len(at):
+                continue
+            fetch = np.searchsorted(fetches.starts, order.ids(epoch, at), side="right") - 1
+            step = np.minimum(at // run.batch, steps - 1)
+            found.append(_by_tick(fetch, epoch * steps + step, (epoch * steps + step - step % in_tick) // in_tick))
+    return _Uses(*(np.concatenate([np.zeros(0, np.int64), *column]) for column in zip(*found, strict=True)))
+
+
+def _by_tick(fetch: Ints, step: Ints, tick: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+    """Return tick, first step, last step and fetch of uses at these ascending steps, each tick's fetch once."""
+    key = (tick - tick[0]) * (int(fetch.max()) + 1) + fetch
+    _, first = np.unique(key, return_index=True)
+    _, from_end = np.unique(key[::-1], return_index=True)
+    last = len(key) - 1 - from_end
+    turn = np.argsort(first, kind="stable")
+    first, last = first[turn], last[turn]
+    return tick[first], step[first], step[last], fetch[first]
+
+
+class _Node:
+    """Model of a node: its cache, its transfers and its clock."""
+
+    def __init__(self, run: PlannedRun, steps: int, fetches: Fetches, uses: _Uses, node: int) -> None:
+        self._run, self._steps, self._fetches, self._uses = run, steps, fetches, uses
+        self._cache = _Cache(run.cache_limit)
+        self._coming = np.zeros(len(fetches.kept), np.int64)
+        """Number of uses of each fetch in the samples ahead."""
+        self._fetched_in = np.full(len(fetches.kept), -1, np.int64)
+        """Epoch of each fetch's last transfer; -1: none."""
+        self._arrivals: list[tuple[int, int, int]] = []
+        """(step at which a transfer may begin, step that needs it, bytes), in the order of the transfers."""
+        self._found = NodeFetches(node, [EpochFetches() for _ in range(run.epochs)])
+
+    def result(self) -> NodeFetches:
+        self._simulate()
+        self._count_first()
+        self._found.working_bytes = self._working_set()
+        if self._run.bandwidth is not None:
+            self._clock(self._run.bandwidth)
+        return self._found
+
+    def _simulate(self) -> None:
+        uses, ahead = self._uses, self._run.ahead
+        steps, fetch = uses.step.tolist(), uses.fetch.tolist()
+        bounds = [0, *(np.flatnonzero(np.diff(uses.tick)) + 1).tolist(), len(steps)]
+        seen = 0
+        waiting: deque[int] = deque()
+        """Uses in the samples ahead that are not fetched yet."""
+        for begin, end in pairwise(bounds):
+            now = steps[begin] if begin < len(steps) else 0
+            until = (steps[end] if end < len(steps) else now) + ahead
+            while seen < len(steps) and (seen < end or steps[seen] <= until):
+                self._coming[fetch[seen]] += 1
+                waiting.append(seen)
+                seen += 1
+            for use in range(begin, end):
+                self._touch(fetch[use], now, steps[use])
+            while waiting and self._ahead(fetch[waiting[0]], now, steps[waiting[0]], used=waiting[0] < end):
+                waiting.popleft()
+            self._coming[uses.fetch[begin:end]] -= 1
+
+    def _touch(self, fetch: int, now: int, needed: int) -> None:
+        """Use a fetch; transfer it if it is not in the cache."""
+        cache = self._cache
+        if fetch in cache.there:
+            cache.there.move_to_end(fetch)
+        else:
+            size = int(self._fetches.kept[fetch])
+            if not cache.make_room(size, self._coming):
+                cache.make_room(size, None)
+            self._transfer(fetch, now, needed)
+
+    def _ahead(self, fetch: int, now: int, needed: int, *, used: bool) -> bool:
+        """Transfer a fetch ahead of need. Returns False if the cache has no room for it."""
+        cache = self._cache
+        if used or fetch in cache.there:
+            return True
+        if not cache.make_room(int(self._fetches.kept[fetch]), self._coming):
+            return False
+        self._transfer(fetch, now, needed)
+        return True
+
+    def _transfer(self, fetch: int, now: int, needed: int) -> None:
+        cache, size, kept = self._cache, int(self._fetches.transferred[fetch]), int(self._fetches.kept[fetch])
+        cache.there[fetch] = kept
+        cache.bytes += kept
+        self._found.peak_bytes = max(self._found.peak_bytes, cache.bytes)
+        number = needed // self._steps
+        epoch = self._found.epochs[number]
+        epoch.shards += 1
+        epoch.bytes += size
+        epoch.again += int(self._fetched_in[fetch] == number)
+        self._fetched_in[fetch] = number
+        self._arrivals.append((now, needed, size))
+
+    def _count_first(self) -> None:
+        first = np.unique(self._uses.fetch[self._uses.step < self._run.workers])
+        self._found.first_shards = len(first)
+        self._found.first_bytes = int(self._fetches.transferred[first].sum())
+
+    def _working_set(self) -> int:
+        """Return the largest sum of bytes between the beginnings of fetches and their last uses in an epoch."""
+        uses, largest = self._uses, 0
+        for epoch in range(self._run.epochs):
+            here = uses.step // self._steps == epoch
+            fetches, first, inverse = np.unique(uses.fetch[here], return_index=True, return_inverse=True)
+            ends = np.zeros(len(fetches), np.int64)
+            np.maximum.at(ends, inverse, uses.last[here])
+            begins = np.maximum(epoch * self._steps, uses.step[here][first] - self._run.ahead)
+            size = self._fetches.kept[fetches]
+            at = np.concatenate([begins, ends + 1])
+            turn = np.lexsort((np.repeat([1, 0], len(fetches)), at))  # what has been used last makes room first
+            largest = max(largest, int(np.cumsum(np.concatenate([size, -size])[turn]).max(initial=0)))
+        return largest
+
+    def _clock(self, bandwidth: float) -> None:
+        """Compute when steps begin: a step begins after the one before, once all that it needs has arrived."""
+        step_s, steps = self._run.step_s, self._steps
+        wait, free = 0.0, 0.0
+        begun: dict[int, float] = {0: 0.0}
+        """Seconds at which the steps began at which transfers may begin."""
+        pending = sorted({now for now, _, _ in self._arrivals} | {needed for _, needed, _ in self._arrivals})
+        arrived: dict[int, float] = {}
+        number = 0
+        for step in pending:
+            begun[step] = step * step_s + wait
+            while number < len(self._arrivals) and self._arrivals[number][0] <= step:
+                now, needed, size = self._arrivals[number]
+                free = max(free, begun[now]) + size / bandwidth
+                arrived[needed] = max(arrived.get(needed, 0.0), free)
+                number += 1
+            late = arrived.pop(step, 0.0) - begun[step]
+            if late > 0:
+                wait += late
+                epoch = self._found.epochs[step // steps]
+                epoch.wait_s += late
+                epoch.waiting_steps += 1
+                begun[step] += late
+            if step == 0:
+                self._found.first_batch_s = begun[0]

@@ -1,0 +1,201 @@
+"""Folders of tar archives that Megatron Energon prepared (`energon prepare`), read as they are.
+
+    .nv-meta/split.yaml      archives of each split (train, val, test), and those to leave out
+    .nv-meta/dataset.yaml    class of the samples, and the member that each of their fields comes from
+    .nv-meta/.info.json      number of samples in each archive (.info.yaml in older folders)
+
+Python code that dataset.yaml names (`sample_loader`, `part_filter`) is never run: samples then have the members of
+the archive. Energon's own index (index.sqlite) is not needed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from penstock.data.formats.fields import InvalidField, kind_of
+from penstock.data.formats.shards import Shard
+from penstock.proto.errors import DatasetError, InvalidArgumentError
+from penstock.runtime.files.plain_files import read_plain
+
+__all__ = ["check_tar", "field_of", "is_prepared", "prepared_files", "prepared_shards", "select_split"]
+
+META = ".nv-meta"
+SPLIT, DATASET, INFOS = "split.yaml", "dataset.yaml", (".info.json", ".info.yaml")
+EVERY_SPLIT = "*"
+"""Value of `split` that stands for the archives of all splits."""
+MAX_BYTES = 64 << 20
+"""Largest size in bytes of a file in META."""
+MAX_NAMES = 1 << 20
+"""Largest number of archives that one pattern of braces stands for."""
+
+_BRACES = re.compile(r"\{([^{}]*)\}")
+_RANGE = re.compile(r"(\d+)\.\.(\d+)", re.ASCII)
+_FIELD = re.compile(r"([^\[\]]+)((?:\[[^\[\]]+\])*)")
+
+
+def is_prepared(folder: Path) -> bool:
+    """Return True if Energon has prepared a local folder."""
+    return (folder / META / SPLIT).is_file()
+
+
+def prepared_files(folder: Path) -> list[Path] | None:
+    """Return the archives of a prepared folder's splits, in the order of split.yaml; None if the folder is not one.
+    Raises DatasetError."""
+    return [folder / name for name in _splits(folder)] if is_prepared(folder) else None
+
+
+def prepared_shards(folder: Path, shards: list[Shard]) -> list[Shard]:
+    """Return the shards of a folder with the names of their splits and the fields of their samples, if Energon has
+    prepared it. Raises DatasetError."""
+    if not is_prepared(folder):
+        return shards
+    splits, fields, counts = _splits(folder), _fields(folder), _counts(folder)
+    for shard in shards:
+        if counts.get(shard.name, shard.samples) != shard.samples:
+            raise DatasetError(
+                f"{folder / shard.name} must have {counts[shard.name]} samples, as {META} lists, got {shard.samples}: "
+                "run `energon prepare` again, or fetch the file again"
+            )
+    return [replace(shard, settings={"splits": splits[shard.name], **fields}) for shard in shards]
+
+
+def select_split(
+    shards: Sequence[Shard], split: str | None, folder: Path | None, where: str, *, has_splits: bool
+) -> Sequence[Shard]:
+    """Return the shards of one split of a prepared folder, and those of any other folder as they are.
+
+    Args:
+        folder: folder of the archives; None if it is not local.
+        where: name of the dataset, for errors.
+        has_splits: True if the index lists splits. The shards are looked at only then.
+
+    Raises InvalidArgumentError for a split that the folder has not, DatasetError if its index lists no splits.
+    """
+    if not has_splits and split is not None and folder is not None and is_prepared(folder):
+        raise DatasetError(
+            f"{where}: the index lists no splits, because it was written before {META}/{SPLIT}: call index_folder again"
+        )
+    if not has_splits or split == EVERY_SPLIT:
+        return shards
+    of_each = [(shard, shard.settings.get("splits", ())) for shard in shards]
+    chosen = [shard for shard, splits in of_each if split in splits]
+    if not chosen:
+        known = sorted({name for _, splits in of_each for name in splits})
+        remedy = f"; split={EVERY_SPLIT!r} takes all" if folder is not None else ". Copy a remote folder here first"
+        raise InvalidArgumentError(f"{where}: split must be one of {', '.join(known)}, got {split!r}{remedy}")
+    return chosen
+
+
+def check_tar(settings: dict[str, Any]) -> None:
+    """Check the settings of a shard's entry in the index, see format_table.Format.check."""
+    splits, fields = settings.get("splits", []), settings.get("fields", {})
+    if not isinstance(splits, list) or not all(isinstance(name, str) for name in splits):
+        raise InvalidField("splits", "must be a list of strings")
+    if not isinstance(fields, dict) or not all(isinstance(text, str) for text in fields.values()):
+        raise InvalidField("fields", f"must be an object of strings, got {kind_of(fields)}")
+
+
+def field_of(sample: Mapping[str, Any], text: str) -> Any:
+    """Return what a text of a field map stands for in a sample: `jpg`, `json[caption]`, or the first that is there of
+    several with commas between. Raises ValueError if none is there."""
+    for option in text.split(","):
+        found = _FIELD.fullmatch(option)
+        column, steps = (found[1], re.findall(r"\[([^\[\]]+)\]", found[2])) if found else (option, [])
+        try:
+            value = sample[column if column in sample else column.lower()]
+            for step in steps:
+                value = value[int(step)] if isinstance(value, list) else value[step]
+        except (KeyError, IndexError, TypeError, ValueError):
+            continue
+        return value
+    raise ValueError(f"it must have {text}, as {META}/{DATASET} says, got {', '.join(sample)}")
+
+
+def _splits(folder: Path) -> dict[str, list[str]]:
+    """Return the names of the splits of each archive, by the archive's path in the folder."""
+    path = folder / META / SPLIT
+    content = _read(path)
+    parts, exclude = content.get("split_parts"), content.get("exclude") or []
+    if not isinstance(parts, dict) or not parts or not isinstance(exclude, list):
+        raise DatasetError(f"{path}: split_parts must list the archives of each split: run `energon prepare` again")
+    left_out = {name for pattern in exclude for name in _expanded(path, pattern)}
+    inside = sorted(name for name in left_out if "/" in name and not (folder / name).is_file())
+    if inside:
+        raise DatasetError(
+            f"{path}: exclude must list whole archives, got the sample {inside[0]}: write the archive without it"
+        )
+    splits: dict[str, list[str]] = {}
+    for split, patterns in parts.items():
+        for name in [name for pattern in patterns or () for name in _expanded(path, pattern)]:
+            if name not in left_out and split not in splits.setdefault(name, []):
+                splits[name].append(str(split))
+    missing = [name for name in splits if ".." in Path(name).parts or not (folder / name).is_file()]
+    if missing:
+        raise DatasetError(f"{folder / missing[0]} must be a file in the folder, as {META}/{SPLIT} lists it: copy it")
+    return splits
+
+
+def _expanded(path: Path, pattern: object) -> list[str]:
+    """Return the names that a pattern such as `shard_{000..127}.tar` or `{a,b}.tar` stands for. Ranges of numbers have
+    leading zeros if an end has one."""
+    if not isinstance(pattern, str):
+        raise DatasetError(f"{path}: a file's name must be a string, got {pattern!r:.200}: run `energon prepare` again")
+    found = _BRACES.search(pattern)
+    if not found:
+        return [pattern]
+    ends = _RANGE.fullmatch(found[1])
+    if ends:
+        first, last = int(ends[1]), int(ends[2])
+        padded = any(len(end) > 1 and end[0] == "0" for end in ends.groups())
+        width = max(map(len, ends.groups())) if padded else 0
+        choices: Sequence[str] = [f"{n:0{width}}" for n in range(first, min(last, first + MAX_NAMES) + 1)]
+    else:
+        choices = found[1].split(",")
+    if len(choices) < 1 + (ends is None) or len(choices) > MAX_NAMES:
+        raise DatasetError(
+            f"{path}: braces must hold choices or a range that grows, got {pattern!r:.200}: list the files"
+        )
+    before, after = pattern[: found.start()], _expanded(path, pattern[found.end() :])
+    return [f"{before}{choice}{rest}" for choice in choices for rest in after]
+
+
+def _fields(folder: Path) -> dict[str, Any]:
+    """Return the settings that give the fields of a sample; none for samples that have the members of the archive."""
+    path = folder / META / DATASET
+    fields = _read(path).get("field_map") if path.is_file() else None
+    if fields is None:
+        return {}
+    if not isinstance(fields, dict) or not all(isinstance(text, str) for text in fields.values()):
+        raise DatasetError(f"{path}: field_map must map names to texts, got {fields!r:.200}: prepare the folder again")
+    return {"fields": {str(name): text for name, text in fields.items()}}
+
+
+def _counts(folder: Path) -> dict[str, Any]:
+    """Return the number of samples in each archive that Energon has found, by the archive's path in the folder."""
+    for name in INFOS:
+        path = folder / META / name
+        if path.is_file():
+            counts = _read(path).get("shard_counts")
+            return counts if isinstance(counts, dict) else {}
+    return {}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        yaml = importlib.import_module("yaml")
+    except ImportError as error:
+        raise DatasetError(f"{path} needs the package pyyaml: pip install pyyaml") from error
+    try:
+        text = read_plain(path, MAX_BYTES).decode()
+        value = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise DatasetError(f"{path} cannot be read: {error}. Run `energon prepare` again") from error
+    if not isinstance(value, dict):
+        raise DatasetError(f"{path} must be a mapping, got {type(value).__name__}: run `energon prepare` again")
+    return value

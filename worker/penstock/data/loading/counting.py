@@ -1,0 +1,345 @@
+"""Counting of samples by source and key, for the loaders' argument `counts`. penstock.proto.state.counts has the
+counts, and how they reach states and the training process."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from penstock.data.stop_iteration import stop_iteration_error
+from penstock.proto.errors import DatasetError, InvalidArgumentError, StateMismatchError
+from penstock.proto.state.counts import (
+    BINS,
+    COUNTS,
+    FIELDS,
+    SAMPLES,
+    SKIPPED,
+    TOKENS,
+    TRUNCATED,
+    Group,
+    Row,
+    Rows,
+    Tally,
+    aggregated_counts,
+    counts_part,
+    cut_name,
+    new_row,
+    plain_rows,
+    saved_rows,
+)
+
+__all__ = ["CountedBatch", "Counts", "LoaderCounts", "SampleCounter", "skipped_rows"]
+
+TOKEN_FIELDS = ("input_ids", "tokens", "token_ids")
+"""Fields of a dict sample that hold its tokens, if `Counts` names none: the first that the sample has."""
+
+MOST_TOKENS = 1 << 40
+"""Largest number of tokens of a sample."""
+NONE = "(none)"
+"""Name of the key None."""
+
+_Part = str | Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Counts that a loader keeps: samples, tokens, truncated and skipped samples, and lengths, by source and by key.
+    Give them to MapLoader, StreamingLoader or ShardLoader.
+
+        MapLoader(dataset, batch_size=32, counts=Counts(by="language", tokens="input_ids"))
+
+    The source of a sample is the Mixture's source or the dataset's stream that it comes from. The counts are in
+    `executor.stats.sources` and `.keys`, in saved states, and in metrics: see docs/counts.md.
+    """
+
+    by: _Part | None = None
+    """Key of a sample: the name of a field, or a function from the sample to a text or a number. None: no keys. At most
+    96 pairs of source and key are counted one by one; samples of further ones are counted together, as "(other)"."""
+    tokens: _Part | None = None
+    """Tokens of a sample: the name of a field, or a function from the sample. The value is a number, or something with
+    len(). None: a sample that is one-dimensional and holds integers, or its field input_ids, tokens or token_ids;
+    samples without these have no tokens."""
+    truncated: _Part | None = None
+    """Name of a field, or a function from the sample, that says whether the sample was truncated. None: not counted."""
+
+    def __post_init__(self) -> None:
+        """Raise InvalidArgumentError for an argument that is neither a name nor a function."""
+        for name in ("by", "tokens", "truncated"):
+            value = getattr(self, name)
+            if value is not None and not callable(value) and (not isinstance(value, str) or not value):
+                raise InvalidArgumentError(
+                    f"Counts({name}=...) must be the name of a field or a function of a sample, got {value!r:.100}"
+                )
+
+
+class CountedBatch(NamedTuple):
+    """Batch with the counts of its samples, on the way from where it was made to where it is handed out."""
+
+    batch: Any
+    counted: dict[Group, Row]
+
+
+class SampleCounter:
+    """Counter of the samples of a batch. It holds only settings, so it can be sent to another process."""
+
+    def __init__(self, counts: Counts) -> None:
+        self._by, self._tokens, self._truncated = counts.by, counts.tokens, counts.truncated
+
+    def count(
+        self,
+        samples: Sequence[Any],
+        sources: Sequence[str] | None = None,
+        parts: Sequence[Sequence[tuple[str, int]]] | None = None,
+    ) -> dict[Group, Row]:
+        """Return the counts of samples by group.
+
+        Args:
+            sources: source of each sample; None: all are of source "".
+            parts: pairs (source, number of tokens) of the documents in each sample; without any, the sample's tokens
+                are those of its own source.
+        """
+        if not samples:
+            return {}
+        sources = [""] * len(samples) if sources is None else sources
+        keys = [""] * len(samples) if self._by is None else self._keys(samples)
+        lengths = self._lengths(samples)
+        if parts is not None:
+            lengths = [sum(size for _, size in own) if own else n for own, n in zip(parts, lengths, strict=True)]
+        by_group: dict[Group, list[int | None]] = defaultdict(list)
+        for group, length in zip(zip(sources, keys, strict=True), lengths, strict=True):
+            by_group[group].append(length)
+        found = {group: _row_of(own) for group, own in by_group.items()}
+        if parts is not None:
+            _move_tokens(found, sources, keys, parts)
+        if self._truncated is not None:
+            for group, sample in zip(zip(sources, keys, strict=True), samples, strict=True):
+                found[group][TRUNCATED] += self._is_truncated(sample, self._truncated)
+        return found
+
+    def _is_truncated(self, sample: Any, wanted: _Part) -> bool:
+        value = _value(sample, wanted, "truncated")
+        if isinstance(value, torch.Tensor | np.ndarray) and value.ndim == 0:
+            value = value.item()
+        if not isinstance(value, bool | int | np.bool_):
+            raise DatasetError(f"Counts(truncated=...) must give True or False for each sample, got {value!r:.100}")
+        return bool(value)
+
+    def _keys(self, samples: Sequence[Any]) -> list[str]:
+        values = _column(samples, self._by)
+        if values is not None and set(map(type, values)) == {str}:
+            return list(map(cut_name, values))
+        return list(map(self._key, samples))
+
+    def _lengths(self, samples: Sequence[Any]) -> list[int | None]:
+        """Return the number of tokens of each sample. There is a faster way for samples that are dicts of tensors."""
+        name = self._tokens
+        if name is None and type(samples[0]) is dict:
+            name = next((field for field in TOKEN_FIELDS if field in samples[0]), None)
+        values = _column(samples, name)
+        if values is not None and set(map(type, values)) == {torch.Tensor}:
+            sizes = [value.shape for value in values]
+            if all(sizes):
+                return [size[0] for size in sizes]
+        return list(map(self._length, samples))
+
+    def _key(self, sample: Any) -> str:
+        assert self._by is not None
+        value = _value(sample, self._by, "by")
+        if type(value) is str:
+            return cut_name(value)
+        if (isinstance(value, np.ndarray | np.generic) and value.size == 1) or (
+            isinstance(value, torch.Tensor) and value.numel() == 1
+        ):
+            value = value.item()
+        if value is None:
+            return NONE
+        if isinstance(value, bytes):
+            return cut_name(value.decode("utf-8", "replace"))
+        if not isinstance(value, str | int | float):
+            raise DatasetError(
+                f"Counts(by=...) must give a text or a number for each sample, got a {type(value).__name__}"
+            )
+        return cut_name(str(value))
+
+    def _length(self, sample: Any) -> int | None:
+        if self._tokens is None:
+            return _own_length(sample)
+        value = _value(sample, self._tokens, "tokens")
+        if isinstance(value, torch.Tensor | np.ndarray | np.generic) and value.ndim == 0:
+            value = value.item()
+        try:
+            length = value if isinstance(value, int) else _len(value)
+        except TypeError:
+            length = -1
+        if not 0 <= length <= MOST_TOKENS:
+            raise DatasetError(
+                f"Counts(tokens=...) must give a number from 0 to {MOST_TOKENS}, or something with len(), for each "
+                f"sample, got {value!r:.100}"
+            )
+        return int(length)
+
+
+def _column(samples: Sequence[Any], name: _Part | None) -> list[Any] | None:
+    """Return the field of each sample; None if the samples are not dicts that have it."""
+    if isinstance(name, str) and type(samples[0]) is dict:
+        try:
+            return [sample[name] for sample in samples]
+        except (KeyError, TypeError):
+            pass  # the general way raises the right error
+    return None
+
+
+def _row_of(lengths: list[int | None]) -> Row:
+    """Return the row of samples with these numbers of tokens."""
+    row, known = new_row(), [length for length in lengths if length is not None]
+    row[SAMPLES], row[TOKENS] = len(lengths), sum(known)
+    for bits, count in Counter(map(int.bit_length, known)).items():
+        row[FIELDS + min(bits, BINS - 1)] += count
+    return row
+
+
+def _move_tokens(
+    found: dict[Group, Row], sources: Sequence[str], keys: Sequence[str], parts: Sequence[Sequence[tuple[str, int]]]
+) -> None:
+    """Count the tokens of a sample's documents for their own sources, which were counted for the sample's source."""
+    for source, key, own in zip(sources, keys, parts, strict=True):
+        for of, size in own:
+            if of != source:
+                found[source, key][TOKENS] -= size
+                found.setdefault((of, key), new_row())[TOKENS] += size
+
+
+def _len(value: Any) -> int:
+    return int(value.size(0)) if type(value) is torch.Tensor else len(value)  # len() of a tensor takes 1 us
+
+
+def _own_length(sample: Any) -> int | None:
+    """Return the number of tokens of a sample, as far as its form shows it."""
+    if type(sample) is dict or isinstance(sample, Mapping):
+        for name in TOKEN_FIELDS:
+            if name in sample:
+                return _len(sample[name])
+        return None
+    if isinstance(sample, torch.Tensor):
+        return _len(sample) if sample.ndim == 1 and not sample.is_floating_point() else None
+    if isinstance(sample, np.ndarray):
+        return len(sample) if sample.ndim == 1 and sample.dtype.kind in "iu" else None
+    return len(sample) if isinstance(sample, list) and (not sample or type(sample[0]) is int) else None
+
+
+def _value(sample: Any, part: _Part, what: str) -> Any:
+    if not isinstance(part, str):
+        try:
+            return part(sample)
+        except StopIteration as error:
+            raise stop_iteration_error(f"the function of Counts({what}=...)") from error
+    try:
+        return sample[part] if type(sample) is dict or isinstance(sample, Mapping) else getattr(sample, part)
+    except (KeyError, AttributeError):
+        fields = f"has the fields {', '.join(map(str, sample))}" if isinstance(sample, Mapping) else "has none"
+        raise DatasetError(
+            f"Counts({what}={part!r}) needs a field of this name in each sample, but a {type(sample).__name__} {fields}"
+        ) from None
+
+
+class LoaderCounts:
+    """Counts of a loader: how its samples are counted, and the counts up to its position.
+
+    Args:
+        counts: what to count; None: nothing.
+        shares: see Tally.
+    """
+
+    def __init__(self, counts: Counts | None, shares: Mapping[str, tuple[int, int]] | None = None) -> None:
+        if counts is not None and not isinstance(counts, Counts):
+            raise InvalidArgumentError(f"counts must be a penstock.data.Counts, got {type(counts).__name__}")
+        self.counter = None if counts is None else SampleCounter(counts)
+        self._by = None if counts is None or counts.by is None else _named(counts.by)
+        self._shares = shares or {}
+        self.tally = None if counts is None else Tally(shares=self._shares)
+
+    def handed_out(self, counted: Mapping[Group, Row]) -> None:
+        """Count a batch that is handed out."""
+        if self.tally is not None:
+            self.tally.add(counted)
+
+    def saved(self) -> dict[str, Any]:
+        """Return the entry of a worker's state with the counts; nothing if the loader does not count."""
+        if self.tally is None:
+            return {}
+        return {COUNTS: {"by": self._by, "rows": plain_rows(self.tally.rows)}}
+
+    def begin(self, rows: Rows) -> None:
+        """Continue from these counts."""
+        if self.tally is not None:
+            self.tally = Tally(rows, self._shares)
+
+    def load(self, state: Mapping[str, Any], *, strict: bool) -> None:
+        """Continue the counts in a worker's state. A state without counts begins them at zero, with a warning.
+
+        Raises StateMismatchError if the state has counts by another key, and `strict` is set.
+        """
+        counts = state.get(COUNTS)
+        if not isinstance(counts, Mapping):
+            if self.tally is not None and state.get("done"):
+                warnings.warn(
+                    "the loaded state has no counts, so the counts begin at its position: only what is delivered from "
+                    "here on is counted",
+                    UserWarning,
+                    stacklevel=4,
+                )
+            self.begin({})
+            return
+        if self.tally is None:
+            warnings.warn(
+                "the loaded state has counts, but the loader was made without counts=, so they end here", stacklevel=4
+            )
+            return
+        by = counts.get("by")
+        if by != self._by:
+            if strict:
+                raise StateMismatchError(
+                    f"the state was saved with counts by {by!r}, but Counts(by=) is {self._by!r} now: use the saved "
+                    "one, or load with strict=False to begin the counts at zero"
+                )
+            self.begin({})
+            return
+        self.begin(saved_rows(counts.get("rows")))
+
+    def part(self, aggregated: Mapping[str, Any], box: int, num_boxes: int, worker: int) -> dict[str, Any]:
+        """Return the entry of a worker's state with its part of aggregated counts; see counts_part."""
+        counts = aggregated.get(COUNTS)
+        if not isinstance(counts, Mapping):
+            return {}
+        if "boxes" not in counts:  # the state of a box's only worker
+            own = worker == 0 and (box == 0 or aggregated["topology"]["boxes"] == num_boxes)
+            rows = saved_rows(counts.get("rows")) if own else {}
+        else:
+            rows = counts_part(counts, box, num_boxes, worker)
+        return {COUNTS: {"by": counts.get("by"), "rows": plain_rows(rows)}}
+
+    @staticmethod
+    def aggregated(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the entry of an aggregated state with the counts in the states of all workers."""
+        counts = [state.get(COUNTS) for state in states]
+        found = aggregated_counts(counts, len(states) // states[0]["topology"]["boxes"])
+        return {} if found is None else {COUNTS: found}
+
+
+def skipped_rows(skipped: Mapping[str, int]) -> dict[Group, Row]:
+    """Return rows that count samples left out, by source."""
+    found = {}
+    for source, count in skipped.items():
+        found[source, ""] = row = new_row()
+        row[SKIPPED] = count
+    return found
+
+
+def _named(by: _Part) -> str:
+    return by if isinstance(by, str) else f"{getattr(by, '__qualname__', type(by).__qualname__)}()"
