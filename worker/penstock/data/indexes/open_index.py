@@ -53,7 +53,10 @@ class ColumnsPlace:
         """Return the folder for the index of a dataset with this cache."""
         if not cache.in_place:
             return ColumnsPlace(cache.folder, STATE, cache.group, cache.timeout_s)
-        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        try:
+            home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        except RuntimeError:  # a user without a home folder: each process makes columns of its own
+            home = os.devnull
         return ColumnsPlace(Path(home).absolute(), "penstock/indexes", None, cache.timeout_s)
 
 
@@ -69,7 +72,7 @@ def open_index(path: Path, index: Descriptor, where: str, place: ColumnsPlace) -
     """
     size = os.fstat(index.fileno()).st_size
     if size < LARGE_INDEX:
-        data = index.read(LARGE_INDEX, 0)
+        data = index.read_all()
         return ListedShards(read_index(data, where)), xxhash.xxh3_128_hexdigest(data)
     digest = digest_of(index)
     return _OpenIndex(path, index, where, place, digest).table(), digest
