@@ -90,14 +90,15 @@ class _CopiedShards(StoredShards):
 def _reopened(path: Path, where: str, place: ColumnsPlace, digest: str) -> ShardTable:
     try:
         index = Descriptor(path)
-        if digest_of(index) != digest:
-            path = path.with_name(version_index(1))
-            index = _preceded(path, digest)
+        if digest_of(index) == digest:
+            return open_index(path, index, where, place)[0]
+        path = path.with_name(version_index(1))
+        first = _preceded(path, digest)
     except OSError as error:
         raise ShardUnavailableError(f"{path} cannot be read: {error.strerror}: open the dataset again") from error
-    if index is None:
+    if first is None:
         raise DatasetError(f"{where} was written again since the dataset was opened: open the dataset again")
-    return open_index(path, index, where, place)[0]
+    return open_index(path, first, where, place)[0]
 
 
 def _preceded(path: Path, digest: str) -> Descriptor | None:
