@@ -166,7 +166,7 @@ def counted(**samples: int) -> Any:
         name: pb.SourceCount(source=name, samples=count, tokens=3 * count, wanted=wanted.get(name, 0.0))
         for name, count in samples.items()
     }
-    return SimpleNamespace(sources=counts)
+    return SimpleNamespace(sources=counts, imbalance=1.25)
 
 
 def test_shares_are_those_of_the_last_seconds() -> None:
@@ -182,6 +182,7 @@ def test_shares_are_those_of_the_last_seconds() -> None:
     series.add(181.0, [counted(web=30, code=10)])  # resumed from an earlier state
     assert shares_of(series) == {"web": (0.75, 0.75), "code": (0.25, 0.25)}
     assert [point[0] for point in series.as_dict()["minutes"]] == [59.0, 119.0, 179.0]
+    assert series.caption() == {"unit": "samples", "imbalance": 1.25}
 
 
 def test_small_sources_share_a_line() -> None:

@@ -50,6 +50,7 @@ from penstock.proto.state.counts import (
     by_source,
     counts_part,
     cut_name,
+    imbalance_of,
     merged_rows,
     new_row,
     read_changes,
@@ -259,8 +260,10 @@ def test_samples_of_streams_are_counted_by_their_folders(tmp_path: Path) -> None
     assert loader.last_samples() == [range(32, 40)]
 
 
+@pytest.mark.parametrize("report", [False, True])
 @pytest.mark.parametrize("over_steps", [1, 3])
-def test_a_box_counts_the_rows_that_it_was_dealt(over_steps: int) -> None:
+def test_a_box_counts_the_rows_that_it_was_dealt(over_steps: int, report: bool) -> None:
+    """And how much more than the mean the most expensive box of a step costs."""
     costs = np.random.default_rng(0).lognormal(0, 1, 60)
     boxes = [
         MapLoader(
@@ -269,13 +272,16 @@ def test_a_box_counts_the_rows_that_it_was_dealt(over_steps: int) -> None:
             shuffle=True,
             seed=1,
             rank=(box, 3),
-            balance=Balance(costs, over_steps),
+            balance=Balance(costs, over_steps, report=report),
             counts=Counts(by=str, tokens=int),
             collate_fn=list,
         )
         for box in range(3)
     ]
+    ratios = []
     for step, batches in enumerate(zip(*boxes, strict=True), 1):
+        sums = [float(costs[rows].sum()) for rows in batches]
+        ratios.append(max(sums) / (sum(sums) / 3))
         for loader, rows in zip(boxes, batches, strict=True):
             assert loader.last_samples() == [range(12 * step - 12, 12 * step)]
             last = by_key(loader.tally.last if loader.tally else {})
@@ -283,6 +289,11 @@ def test_a_box_counts_the_rows_that_it_was_dealt(over_steps: int) -> None:
     assert [sum(own.samples for own in by_key(loader.tally.rows).values()) for loader in boxes if loader.tally] == [
         20
     ] * 3
+    for loader in boxes:
+        assert loader.tally
+        assert imbalance_of(loader.tally.rows) == pytest.approx(np.mean(ratios), abs=1e-4)
+        assert imbalance_of(saved_rows(loader.state_dict()["counts"]["rows"])) == imbalance_of(loader.tally.rows)
+    assert imbalance_of({}) is None
 
 
 @pytest.mark.parametrize("asked", [None, "newest"])
@@ -349,7 +360,7 @@ def test_keys_beyond_the_limit_are_counted_together() -> None:
     assert [len(name.encode()) <= 48 for name in names] == [True, True]
     assert names[0] != names[1]
     long = Tally()
-    long.add({("ä" * 24, "b" * 48): [1] * 38})
+    long.add({("ä" * 24, "b" * 48): [1] * len(new_row())})
     assert read_changes(long.take()) == long.rows
 
 
@@ -375,13 +386,13 @@ def test_long_names_of_sources_are_cut() -> None:
     loader.load_state_dict(saved(loader.state_dict()))
 
 
-@pytest.mark.parametrize("data", [b"\x02", b"\xff" * 80, bytes(50), b"\1\1\0" + bytes(304) + b"\xff"])
+@pytest.mark.parametrize("data", [b"\x02", b"\xff" * 80, bytes(50), b"\1\1\0" + bytes(320) + b"\xff"])
 def test_damaged_changes_are_refused(data: bytes) -> None:
     with pytest.raises(ProtocolError, match="counts of a batch"):
         read_changes(data)
 
 
-@pytest.mark.parametrize("plain", [1, [1], [["", ""]], [["", "", -1, 0, 0, 0, 0, 0]], [["", 1, 0, 0, 0, 0, 0, 0]]])
+@pytest.mark.parametrize("plain", [1, [1], [["", ""]], [["", "", -1, *[0] * 7]], [["", 1, *[0] * 7]]])
 def test_damaged_counts_of_a_state_are_refused(plain: Any) -> None:
     with pytest.raises(StateCorruptError, match="are damaged"):
         saved_rows(plain)

@@ -49,6 +49,8 @@ NAMES = {
         "Mapped",
         "MegatronDocuments",
         "Mixture",
+        "Ramp",
+        "Schedule",
         "Packed",
         "Repeated",
         "ShardedSource",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.proto.state.counts import SAMPLES, TOKENS, Tally, new_row
+from penstock.proto.state.counts import IMBALANCE, MEASURED, SAMPLES, TOKENS, Tally, new_row
 from penstock.worker import current_assignment
 
 
@@ -26,7 +26,7 @@ class Numbers:
                 self._mortal.unlink()
                 os.kill(os.getpid(), signal.SIGKILL)
             row = new_row()
-            row[SAMPLES], row[TOKENS] = 1, 256
+            row[SAMPLES], row[TOKENS], row[MEASURED], row[IMBALANCE] = 1, 256, 1, 12_500
             self.tally.add({("numbers", "odd" if number % 2 else "even"): row})
             yield torch.full((256,), number)
 

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 MIB = 1 << 20
-UNPACKED = 128 * MIB
+UNPACKED = 64 * MIB
 ALLOWED = 48 * MIB
 """Bytes that a caller's memory may grow by."""
 

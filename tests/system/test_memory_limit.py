@@ -54,10 +54,10 @@ def test_rare_snapshots_do_not_repeat_all_replays(cluster: Cluster) -> None:
     """Take snapshots every 5 s, because a state takes 0.05 s: the second runner is above the limit when it has replayed
     what the first one made."""
     with at(cluster, "dear") as appliance:
-        executor = DataExecutor(DataLoader(hazards.leaks, 4, 0, 80, 0.05), appliance=appliance)
+        executor = DataExecutor(DataLoader(hazards.leaks, 2, 0, 150, 0.05), appliance=appliance)
         with pytest.warns(UserWarning, match=r"was replaced .* above the limit of 150 MiB"):
             got = [batch["number"] for batch in executor]
-        assert got == list(range(1, 81))
+        assert got == list(range(1, 151))
 
 
 def test_too_small_memory_limit_is_a_named_error(cluster: Cluster) -> None:

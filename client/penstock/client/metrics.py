@@ -25,7 +25,7 @@ from penstock.client.stream.stream_interfaces import Reader
 from penstock.proto.errors import InvalidArgumentError, PortTakenError, UnsafeBindError
 from penstock.proto.rpc.addresses import check_address, is_local
 from penstock.proto.rpc.tls import Tls
-from penstock.proto.state.counts import SampleCounts, by_source
+from penstock.proto.state.counts import SampleCounts, by_source, imbalance_of
 from penstock.runtime.web.http_server import WebServer
 from penstock.runtime.web.prometheus import Collector, MetricReadings, cpu_seconds, metrics_route, require_prometheus
 
@@ -109,6 +109,9 @@ def _count_sources(found: MetricReadings, reader: Reader, of: dict[str, Any]) ->
         if counts.wanted is not None:
             share, unit = counts.wanted
             found.add("penstock_client_source_wanted_ratio", share, source=source, of=unit, **of)
+    imbalance = imbalance_of(rows)
+    if imbalance is not None:
+        found.add("penstock_client_cost_imbalance_ratio", imbalance, **of)
 
 
 def _resident(pid: int) -> int:

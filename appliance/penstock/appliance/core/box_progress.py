@@ -62,8 +62,9 @@ def advance(cluster: ClusterState, attempt: Attempt, box: Box, request: pb.Watch
 
 
 def note_sources(box: Box, request: pb.WatchRunRequest) -> None:
-    """Record the counts by source that the box reports."""
+    """Record the counts by source, and the imbalance of cost, that the box reports."""
     if request.sources:
+        box.imbalance = request.imbalance
         box.sources = {count.source: owned(count) for count in request.sources}
 
 

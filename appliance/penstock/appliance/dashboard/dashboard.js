@@ -206,8 +206,8 @@ class Shares {
     new ResizeObserver(() => this.draw()).observe(this.svg);
   }
 
-  set(names, unit, points, span, end) {
-    Object.assign(this, { names, unit, span, end });
+  set({ names, unit, imbalance }, points, span, end) {
+    Object.assign(this, { names, unit, imbalance, span, end });
     this.points = points.filter(([at]) => at >= end - span);
     this.figure.hidden = !names.length;
     this.draw();
@@ -244,7 +244,8 @@ class Shares {
       const wanted = now[1 + count + number];
       return `${name || "\u2013"} ${percent(now[1 + number] || 0)}${wanted ? ` (wanted ${percent(wanted)})` : ""}`;
     });
-    text(this.title, `Share of ${this.unit} by source: delivered, and wanted (dashed)`);
+    const cost = this.imbalance ? `. Cost of a step's most expensive box: ${this.imbalance.toFixed(2)} times the mean` : "";
+    text(this.title, `Share of ${this.unit} by source: delivered, and wanted (dashed)${cost}`);
     this.svg.setAttribute("aria-label", `${this.title.textContent}: ${told.join(", ")}`);
     fill(this.key, told.map((said, number) => [number, said]), ([number]) => number,
       ([number]) => make("li", null, make("i", { class: `swatch s${number}`, "aria-hidden": "true" }), make("span")),
@@ -334,7 +335,7 @@ class Card {
     const of = track && track.shares;
     if (of) {
       const known = this.span > 600 ? [...of.minutes, ...of.seconds.slice(-1)] : of.seconds;
-      this.shares.set(of.names, of.unit, known, this.span, end);
+      this.shares.set(of, known, this.span, end);
     }
   }
 
@@ -438,7 +439,7 @@ function remember(status) {
     const newest = status.shares[run.run];
     if (newest) {
       const shares = track.shares || (track.shares = { seconds: [], minutes: [] });
-      Object.assign(shares, { names: newest.names, unit: newest.unit });
+      Object.assign(shares, { names: newest.names, unit: newest.unit, imbalance: newest.imbalance });
       const last = shares.seconds[shares.seconds.length - 1];
       if (!last || last[0] < newest.point[0]) shares.seconds.push(newest.point);
       if (shares.seconds.length > MOST_POINTS) shares.seconds.shift();

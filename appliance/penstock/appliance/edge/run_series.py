@@ -44,6 +44,8 @@ class ShareSeries:
     names: list[str] = field(default_factory=list)
     """Names of the sources; the last is REST if there are more than SOURCES."""
     of_tokens: bool = False
+    imbalance: float = 0.0
+    """Cost of a step's most expensive box divided by the mean of all boxes; 0 = not measured."""
     seconds: deque[tuple[float, array[float]]] = field(default_factory=lambda: deque(maxlen=SECONDS))
     """Points: the time in seconds since the Unix epoch, and for each name the delivered and the wanted share."""
     minutes: deque[tuple[float, array[float]]] = field(default_factory=lambda: deque(maxlen=MINUTES))
@@ -54,7 +56,9 @@ class ShareSeries:
         """Add a point from the counts of all boxes. Nothing is added before something was delivered."""
         counts: dict[str, int] = {}
         wanted: dict[str, float] = {}
+        self.imbalance = 0.0
         for box in boxes:
+            self.imbalance = max(self.imbalance, box.imbalance)
             for name, count in box.sources.items():
                 self.of_tokens = self.of_tokens or count.wanted_of_tokens
                 counts[name] = counts.get(name, 0) + (count.tokens if self.of_tokens else count.samples)
@@ -89,11 +93,15 @@ class ShareSeries:
             self.minutes.append(self.seconds[-1])
         self.seconds.append((at, point))
 
+    def caption(self) -> dict[str, Any]:
+        """Return what the dashboard page writes above the chart."""
+        return {"unit": "tokens" if self.of_tokens else "samples", "imbalance": round(self.imbalance, 3)}
+
     def as_dict(self) -> dict[str, Any]:
         """Return the series for the dashboard page. A point is [time, delivered shares ..., wanted shares ...]."""
         return {
             "names": self.names,
-            "unit": "tokens" if self.of_tokens else "samples",
+            **self.caption(),
             "seconds": [_shares(point) for point in self.seconds],
             "minutes": [_shares(point) for point in self.minutes],
         }
@@ -159,8 +167,7 @@ class RunSeries:
         for run, track in list(self._tracks.items()):
             shares, points = track.shares, list(track.shares.seconds)[-1:]
             if points:
-                unit = "tokens" if shares.of_tokens else "samples"
-                found[run] = {"names": list(shares.names), "unit": unit, "point": _shares(points[0])}
+                found[run] = {"names": list(shares.names), **shares.caption(), "point": _shares(points[0])}
         return found
 
     def as_dict(self) -> dict[str, Any]:

@@ -205,6 +205,8 @@ class Box:
     reported_at: float = 0.0
     sources: dict[str, pb.SourceCount] = field(default_factory=dict)
     """Source -> counts of its delivered samples, as last reported; empty if the loader does not count."""
+    imbalance: float = 0.0
+    """Cost of a step's most expensive box divided by the mean of all boxes, as last reported; 0 = not measured."""
     unreachable: dict[str, float] = field(default_factory=dict)
     """Worker -> monotonic time when the box last reported that it cannot reach the worker: see box_progress.py."""
     lingers_until: float = 0.0

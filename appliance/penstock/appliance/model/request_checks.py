@@ -77,6 +77,7 @@ def check_progress(request: pb.WatchRunRequest, num_workers: int, limits: Limits
     check_measures(hold_s=request.hold_s, lease_s=request.lease_s)
     check_measures(waited_s=request.waited_s, waited_by_slot_s=sum(request.waited_by_slot_s))
     check_number("unreachable slots", len(request.unreachable), num_workers)
+    check_measures(imbalance=request.imbalance)
     check_number("sources in a report", len(request.sources), MOST_GROUPS)
     for count in request.sources:
         check_number("characters of a source's name", len(count.source), MOST_NAME)

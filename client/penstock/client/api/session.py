@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from penstock.client.api.appliance import Appliance
 from penstock.client.stream.stream_interfaces import Reader, StreamRun, StreamStats
 from penstock.proto.errors import EmptyInputError
-from penstock.proto.state.counts import by_key, by_source
+from penstock.proto.state.counts import by_key, by_source, imbalance_of
 from penstock.proto.tracebacks import warn_user
 
 __all__ = ["Session"]
@@ -51,6 +51,7 @@ class Session:
             waited_by_worker=dict(reader.stats.waited_by_worker),
             sources=by_source(rows),
             keys=by_key(rows),
+            imbalance=imbalance_of(rows),
         )
 
     def epoch_ended(self) -> None:

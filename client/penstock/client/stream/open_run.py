@@ -37,7 +37,7 @@ from penstock.proto.lane.compression import require
 from penstock.proto.lane.endpoints import LANE_PROTOCOL, connect_local
 from penstock.proto.rpc.bounds.polling import PollPace, intervals
 from penstock.proto.rpc.calls import CoordinatorClient, FetchedState
-from penstock.proto.state.counts import by_source
+from penstock.proto.state.counts import by_source, imbalance_of
 from penstock.proto.state.position import MOST
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import lane_pb2
@@ -204,6 +204,7 @@ class OpenRun:
             commit_mark=self._commit_mark,
             unreachable=[pb.LaneTrouble(slot=s, generation=g, why=why) for s, g, why in progress.unreachable()],
             sources=_sources(progress),
+            imbalance=imbalance_of(progress.counts.rows()) or 0.0 if progress.counts is not None else 0.0,
         )
 
     def _report(self, seen: int, hold_s: float) -> pb.WatchRunReply:

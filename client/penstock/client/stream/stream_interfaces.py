@@ -100,6 +100,9 @@ class StreamStats:
     counts of all boxes, so the sum over all boxes is always that of the run."""
     keys: dict[str, SampleCounts] = field(default_factory=dict)
     """The same counts by key; empty unless the loader counts by a key."""
+    imbalance: float | None = None
+    """Cost of a step's most expensive box, divided by the mean of all boxes; the mean over this box's delivered steps.
+    None unless the loader has `counts` and `balance` (penstock.data.Balance)."""
 
 
 class StreamRun(Protocol):

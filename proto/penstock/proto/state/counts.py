@@ -25,6 +25,8 @@ __all__ = [
     "BINS",
     "COUNTS",
     "FIELDS",
+    "IMBALANCE",
+    "MEASURED",
     "MOST_GROUPS",
     "MOST_NAME",
     "OTHER",
@@ -42,6 +44,7 @@ __all__ = [
     "by_source",
     "counts_part",
     "cut_name",
+    "imbalance_of",
     "is_whole",
     "merged_rows",
     "new_row",
@@ -53,10 +56,12 @@ __all__ = [
 
 COUNTS = "counts"
 """Key of the counts in a loader's state."""
-SAMPLES, TOKENS, TRUNCATED, SKIPPED, SHARE_OF_SAMPLES, SHARE_OF_TOKENS = range(6)
-FIELDS = 6
-"""Number of counts before the lengths in a row. The last two are not summed: they are the share that the mixture wants
-of the source, in millionths of all samples or of all tokens; 0 if there is none."""
+SAMPLES, TOKENS, TRUNCATED, SKIPPED, MEASURED, IMBALANCE, SHARE_OF_SAMPLES, SHARE_OF_TOKENS = range(8)
+FIELDS = 8
+"""Number of counts before the lengths in a row. MEASURED is the number of steps whose cost was measured, IMBALANCE the
+sum of their cost ratios in ten-thousandths (see `imbalance_of`); a batch has them in one of its rows. The last two are
+not summed: they are the share that the mixture wants of the source, in millionths of all samples or of all tokens; 0 if
+there is none."""
 BINS = 32
 """Number of length bins: bin 0 has samples without a token, bin n those of 2^(n - 1) to 2^n - 1 tokens, the last also
 all longer ones."""
@@ -100,7 +105,7 @@ class SampleCounts:
     @classmethod
     def of(cls, row: Sequence[int]) -> SampleCounts:
         """Return the counts in a row."""
-        samples, tokens, truncated, skipped, of_samples, of_tokens = row[:FIELDS]
+        samples, tokens, truncated, skipped, _, _, of_samples, of_tokens = row[:FIELDS]
         lengths = {1 << bin >> 1: count for bin, count in enumerate(row[FIELDS:]) if count}
         wanted = (of_samples / 1e6, "samples") if of_samples else (of_tokens / 1e6, "tokens") if of_tokens else None
         return cls(samples, tokens, truncated, skipped, lengths, wanted)
@@ -125,7 +130,7 @@ def new_row() -> Row:
 def _add(row: Row, other: Sequence[int]) -> None:
     for field, count in enumerate(other):
         if count:
-            row[field] = max(row[field], count) if SKIPPED < field < FIELDS else row[field] + count
+            row[field] = max(row[field], count) if SHARE_OF_SAMPLES <= field < FIELDS else row[field] + count
 
 
 class Tally:
@@ -161,6 +166,14 @@ class Tally:
                 row[SHARE_OF_SAMPLES:FIELDS] = self._shares.get(group[0], (0, 0))
             row[:] = map(add, row, counted)  # a batch has no shares
             self._changed.add(group)
+
+    def want(self, shares: Shares) -> None:
+        """Change the shares that the mixture wants; see the class."""
+        if shares != self._shares:
+            self._shares = shares
+            for group, row in self.rows.items():
+                row[SHARE_OF_SAMPLES:FIELDS] = shares.get(group[0], (0, 0))
+            self._changed.update(self.rows)
 
     def take(self) -> bytes:
         """Return the counts as a BATCH frame carries them: all rows if they are few, else those that have changed since
@@ -238,6 +251,13 @@ def by_source(rows: Mapping[Group, Sequence[int]]) -> dict[str, SampleCounts]:
 def by_key(rows: Mapping[Group, Sequence[int]]) -> dict[str, SampleCounts]:
     """Return the counts of each key, in the order of their names; nothing if no key was counted."""
     return _by(rows, 1) if any(group[1] for group in rows) else {}
+
+
+def imbalance_of(rows: Mapping[Group, Sequence[int]]) -> float | None:
+    """Return the mean over the measured steps of the cost of the most expensive box, divided by the mean of all boxes;
+    None if no step was measured. See penstock.data.Balance."""
+    steps = sum(row[MEASURED] for row in rows.values())
+    return sum(row[IMBALANCE] for row in rows.values()) / (1e4 * steps) if steps else None
 
 
 def _by(rows: Mapping[Group, Sequence[int]], part: int) -> dict[str, SampleCounts]:

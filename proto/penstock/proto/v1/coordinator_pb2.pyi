@@ -368,6 +368,7 @@ class WatchRunRequest(_message.Message):
     UNREACHABLE_FIELD_NUMBER: _builtins.int
     WAITED_BY_SLOT_S_FIELD_NUMBER: _builtins.int
     SOURCES_FIELD_NUMBER: _builtins.int
+    IMBALANCE_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     attempt: _builtins.int
     box: _builtins.int
@@ -389,6 +390,10 @@ class WatchRunRequest(_message.Message):
     """
     commit_mark: _builtins.bytes
     """from the last WatchRunReply: see there"""
+    imbalance: _builtins.float
+    """counts; 96 at most
+    cost of a step's most expensive box divided by the mean of all boxes, as the mean
+    """
     @_builtins.property
     def delivered(self) -> _records_pb2.BoxPosition:
         """position of the training loop right after its last step; empty before the first"""
@@ -430,10 +435,11 @@ class WatchRunRequest(_message.Message):
         unreachable: _abc.Iterable[Global___LaneTrouble] | None = ...,
         waited_by_slot_s: _abc.Iterable[_builtins.float] | None = ...,
         sources: _abc.Iterable[Global___SourceCount] | None = ...,
+        imbalance: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["delivered", b"delivered"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "attempt", b"attempt", "box", b"box", "client_id", b"client_id", "commit_mark", b"commit_mark", "delivered", b"delivered", "epoch_ended", b"epoch_ended", "hold_s", b"hold_s", "lease_s", b"lease_s", "run", b"run", "seen_version", b"seen_version", "sources", b"sources", "unreachable", b"unreachable", "waited_by_slot_s", b"waited_by_slot_s", "waited_s", b"waited_s", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "attempt", b"attempt", "box", b"box", "client_id", b"client_id", "commit_mark", b"commit_mark", "delivered", b"delivered", "epoch_ended", b"epoch_ended", "hold_s", b"hold_s", "imbalance", b"imbalance", "lease_s", b"lease_s", "run", b"run", "seen_version", b"seen_version", "sources", b"sources", "unreachable", b"unreachable", "waited_by_slot_s", b"waited_by_slot_s", "waited_s", b"waited_s", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

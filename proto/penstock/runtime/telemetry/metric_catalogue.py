@@ -328,6 +328,14 @@ CATALOGUE: tuple[Metric, ...] = (
         ("run", "box", "source", "of"),
         "Share that the mixture wants of this source, of samples or of tokens.",
     ),
+    _client(
+        "penstock_client_cost_imbalance_ratio",
+        "gauge",
+        "ratio",
+        _BOX,
+        "Cost of a step's most expensive box divided by the mean of all boxes, over the box's steps, if the loader has "
+        "counts= and balance=.",
+    ),
     _client("penstock_client_lanes", "gauge", "", ("run", "box", "lane"), "Lanes that are open, local or tcp."),
     _client("penstock_client_held_batches", "gauge", "batches", _BOX, "Batches of which the loop still holds views."),
     _client(

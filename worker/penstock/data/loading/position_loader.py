@@ -38,7 +38,7 @@ from penstock.data.ordering.partition import Tail
 from penstock.data.ordering.permutation import Ints
 from penstock.data.ordering.skips import ranges_of
 from penstock.proto.errors import DatasetError, InvalidArgumentError, StateMismatchError
-from penstock.proto.state.counts import Group, Row, Tally, merged_rows
+from penstock.proto.state.counts import IMBALANCE, MEASURED, Group, Row, Tally, merged_rows
 
 __all__ = ["Fetcher", "PositionLoader", "balanced_order", "check_settings"]
 
@@ -382,7 +382,9 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
     def _worker_batches(self) -> WorkerBatches:
         """Return the batches that this process makes in the present epoch."""
         remainder = self._remainder(self._epoch, self._start)
-        deal = self._balance.deal if self._balance is not None else None
+        balance = self._balance
+        # a balance that only reports is measured for the counts
+        deal = balance.deal if balance and (balance.deals or self._counts.tally is not None) else None
         return WorkerBatches(remainder, self._order, self._identity.turn(self._first), self._identity.box, deal)
 
     def _remainder(self, epoch: int, start: int) -> EpochRemainder:
@@ -434,7 +436,10 @@ class _Epoch:
 
     def _count(self, counted: dict[Group, Row]) -> None:
         """Count the batch that is handed out or skipped, with the samples that `skip` leaves out before its end."""
-        loader, remainder = self._loader, self._worker_batches.remainder
+        loader, remainder, imbalance = self._loader, self._worker_batches.remainder, self._ready[-1].imbalance
+        if imbalance is not None and counted:
+            row = next(iter(counted.values()))
+            row[MEASURED], row[IMBALANCE] = 1, round(1e4 * imbalance)
         skipped = loader._skipped(remainder, self._worker_batches.turn.batch(loader._done))
         loader._counts.handed_out(merged_rows([counted, skipped_rows(skipped)]) if skipped else counted)
 

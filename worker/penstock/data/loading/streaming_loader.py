@@ -427,7 +427,7 @@ class StreamingLoader(PositionLoader):
     @property
     def _box(self) -> int | None:
         """The box whose rows are known from their positions; None if costs decide which box gets a row."""
-        return self._identity.box if self._balance is None or self._balance.deal is None else None
+        return self._identity.box if self._balance is None or not self._balance.deals else None
 
     def _near(self, remainder: EpochRemainder, position: int, count: int) -> Ints:
         """Return this box's positions among the next `count`, from `position` on. If there are too many to look at,

@@ -26,8 +26,9 @@ ORDERED_AT_ONCE = 2048
 64 rows it takes 2 us."""
 
 
-Deal = Callable[[Ints, int, int], Sequence[Ints]]
-"""(samples of a global batch, number of boxes, turn of the boxes) -> the rows of each box."""
+Deal = Callable[[Ints, int, int], tuple[Sequence[Ints], float]]
+"""(samples of a global batch, number of boxes, turn of the boxes) -> (the rows of each box, cost of the most expensive
+box divided by the mean of all boxes)."""
 
 
 class SampleOrder(Protocol):
@@ -52,6 +53,8 @@ class BatchPlan(NamedTuple):
     empty: bool = False
     """True if the box has no row in this batch. The plan then names one row of another box, from which a batch without
     rows is derived."""
+    imbalance: float | None = None
+    """Cost of the step's most expensive box, divided by the mean of all boxes; None: not measured."""
 
     def position_of(self, row: int, length: int) -> tuple[int, int]:
         """Return the (epoch, position) of a row of the batch. `length`: number of samples in an epoch."""
@@ -204,10 +207,11 @@ class WorkerBatches:
         positions = self.remainder.all_positions(number)
         ids = self._ids(positions)
         # the turn follows from the position, so that it is the same after any resume
-        own = deal(ids, self.remainder.boxes, int(positions[0]) // len(positions))[self.box]
+        dealt, imbalance = deal(ids, self.remainder.boxes, int(positions[0]) // len(positions))
+        own = dealt[self.box]
         empty = not len(own)
         own = np.zeros(1, np.int64) if empty else own
-        return BatchPlan(self.remainder.epoch, positions[own], ids[own], empty)
+        return BatchPlan(self.remainder.epoch, positions[own], ids[own], empty, imbalance)
 
     def all_plans(self, done: int) -> Iterator[BatchPlan]:
         """Yield the plans of all of the worker's batches after its first `done`."""

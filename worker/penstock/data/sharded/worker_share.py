@@ -103,6 +103,8 @@ class WorkerShare:
         """Shard, and index in it, of this box's first row in the next batch; None if the box has no row in it."""
         self.rows = 0
         """Number of this box's rows in the batch that `next` returned or skipped last."""
+        self.start = begun.progress.start
+        """Position of the first row of all boxes in the batch that `next` returned or skipped last."""
         self._between = True
         """True if the position is between two batches; False while a batch is made, or if making it failed."""
 
@@ -117,6 +119,7 @@ class WorkerShare:
             self._readers.begin()
             self._between = False
         number, progress = self._turn.batch(self._done), self._begun.progress
+        batch, begin = progress.topology.batch, progress.start + number * progress.topology.batch
         if self._stream is not None:
             rows = self._stream.rows(number, read=read)
             if rows is None:
@@ -126,12 +129,11 @@ class WorkerShare:
                 return None
         else:
             assert self._begun.endless_order is not None
-            batch, begin = progress.topology.batch, progress.start + number * progress.topology.batch
             shards, indices = self._begun.endless_order.at(
                 np.arange(begin + self._plan.box, begin + batch, progress.topology.boxes)
             )
             rows = [(shard, index, False) for shard, index in zip(shards.tolist(), indices.tolist(), strict=True)]
-        self._first, self.rows = None if not rows else rows[0][:2], len(rows)
+        self._first, self.rows, self.start = None if not rows else rows[0][:2], len(rows), begin
         return [self._readers.get(shard, index, again=again) for shard, index, again in rows] if read else []
 
     def template(self) -> Any:

@@ -25,8 +25,8 @@ import numpy.typing as npt
 
 from penstock.data.arguments import at_least_one
 from penstock.data.ordering.balancing.costs import Cost, Costs
-from penstock.data.ordering.balancing.dealing import deal_to_boxes, deal_to_steps
-from penstock.data.ordering.epoch_plan import Deal, EpochRemainder, SampleOrder
+from penstock.data.ordering.balancing.dealing import cost_ratio, deal_in_turn, deal_to_boxes, deal_to_steps
+from penstock.data.ordering.epoch_plan import EpochRemainder, SampleOrder
 from penstock.data.ordering.permutation import Ints
 from penstock.proto.errors import InvalidArgumentError
 
@@ -148,8 +148,8 @@ class Balanced:
         self._plain, self._costs = plain, Costs(balance.cost, dataset, length)
         self._dealt = BalancedOrder(plain, self._costs, batch, balance.over_steps)
         self.order: SampleOrder = plain if balance.report else self._dealt
-        self.deal: Deal | None = None if balance.report else self._to_boxes
-        """Function that deals the rows of a step to boxes; None if the balance only reports."""
+        self.deals = not balance.report
+        """True if rows are dealt to boxes by cost, False if the balance only reports."""
         over_steps = not balance.report and balance.over_steps > 1
         self.described = {"cost": self._costs.digest, "rows": batch, "steps": balance.over_steps} if over_steps else {}
         """Settings that decide the order; none if each step keeps its rows."""
@@ -157,22 +157,22 @@ class Balanced:
     def imbalance(self, epoch: EpochRemainder, steps: int) -> Imbalance:
         """Return how unequal the boxes' costs are in the first steps of an epoch."""
         boxes, numbers = epoch.boxes, range(min(steps, epoch.batches))
-        positions = [epoch.all_positions(number) for number in numbers]
-        plain = [self._costs.of(self._plain.ids(epoch.epoch, rows)) for rows in positions]
-        dealt_ids = [self._dealt.ids(epoch.epoch, rows) for rows in positions]
-        dealt = [self._costs.of(ids) for ids in dealt_ids]
-        turns = [[np.arange(box, len(costs), boxes) for box in range(boxes)] for costs in plain]
-        by_cost = [self._to_boxes(ids, boxes, number) for number, ids in zip(numbers, dealt_ids, strict=True)]
-        return Imbalance(_mean_ratio(plain, turns), _mean_ratio(dealt, by_cost))
+        plain, dealt = [], []
+        for number in numbers:
+            rows = epoch.all_positions(number)
+            costs = self._costs.of(self._plain.ids(epoch.epoch, rows))
+            plain.append(cost_ratio(costs, deal_in_turn(len(costs), boxes)))
+            costs = self._costs.of(self._dealt.ids(epoch.epoch, rows))
+            dealt.append(cost_ratio(costs, deal_to_boxes(costs, boxes, number)))
+        return Imbalance(float(np.mean(plain)), float(np.mean(dealt)))
 
-    def _to_boxes(self, ids: Ints, boxes: int, turn: int) -> list[Ints]:
-        """Return the rows of each box in a step whose samples are `ids`."""
-        return deal_to_boxes(self._costs.of(ids), boxes, turn)
+    def deal(self, ids: Ints, boxes: int, turn: int) -> tuple[Sequence[Ints], float]:
+        """Return the rows of each box in a step whose samples are `ids`, and the cost of the most expensive box divided
+        by the mean of all boxes.
 
-
-def _mean_ratio(costs: Sequence[npt.NDArray[np.float64]], dealt: Sequence[Sequence[Ints]]) -> float:
-    """Return the mean over steps of the cost of the most expensive box, divided by the mean of all boxes. A step that
-    costs nothing counts as 1."""
-    relative = [own / max(float(own.max()), np.finfo(float).tiny) for own in costs]  # sums of any costs are finite
-    sums = [np.array([own[rows].sum() for rows in boxes]) for own, boxes in zip(relative, dealt, strict=True)]
-    return float(np.mean([step.max() / step.mean() if step.any() else 1.0 for step in sums]))
+        Args:
+            turn: number of the step; it decides which box gets the row that costs most.
+        """
+        costs = self._costs.of(ids)
+        rows = deal_to_boxes(costs, boxes, turn) if self.deals else deal_in_turn(len(costs), boxes)
+        return rows, cost_ratio(costs, rows)

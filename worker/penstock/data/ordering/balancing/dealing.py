@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from penstock.data.ordering.permutation import Ints
 
-__all__ = ["deal_to_boxes", "deal_to_steps"]
+__all__ = ["cost_ratio", "deal_in_turn", "deal_to_boxes", "deal_to_steps"]
 
 SMALLEST_RUN = 16
 """Smallest number of rows, neighbours in the order of cost, that go to the same step."""
@@ -62,6 +62,24 @@ def deal_to_boxes(costs: npt.NDArray[np.float64], boxes: int, turn: int) -> list
     shift = turn % boxes
     dealt = _dealt(_units(costs), room[shift:] + room[:shift])
     return [np.sort(rows) for rows in dealt[boxes - shift :] + dealt[: boxes - shift]]
+
+
+def deal_in_turn(rows: int, boxes: int) -> list[Ints]:
+    """Return the rows of each box without balance: every `boxes`-th row, from the box's number on."""
+    return [np.arange(box, rows, boxes) for box in range(boxes)]
+
+
+def cost_ratio(costs: npt.NDArray[np.float64], dealt: Sequence[Ints]) -> float:
+    """Return the cost of the most expensive box of a step, divided by the mean of all boxes; 1 for a step that costs
+    nothing.
+
+    Args:
+        costs: costs of the step's rows.
+        dealt: rows of each box.
+    """
+    relative = costs / max(float(costs.max(initial=0)), np.finfo(float).tiny)  # sums of any costs are finite
+    sums = np.array([relative[rows].sum() for rows in dealt])
+    return float(sums.max() / sums.mean()) if sums.any() else 1.0
 
 
 def _runs(rows: int) -> list[int]:
