@@ -271,7 +271,7 @@ def test_second_signal_acts(tmp_path: Path) -> None:
         assert callable(handler)
         handler(1, None)
         assert len(seen) == 2
-        with pytest.raises(InvalidArgumentError, match="on_signal must be .*, got 999"):
+        with pytest.raises(InvalidArgumentError, match=r"on_signal must be .*, got 999"):
             AsyncCheckpointer(tmp_path, on_signal=999)
         with (
             ThreadPoolExecutor(1) as pool,

@@ -77,7 +77,7 @@ def test_an_orphaned_writer_leaves_rank_0(tmp_path: Path, monkeypatch: pytest.Mo
     """The writer holds as much memory as its rank's state."""
     monkeypatch.setattr(writer, "SILENCE_S", 0.2)
     monkeypatch.setattr(writer, "PROBE_S", 0.05)
-    with pytest.raises(WriteFailed, match="rank 0: its writer showed no sign of life for 0.4 s after the training"):
+    with pytest.raises(WriteFailed, match=r"rank 0: its writer showed no sign of life for 0\.4 s after the training"):
         save_of(tmp_path, 1, orphaned=True).run()
     assert not leftovers(tmp_path)
 

@@ -17,7 +17,7 @@ __all__ = ["Receiver"]
 
 RECEIVER = Path(__file__).with_name("receiver.py")
 START_S = 30.0
-"""Seconds within which the receiver must listen. On an idle machine it takes 0.1 s."""
+"""Seconds within which the receiver must listen. On an idle machine the start takes 0.1 s."""
 
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_": str(4 << 20)}
 """Environment variables for glibc's malloc in the receiver. Unpacking allocates and frees 256 KiB for each piece. By

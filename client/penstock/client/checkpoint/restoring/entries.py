@@ -292,7 +292,7 @@ class _PlainEntry(StateEntry):
     def wanted(self) -> dict[str, ReadRequest]:
         current, _ = flatten_state_dict({self.key: self.value})
         if missing := sorted(set(current) - set(self.names)):
-            raise self.misfit(f"the checkpoint lacks {some(missing)}. Leave out of the state what was not saved")
+            raise self.misfit(f"the checkpoint lacks {some(missing)}. Leave these values out of the state to restore")
         if not isinstance(self.value, Mapping) or self.value:  # an empty dict takes every saved value
             self.names = {name: path for name, path in self.names.items() if name in current}
         return {

@@ -137,7 +137,7 @@ class CudaCopies:
             str(device),
             lambda: take_error(device),
             "the memory that a checkpoint is staged in",
-            "A checkpoint needs the bytes that this rank saves, once for each of AsyncCheckpointer's buffers",
+            "Or save from more ranks: each of AsyncCheckpointer's buffers needs the bytes that this rank saves",
         )
         self._locked: set[int] = set()
 
