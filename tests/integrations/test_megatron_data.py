@@ -164,4 +164,4 @@ def test_error_of_a_state_reaches_other_ranks() -> None:
 def test_death_of_the_reader_is_named() -> None:
     _, other = run(2, "model_ranks:reader_dies")
     assert (other.raised, other.value) == ("LaneLostError", None)
-    assert other.message.startswith("rank 1 must get the batches of box 0 from the box's reader")
+    assert other.message.startswith("rank 1 could not exchange batches with the other ranks of box 0")

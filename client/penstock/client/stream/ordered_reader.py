@@ -289,10 +289,7 @@ class OrderedReader:
         if run.error is not None:
             raise run.error
         if run.closed:
-            raise PenstockError(
-                f"{self._label}: its appliance was closed while the loop was reading. Leave the loop before "
-                "Appliance.close()"
-            )
+            raise PenstockError(f"{self._label}: its Appliance was closed in the loop: leave the loop before close()")
         now = time.monotonic()
         if not self._waiting_since:
             self._waiting_since = now
@@ -343,9 +340,7 @@ class OrderedReader:
         """Return two texts for messages: what the loop waits for, and the reason for the wait."""
         which = "first" if self.position.step == self.first_step else "next"
         slots = f" from slot {lane.slot}" if self._run.num_slots > 1 else ""
-        why = (
-            f"its lane cannot be opened: {lane.last_failure}" if lane.last_failure else "its runner is making the batch"
-        )
+        why = f"its lane cannot be opened: {lane.last_failure}" if lane.last_failure else "its runner is making it"
         if view.phase in NO_WORKER:
             why = "no worker has free slots"
         elif view.phase == pb.STARTING:

@@ -161,7 +161,7 @@ class ReceiverLane:
         """End the lane and close both sockets. The consumer can still read everything that was sent to it."""
         if self.over:
             return
-        _log.info("the lane to worker address %s has ended: %s", self._address or "(not known yet)", why)
+        _log.info("the lane to %s has ended: %s", self._address or "no worker yet", why)
         self.over = True
         self._target = self._reserved = self._unpacker = None
         self._unpackers.clear()
@@ -173,12 +173,7 @@ class ReceiverLane:
 
     def fail(self, error: BaseException) -> None:
         """End the lane because its stream cannot be continued, and send the error to the consumer."""
-        _log.warning(
-            "the lane to worker address %s failed: %s: %s",
-            self._address or "(not known yet)",
-            type(error).__name__,
-            error,
-        )
+        _log.warning("the lane to %s failed: %s: %s", self._address or "no worker yet", type(error).__name__, error)
         known = isinstance(error, PenstockError)
         detail = records_pb2.ErrorDetail(
             name=type(error).__name__ if known else PenstockError.__name__,
@@ -342,19 +337,13 @@ class ReceiverLane:
         """Check the sizes that a BATCH frame states before memory is allocated for the batch. Raises ProtocolError."""
         size = frame.nbytes + 8 * frame.size
         if size > self._entry_bytes.get(frame.ring, -1):
-            raise ProtocolError(
-                f"a worker sent a batch of {frame.nbytes} bytes, which is larger than the entries of its ring"
-            )
+            raise ProtocolError(f"a worker sent a batch of {frame.nbytes} bytes, more than an entry of its ring has")
         if frame.codec or frame.wire:
             if frame.codec not in self._unpackers:
-                raise ProtocolError(
-                    f"a worker sent a batch with compression codec {frame.codec}, which was not requested"
-                )
+                raise ProtocolError(f"a worker sent a batch with codec {frame.codec}, which was not requested")
             check_claim(frame.wire, size)
         if not self._producer.knows_structure(frame.structure):
-            raise ProtocolError(
-                f"a worker sent a batch of structure {frame.structure} before the description of that structure"
-            )
+            raise ProtocolError(f"a worker sent a batch before the description of its structure {frame.structure}")
 
     def _fill(self) -> bool:
         """Copy the payload's bytes from the receive buffer to `_target`. Return False if the payload is not complete
@@ -578,24 +567,13 @@ class ReceiverLoop:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Receive batches from other hosts into rings of this one.")
-    parser.add_argument(
-        "--parent-pid",
-        type=int,
-        required=True,
-        help="process id of the training process; the receiver ends after that process",
-    )
-    parser.add_argument(
-        "--ready-fd", type=int, required=True, help="descriptor to write a newline to, once the receiver listens"
-    )
+    parser.add_argument("--parent-pid", type=int, required=True, help="process id of the training process to watch")
+    parser.add_argument("--ready-fd", type=int, required=True, help="descriptor for a newline once listening")
     parser.add_argument("--name", required=True, help="abstract Unix socket to listen on, without the leading NUL")
-    parser.add_argument(
-        "--max-batch-bytes", type=int, default=1 << 30, help="largest ring entry in bytes (default 1 GiB)"
-    )
+    parser.add_argument("--max-batch-bytes", type=int, default=1 << 30, help="largest ring entry in bytes (1 GiB)")
     for what in ("ca", "cert", "key", "name"):
         parser.add_argument(
-            f"--tls-{what}",
-            default="",
-            help="TLS setting for connections to workers, see penstock.proto.rpc.tls (default: none)",
+            f"--tls-{what}", default="", help="TLS of connections to workers (none), see penstock.proto.rpc.tls"
         )
     given = parser.parse_args()
     name_process("penstock recv")

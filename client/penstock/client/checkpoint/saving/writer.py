@@ -574,12 +574,7 @@ def serve(parent: Parent, parent_watch: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write checkpoints for a training process.")
     parser.add_argument("--socket-fd", type=int, required=True, help="descriptor of the socket to the training process")
-    parser.add_argument(
-        "--parent-pid",
-        type=int,
-        required=True,
-        help="process id of the training process; the writer ends after that process",
-    )
+    parser.add_argument("--parent-pid", type=int, required=True, help="process id of the training process to watch")
     given = parser.parse_args()
     name_process("penstock writer")
     gc.disable()  # the writer makes no reference cycles, and a collection would stop all threads
