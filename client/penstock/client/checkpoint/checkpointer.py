@@ -143,7 +143,7 @@ class AsyncCheckpointer:
         self._agreement = Agreement(self._ranks, threads, separation_hint, check_replicas)
         self._buffers = [StagingBuffer() for _ in range(buffers)]
         self._pending: list[PendingSave] = []
-        """Saves in flight, and ended saves whose result has not been taken yet."""
+        """Saves in flight, and ended saves with results that are not taken yet."""
         self._unraised: list[CheckpointError] = []
         """Errors of failed saves that have not been raised yet."""
         self._last: PendingSave | None = None
@@ -338,7 +338,7 @@ class AsyncCheckpointer:
         for one in checkpoints(self.folder):
             if found is not None and one.path == found.path:
                 break
-            warn_user(f"the checkpoint {one.path} is damaged: {one.damage}")
+            warn_user(f"the checkpoint {one.path} is damaged: {one.damage}. latest() ignores this checkpoint")
         return None if found is None else found.step
 
     def newest(self) -> int | None:

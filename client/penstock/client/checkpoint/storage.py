@@ -51,8 +51,8 @@ class AsyncFileSystemWriter(FileSystemWriter):
         overwrite: False: raise an error if the folder holds a checkpoint. True: replace that checkpoint.
         transforms: torch's stream extensions, such as ZStandard, for everything that is written.
 
-    If a thread fails, `dcp.save` raises the error of the first thread that failed. If none failed, but fewer items
-    were written than planned, it raises CheckpointError. Both are wrapped in torch's CheckpointException.
+    If a thread fails, `dcp.save` raises the error of the first thread that failed. If none failed, but fewer items were
+    written than planned, it raises CheckpointError. Both errors are wrapped in torch's CheckpointException.
     """
 
     def __init__(

@@ -2,7 +2,8 @@
 
 An array is a view of the memory that the workers filled; nothing is copied. The array keeps the torch tensor with that
 memory alive. So the ring entry with the batch is not filled again while an array, a slice of the array or a jax.Array
-in the same memory exists. (On CPUs `jax.device_put` makes a jax.Array in the same memory, which keeps the NumPy array alive.)
+in the same memory exists. (On CPUs `jax.device_put` makes a jax.Array in the same memory, which keeps the NumPy array
+alive.)
 
 This module imports neither JAX nor Orbax, and can be used with any library that takes NumPy arrays.
 """

@@ -1,8 +1,8 @@
 """PyTorch Lightning: the loader's position in Lightning's checkpoints.
 
 Lightning itself saves the state of a loader at the batch that its fetcher has taken. For a loader without a length this
-is one batch ahead of the loop. It also does not load a state saved at the end of an epoch. So a callback counts the
-batches that reach the loop, and saves and loads the state.
+is one batch ahead of the loop. Lightning also does not load a state saved at the end of an epoch. So a callback counts
+the batches that reach the loop, and saves and loads the state.
 
 Lightning's epoch may be shorter than an epoch of the loader (limit_train_batches). Lightning then leaves the loader's
 epoch before its end, and begins the next one. The loader's position alone does not show that Lightning's epoch was

@@ -1,7 +1,7 @@
 """Asynchronous saves of Megatron-core and NVRx, written by Penstock: a replacement of the `FileSystemWriterAsync` in
 these libraries.
 
-Their schedulers save in phases, and call a storage writer in each:
+The schedulers of both libraries save in phases, and call a storage writer in each:
 
     plan:      `prepare_local_plan`, then `prepare_global_plan` or, without rank 0, `prepare_decentralized_global_plan`
     stage:     `prepare_write_data`, on the thread that trains

@@ -88,8 +88,8 @@ class DataIterator:
     Raises:
         InvalidArgumentError: Megatron's parallel state is not initialized, or an argument has an invalid value.
 
-    `next` raises StopIteration on all ranks after the same microbatch. It raises the stream's errors on the reader, and
-    errors of the same class and text on the other ranks; LaneLostError if another rank of the box has ended.
+    `next` raises StopIteration on all ranks after the same microbatch. On the reader `next` raises the stream's errors,
+    on the other ranks errors of the same class and text; LaneLostError if another rank of the box has ended.
     """
 
     def __init__(
@@ -149,7 +149,8 @@ class DataIterator:
             raise InvalidArgumentError(f"the number of model chunks must be >= 1, got {count}")
         if self._cursors and len(self._cursors) != count:
             raise InvalidArgumentError(
-                f"the number of model chunks must stay {len(self._cursors)}, got {count}: call chunks() before next()"
+                f"the number of model chunks must stay {len(self._cursors)}, got {count}: call chunks() before next(), "
+                "always with the same number"
             )
         if not self._cursors:
             takes = [self._ranks.takes(self._stages, chunk, count) for chunk in range(count)]

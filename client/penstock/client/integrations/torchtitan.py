@@ -61,8 +61,8 @@ class PenstockDataLoader(BaseDataLoader):
         input_fn: Annotated[Callable[..., Any] | None, tyro.conf.Suppress] = None
         """
         Function of a module that the workers can import, called there with dataset_path, tokenizer_path, seq_len and
-        global_batch_size (rows of a microbatch over all data-parallel ranks) by name. Its loader yields
-        ({"input": tokens, ...}, labels).
+        global_batch_size (rows of a microbatch over all data-parallel ranks) by name. The loader that the function
+        returns yields ({"input": tokens, ...}, labels).
         """
 
         arguments: Annotated[dict[str, Any], tyro.conf.Suppress] = field(default_factory=dict)

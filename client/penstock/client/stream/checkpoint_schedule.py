@@ -71,7 +71,7 @@ class CheckpointSchedule:
         for entry in steps:
             if isinstance(entry, range):
                 if len(entry) and min(entry[0], entry[-1]) < 1:
-                    raise InvalidArgumentError(f"checkpoint_steps must be steps >= 1, got {entry}")
+                    raise InvalidArgumentError(f"checkpoint_steps must be steps >= 1, got {entry}: steps count from 1")
                 ranges.append(entry if entry.step > 0 else entry[::-1])
             else:
                 single.add(positive("a step in checkpoint_steps", entry))

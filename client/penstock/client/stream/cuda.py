@@ -124,8 +124,8 @@ class PageLocks:
             warn_user(
                 f"{self._what} of {memory.nbytes:,} bytes could not be page-locked for {self._device}: "
                 f"{runtime.cudaGetErrorString(error)} ({int(error)}). Copies from this memory are correct, but "
-                "slower. Raise the limit on locked memory: free memory, a container's memory limit, or `ulimit -l` "
-                f"(docker run --ulimit memlock=-1). {self._less}",
+                "slower. Free memory, or raise the container's memory limit or `ulimit -l` (docker run --ulimit "
+                f"memlock=-1). {self._less}",
             )
         return False
 

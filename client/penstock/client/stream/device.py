@@ -118,7 +118,7 @@ def check_device(name: str) -> str:
         raise InvalidArgumentError(f'device must be "cpu", "cuda" or "cuda:N", got {name!r}') from None
     if device.type == "cpu":
         if device.index:
-            raise InvalidArgumentError(f'device must be "cpu" for the CPU, which has no number, got {name!r}')
+            raise InvalidArgumentError(f'device must be "cpu", without a number, for the CPU, got {name!r}')
         return "cpu"
     if device.type != "cuda":
         raise InvalidArgumentError(

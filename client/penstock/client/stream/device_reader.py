@@ -191,8 +191,8 @@ class DeviceReader(OrderedReader):
         super().abandon_epoch()
 
     def close(self) -> None:
-        """Close all lanes once no copy reads their rings. This may run in the garbage collector, so it raises no
-        error."""
+        """Close all lanes once no copy reads their rings. Raises no error, because the garbage collector may call this
+        method."""
         loads, self._staged = [*self._lent, *filter(None, [self._staged])], None
         self._lent.clear()
         until = time.monotonic() + CLOSE_S

@@ -40,8 +40,8 @@ CUT_OFF_S = 2.0
 """Seconds for which a worker's host must be unreachable before the client requests another worker. If only the daemon
 is dead, the coordinator reports that within 1.5 s, with a better message."""
 CHECK_S = 0.1
-"""Seconds between the first failed attempt to reach a worker's host and the second. They give the coordinator time to
-reply, which shows whether this host's own network works."""
+"""Seconds between the first failed attempt to reach a worker's host and the second: time for the coordinator to reply,
+which shows whether this host's own network works."""
 CORRUPT_TRIES = 8
 """Number of times in a row that a batch must arrive damaged to be an error. On a link that damages every second batch,
 this happens once in 256 batches, and so ends the run within a second."""

@@ -402,7 +402,7 @@ class ReceiverLane:
             self._unpacker, self._whole = None, True
 
     def _publish(self) -> None:
-        """Announce the batch in `_frame` to the consumer. Its payload is complete in the ring entry."""
+        """Announce the batch in `_frame` to the consumer, once the payload is complete in the ring entry."""
         reserved, self._reserved, self._whole = self._reserved, None, False
         assert reserved is not None
         if self._frame.abandons < self._producer.abandons:

@@ -137,7 +137,7 @@ def _settle(folder: Path, timeout_s: float) -> None:
 
 
 def _damaged(path: Path, wrong: str) -> CheckpointCorruptError:
-    """Return the error for a damaged checkpoint. The error names the newest checkpoint whose files have the right
+    """Return the error for a damaged checkpoint. The error names the newest checkpoint with files of the right
     sizes."""
     try:
         good = [one.step for one in checkpoints(path.parent) if one.path != path and not one.damage]
@@ -151,7 +151,7 @@ def _damaged(path: Path, wrong: str) -> CheckpointCorruptError:
 
 @dataclass
 class LoadedCheckpoint:
-    """Checkpoint whose values were read and fit the targets, but are not loaded into them yet."""
+    """Checkpoint that was read and fits the targets, but is not loaded into the targets yet."""
 
     _entries: list[StateEntry]
     _fills: list[FillRequest]

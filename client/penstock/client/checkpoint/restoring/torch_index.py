@@ -39,8 +39,8 @@ ALLOWED = {
 PATH_KEYS = {str, int}
 """Types of the keys that lead to a value in the state. torch writes no other types."""
 LARGE = 1 << 30
-"""Size in bytes above which a tensor must have as many bytes in the files. A smaller tensor may be an expanded one,
-whose repeated values were written once."""
+"""Size in bytes above which a tensor must have as many bytes in the files. A smaller tensor may be an expanded tensor,
+with repeated values that were written once."""
 
 
 def read_index(data: bytes, where: Path, files: Mapping[str, int]) -> Metadata:

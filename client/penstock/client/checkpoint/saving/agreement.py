@@ -171,7 +171,9 @@ def _check(answers: list[dict[str, Any]]) -> None:
     for what in ("step", "folder"):
         if any(answer[what] != answers[0][what] for answer in answers):
             values = ", ".join(f"rank {rank}: {answer[what]!r}" for rank, answer in enumerate(answers))
-            raise InvalidArgumentError(f"all ranks must save the same {what}, got {values}")
+            raise InvalidArgumentError(
+                f"all ranks must save the same {what}, got {values}. Call save() with equal values on all ranks"
+            )
     for key, (_, num_boxes) in (pair for answer in answers for pair in answer["loaders"].items()):
         boxes = sorted(answer["loaders"][key][0] for answer in answers if key in answer["loaders"])
         if num_boxes > 1 and len(answers) > 1 and 0 not in boxes:

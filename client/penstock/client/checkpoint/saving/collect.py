@@ -131,7 +131,7 @@ def collect(state: Mapping[str, Any], rank: int, ranks: int) -> CollectedState:
     for path in _empty(nested, ()):
         name = ".".join(map(str, path))
         if name in values:
-            raise InvalidArgumentError(f"the state to save has two values under one name: {name}. Rename a key")
+            raise InvalidArgumentError(f"the state to save has two values under the name {name}: rename a key")
         values[name], paths[name] = {}, path
     recipes, opaque = _made_plain(values)
     noted = {
@@ -166,7 +166,7 @@ def _flatten_into(value: Any, path: tuple[Any, ...], values: dict[str, Any], pat
         return
     name = ".".join(map(str, path))
     if name in values:
-        raise InvalidArgumentError(f"the state to save has two values under one name: {name}. Rename a key")
+        raise InvalidArgumentError(f"the state to save has two values under the name {name}: rename a key")
     values[name], paths[name] = value, path
 
 

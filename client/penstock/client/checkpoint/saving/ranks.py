@@ -1,8 +1,8 @@
 """Exchange of small values between the ranks of a training job: JSON over a process group of its own.
 
-The group uses gloo, so that nothing needs a GPU or waits for its kernels. It has its own timeout, so that a lost rank
-becomes an error. The training thread runs its collectives, like those of the job. Values are JSON and not pickle,
-because nothing from another machine is unpickled.
+The group uses gloo, so that nothing needs a GPU or waits for its kernels. The group has a timeout of its own, so that a
+lost rank becomes an error. The training thread runs its collectives, like those of the job. Values are JSON and not
+pickle, because nothing from another machine is unpickled.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Ranks:
         """Run `part` on every rank and return all results, by rank; raise on all ranks if one raised.
 
         Args:
-            call: name of the public method that runs. It is an error if ranks run different ones.
+            call: name of the public method that runs, which must be the same on all ranks.
             what: beginning of the error message, such as "step 5 was not saved".
         """
         own: dict[str, Any] = {}
@@ -101,7 +101,8 @@ class Ranks:
         if any(answer["call"] != call for answer in answers):
             calls = ", ".join(f"rank {rank}: {answer['call']}" for rank, answer in enumerate(answers))
             raise InvalidArgumentError(
-                f"all ranks must call the same method of their AsyncCheckpointer at the same time, got {calls}"
+                f"all ranks must call the same method of their AsyncCheckpointer at the same time, got {calls}. Call "
+                "save() and restore() at the same points of the program on all ranks"
             )
         return [answer["value"] for answer in answers]
 

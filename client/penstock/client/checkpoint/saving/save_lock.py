@@ -1,10 +1,10 @@
 """Lock that allows one call into a checkpointer at a time, across threads and signal handlers.
 
 A signal handler runs between any two instructions of the main thread, also within a `save`, and may call `save` itself,
-as handlers for preemption do. That second call would find data that are half changed. So while a call holds the lock,
-signals are recorded, and their handlers run at the end of the call, on the same thread and before the call returns. The
-call holds the lock for milliseconds only: during waits for a save or another thread, handlers run at once. The handler
-of a second signal of one kind runs at once at any time, so that a second Ctrl-C always works.
+as handlers for preemption do. The second call would find half-changed data. So while a call holds the lock, signals are
+recorded, and their handlers run at the end of the call, on the same thread and before the call returns. The call holds
+the lock for milliseconds only: during waits for a save or another thread, handlers run at once. The handler of a second
+signal of one kind runs at once at any time, so that a second Ctrl-C always works.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class PendingSave:
     def __init__(self, request: dict[str, Any], buffer: StagingBuffer) -> None:
         self.request = request
         self.buffer = buffer
-        """Buffer with the data of the save. It must not change until the save has ended."""
+        """Buffer with the data of the save, which must not change until the save has ended."""
         self.step: int = request["step"]
         self.written = 0
         """Bytes that this rank has written so far."""

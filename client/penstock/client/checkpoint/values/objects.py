@@ -109,7 +109,10 @@ def load_object(data: bytes, name: str, where: str, *, unsafe: bool) -> Any:
             f"allow_unsafe_types=True) if you trust the program that wrote this checkpoint. Cause: {error}"
         ) from error
     except Exception as error:  # arbitrary bytes can raise any error
-        raise CheckpointError(f"{name!r} of {where} cannot be loaded: {type(error).__name__}: {error}") from error
+        raise CheckpointError(
+            f"{name!r} of {where} cannot be loaded: {type(error).__name__}: {error}. Restore with the code and the "
+            "version of torch that wrote the checkpoint"
+        ) from error
 
 
 def load_tensor(data: bytes, name: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> torch.Tensor:
