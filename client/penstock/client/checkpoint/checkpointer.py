@@ -1,6 +1,6 @@
 """`AsyncCheckpointer`: model, optimizer and data position of one step, saved while the training continues.
 
-    save:  collect ─> agree with the other ranks ─> stage to shared memory ─> hand to the writer process ─> return
+    save:  collect ─> agree with the other ranks ─> stage to shared memory ─> send to the writer process ─> return
                                                                                      │
     files on the disk ─> commit by rank 0's writer <─────────────────────────────────┘
 

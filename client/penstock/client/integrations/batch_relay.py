@@ -30,7 +30,7 @@ MAX_MESSAGE_BYTES: Final = 4 << 30
 
 
 class Kind(IntEnum):
-    """Kind of a message."""
+    """Kind of a message between the ranks of a box."""
 
     BATCH = 0
     END = 1

@@ -5,8 +5,8 @@
     iterable              the steps in it; it may contain ranges
     callable              the steps for which the function returns True
 
-Steps are absolute: they count the batches of the box over the whole life of the run, so a resumed run has the same
-checkpoint steps as one that was never stopped.
+Steps are absolute: they count the batches of the box (data-parallel rank) over the whole life of the run, so a resumed
+run has the same checkpoint steps as one that was never stopped.
 """
 
 from __future__ import annotations

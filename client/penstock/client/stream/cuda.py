@@ -131,7 +131,7 @@ class PageLocks:
 
 
 def take_error(device: torch.device) -> None:
-    """Clear the error of a failed call, by launching a kernel and dropping the error that it raises. The CUDA runtime
+    """Clear the error of a failed call, by launching a kernel and dropping the error of that launch. The CUDA runtime
     keeps an error for the next kernel launch, which would otherwise be one of the training loop."""
     try:
         torch.empty(1, device=device).fill_(0)

@@ -1,4 +1,4 @@
-"""Copies of batches from ring entries to a device, and the lane that starts the copies.
+"""Copies of batches from ring entries (shared memory) to a device, and the lane that starts the copies.
 
 `SlotLane` yields views of the ring; `DeviceLane` yields copies out of it. `DeviceLane.take` starts the copies and
 returns a `DeviceLoad`. The load keeps its ring in memory, and therefore page-locked, until the copies are done.
@@ -122,8 +122,8 @@ class PeekingConsumer(Consumer):
 
 
 class DeviceLane(SlotLane):
-    """Lane of a slot that copies batches to a device. `take` returns a DeviceLoad, which keeps its ring entry in use
-    until the copies are done."""
+    """Lane (connection for batches) of a worker slot that copies the batches to a device. `take` returns a DeviceLoad,
+    which keeps its ring entry in use until the copies are done."""
 
     __slots__ = ("backend",)
 

@@ -1,9 +1,9 @@
-"""The ordered reader of `Appliance(device=...)`: batches are copied from the ring to the device, one batch ahead of the
-loop.
+"""Ordered reader of `Appliance(device=...)`, which copies batches from the ring (shared memory) to the device, one batch
+ahead of the loop.
 
     frame of batch n+1 ──> views of its ring entry ──> copies on the device ········ event
                                                       (staged)                        ├─> the entry is released
-    batch n is in the loop's hands               next() hands the copies out,         │
+    batch n is used by the loop                  next() returns the copies,           │
                                                  the loop's stream waits for the event┘
 
 Before `next` returns a batch to the loop, it starts the copy of the batch after it, if that batch's frame has arrived

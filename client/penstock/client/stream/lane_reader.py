@@ -1,9 +1,9 @@
 """Lane (connection for batches) of one worker slot in the training loop: the consumer, the rings that the consumer
 maps, and the ring entries that views still use.
 
-A `SlotLane` belongs to one generation of a slot. A lane survives a broken connection: the Hello of the next connection
-contains the lane's state. A new generation gets a new lane. Freed views of the old lane then release nothing, because
-their tokens go to a deque that is not read any more.
+A `SlotLane` belongs to one generation of a slot; a slot begins a new generation when it gets another runner. A lane
+survives a broken connection: the Hello of the next connection contains the lane's state. A new generation has a new
+lane. Freed views of the old lane then release nothing, because their tokens go to a deque that is not read any more.
 
 Tokens are ints, ring << 16 | entry. Finalizers of views only append them to a deque, because a finalizer may do nothing
 else (see penstock.proto.batch.assemble).
@@ -51,7 +51,8 @@ loop does not abandon more epochs in that time."""
 
 
 class RingView:
-    """Ring of a lane with the values that each batch needs, computed once."""
+    """Ring of a lane (shared memory that the worker fills with batches), with values that each batch needs, computed
+    once."""
 
     __slots__ = ("buffer", "entry_bytes", "group", "held", "limit", "ring")
 
@@ -69,7 +70,8 @@ class RingView:
 
 
 class SlotLane:
-    """Lane of a slot in the training process (see the module's docstring). Only the training thread uses it."""
+    """Lane (connection for batches) of a worker slot in the training process, used only by the training thread. See the
+    module's docstring."""
 
     __slots__ = (
         "abandoned",

@@ -91,7 +91,7 @@ class RunLink(Protocol):
     """Id of this host; see penstock.proto.rpc.channel.host_id."""
     force_tcp: bool
     compression: str | None
-    """Codec of batches over TCP, see penstock.proto.lane.compression.NAMES."""
+    """Codec of batches over TCP, see penstock.proto.lane.compression.NAMES; None: no compression."""
     embedded: bool
 
     def client(self) -> CoordinatorClient:
@@ -362,7 +362,7 @@ class OpenRun:
         return self.link.force_tcp or view.host_id != self.link.host or not view.local_address
 
     def fetch_state(self, step: int, deadline_s: float) -> FetchedState:
-        """Return the records of all workers at a step."""
+        """Return the state records of all workers of all boxes at a step."""
         request = pb.FetchStateRequest(run=self.name, attempt=self.attempt, step=step, deadline_s=deadline_s)
         return self._fetched(request)
 

@@ -1,5 +1,5 @@
-"""Ordered reader: takes frames from several lanes and returns batches in the order of the position. The reader is the
-hot path, and all of its code runs in the training thread.
+"""Ordered reader: takes frames from several lanes (connections of worker slots) and returns batches in the order of the
+position. The reader is the hot path, and all of its code runs in the training thread.
 
 `OrderedReader.next` reads a frame from the lane with the due batch, makes a batch of the frame and advances the
 position. Without a frame, `next` waits for that lane or for changes of the slots. A batch is acknowledged in a later
@@ -82,7 +82,7 @@ _log = logging.getLogger("penstock.client")
 
 
 class OrderedReader:
-    """Reader of the batches of one box, in the order of the box's position."""
+    """Reader of the batches of one box (data-parallel rank), in the order of the box's position."""
 
     def __init__(self, run: OpenRun, position: Position, label: str, timeout_s: float) -> None:
         self.position = position

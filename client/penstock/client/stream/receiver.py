@@ -104,7 +104,8 @@ Connection = socket.socket | OSError | PenstockError
 
 
 class ReceiverLane:
-    """Lane of the receiver, with one consumer, one TCP connection to a worker, and the ring between the two."""
+    """Lane (connection for the batches of a worker slot), with one consumer, one TCP connection to a worker, and the
+    ring between the two."""
 
     def __init__(self, loop: ReceiverLoop, sock: socket.socket, max_batch_bytes: int) -> None:
         sock.setblocking(False)
@@ -117,7 +118,7 @@ class ReceiverLane:
         self._tcp_fd = -1
         self._address = ""  # address of the daemon
         self._tcp_answered = False  # True once bytes have come over TCP
-        self._silence: PenstockError | None = None  # reason of the end: the other host acknowledges nothing
+        self._silence: PenstockError | None = None  # reason of the end: the other host does not acknowledge data
         most = (max_batch_bytes + PAGE - 1) // PAGE * PAGE  # rounded as the sender rounds its entries
         self._producer = Producer(most, budget=loop.rings)
         self._producer.on_ack = self._relay

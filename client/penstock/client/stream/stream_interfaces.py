@@ -93,7 +93,8 @@ class StreamStats:
     corrupt: int = 0
     """Number of times that data arrived damaged, over the network or in memory, and were fetched again."""
     skipped: int = 0
-    """Poison batches left out since the loader was opened (poison="skip")."""
+    """Number of poison batches (batches that kill their runner) left out since the loader was opened
+    (poison="skip")."""
     sources: dict[str, SampleCounts] = field(default_factory=dict)
     """Counts of the delivered samples by source, over the whole life of the run; empty unless the loader has `counts`
     (penstock.data.Counts). Other boxes have counts of their own. After a resume on another number of boxes, box 0
@@ -103,7 +104,7 @@ class StreamStats:
 
 
 class StreamRun(Protocol):
-    """Interface of an open run of one box."""
+    """Interface of an open run of one box (data-parallel rank)."""
 
     name: str
     box: int
@@ -134,7 +135,7 @@ class StreamRun(Protocol):
         """End the run with an error. May be called from any thread."""
 
     def fetch_state(self, step: int, deadline_s: float) -> FetchedState:
-        """Return the records of all workers of all boxes at a step."""
+        """Return the state records of all workers of all boxes at a step."""
 
     def aggregate(self, states: bytes, deadline_s: float) -> bytes:
         """Run the loader's aggregate_state_dict, and return the envelope of the result. states: envelope of the list of
@@ -145,7 +146,7 @@ class StreamRun(Protocol):
 
 
 class Reader(Protocol):
-    """Interface of a reader, which returns the batches of one box in order."""
+    """Interface of a reader, which returns the batches of one box (data-parallel rank) in order."""
 
     position: Position
     stats: StreamStats

@@ -129,7 +129,7 @@ def _settle(folder: Path, timeout_s: float) -> None:
         with locked(folder, timeout_s, silence_s=SILENCE_S):
             put_back(folder)
     except DeadlineError:
-        pass  # that save will not end, but complete checkpoints can be read all the same
+        pass  # the other save will not end, but complete checkpoints can be read
     except PenstockError:
         raise
     except OSError:

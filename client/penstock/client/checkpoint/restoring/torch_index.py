@@ -39,7 +39,7 @@ ALLOWED = {
 PATH_KEYS = {str, int}
 """Types of the keys that lead to a value in the state. torch writes no other types."""
 LARGE = 1 << 30
-"""Size in bytes above which a tensor must have as many bytes in the files. A smaller tensor may be an expanded tensor,
+"""Size in bytes above which the files must contain all bytes of a tensor. A smaller tensor may be an expanded tensor,
 with repeated values that were written once."""
 
 
@@ -67,8 +67,8 @@ def read_index(data: bytes, where: Path, files: Mapping[str, int]) -> Metadata:
 def _check(metadata: Metadata, files: Mapping[str, int]) -> None:
     """Raise ValueError or TypeError for an index from which nothing can be restored.
 
-    No value of the index is hashed, printed or multiplied before its type is known. For nested tuples that could take
-    centuries, and `bounded` has checked only the keys of dicts.
+    No value of the index is hashed, printed or multiplied before its type is known. For nested tuples these operations
+    could take centuries, and `bounded` has checked only the keys of dicts.
     """
     written: Counter[str] = Counter()
     for index, info in metadata.storage_data.items():

@@ -59,7 +59,7 @@ class CollectedState:
     signature: list[Any]
     """Structure of the state. The plan of a save is kept while the structure stays the same."""
     loaders: dict[str, tuple[int, int]]
-    """Key of a loader -> (its box, number of boxes of its run)."""
+    """Key of a loader -> (box, number of boxes of the loader's run). A box is a data-parallel rank."""
     recipes: dict[str, Any]
     """Name of a value that is saved as plain values -> the recipe that makes the value again (plain_values.py)."""
     opaque: dict[str, str]

@@ -88,7 +88,7 @@ class _HeldSignals:
         self.drops_repeats = True
         """True if a second signal of one kind is dropped; False if its handler runs at once."""
         if threading.current_thread() is not threading.main_thread():
-            return  # handlers run on the main thread
+            return  # Python runs handlers only on the main thread
         try:
             for number in signal.valid_signals():
                 handler = signal.getsignal(number)

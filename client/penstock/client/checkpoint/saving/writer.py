@@ -146,7 +146,7 @@ class SaveJob:
 
     @property
     def _inside(self) -> HeldFolder:
-        """Handle on the temporary folder, for writing into it and emptying it. Opened at the first use."""
+        """Handle on the temporary folder, to write into the folder and to empty it. Opened at the first use."""
         if self._held is None:
             self._held = HeldFolder(self.temporary)
         return self._held

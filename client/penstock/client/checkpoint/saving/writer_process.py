@@ -253,8 +253,8 @@ class _Running:
         ready.set()  # the last action: code that waits for it finds everything cleaned up
 
     def _lines(self) -> Iterator[bytes]:
-        """Yield the writer's replies until the process ends. The end of the socket does not show that, because a child
-        that was forked during the start may also hold the writer's end of the socket."""
+        """Yield the writer's replies until the process ends. The end of the socket does not show the end of the
+        process, because a child that was forked during the start may also hold the writer's end of the socket."""
         replies, process = LineReader(self._sock.fileno()), self.process.fileno()
         # without pidfds only the socket is watched
         watched = [replies.fileno(), process] if process >= 0 else [replies.fileno()]

@@ -4,10 +4,10 @@ torch.distributed.checkpoint saves each leaf of a nested state under a name of i
 such as a loader's, could only be loaded into a state with the same parts. Here the loader's state is one value of bytes
 (Penstock's own encoding, with a checksum) under one name.
 
-The state of a run with several boxes covers all of them, so only the rank with box 0 fetches and saves it. If each rank
-has a run of its own (with an embedded appliance, for example), there is a state for each rank, whose name contains the
-rank. Such states can be loaded only on the same number of ranks. A single state of this kind belongs to a run with one
-box whose model was split over several ranks; any rank can load it.
+The state of a run with several boxes (data-parallel ranks) covers all boxes, so only the rank with box 0 fetches and
+saves the state. If each rank has a run of its own (with an embedded appliance, for example), there is a state for each
+rank, and the state's name contains the rank. Such states can be loaded only on the same number of ranks. A single state
+of this kind belongs to a run with one box whose model was split over several ranks; any rank can load it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Check of pickles that other programs may have written, before Python's unpickler allocates the memory that they
-request.
+"""Check of pickles that other programs may have written, before Python's unpickler allocates the memory that such a
+pickle requests.
 
 The unpickler allocates memory for any length, or position in its memo, that a pickle names, before it checks whether
 the data exist: five bytes make it allocate 32 GiB. A pickler never writes a length or position above the pickle's own
