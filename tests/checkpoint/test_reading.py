@@ -94,7 +94,7 @@ def test_a_rank_reads_what_it_needs_and_no_more(tmp_path: Path) -> None:
         found = {"wanted": torch.zeros(100)}
         assert checkpointer.restore(found) == 1
         assert found["wanted"].eq(1).all()
-        with pytest.raises(CheckpointCorruptError, match="There is no other"):
+        with pytest.raises(CheckpointCorruptError, match="The folder has no undamaged"):
             checkpointer.restore(found, verify=True)
 
 

@@ -338,7 +338,7 @@ class ReceiverLane:
         """Check the sizes that a BATCH frame states before memory is allocated for the batch. Raises ProtocolError."""
         size = frame.nbytes + 8 * frame.size
         if size > self._entry_bytes.get(frame.ring, -1):
-            raise ProtocolError(f"a worker sent a batch of {frame.nbytes} bytes, more than an entry of its ring has")
+            raise ProtocolError(f"a worker sent a batch of {frame.nbytes} bytes, which fits into no announced ring")
         if frame.codec or frame.wire:
             if frame.codec not in self._unpackers:
                 raise ProtocolError(f"a worker sent a batch with codec {frame.codec}, which was not requested")
