@@ -1,5 +1,5 @@
-"""Ordered reader of `Appliance(device=...)`, which copies batches from the ring (shared memory) to the device, one batch
-ahead of the loop.
+"""Ordered reader of `Appliance(device=...)`, which copies batches from the ring (shared memory) to the device, one
+batch ahead of the loop.
 
     frame of batch n+1 ──> views of its ring entry ──> copies on the device ········ event
                                                       (staged)                        ├─> the entry is released

@@ -340,7 +340,7 @@ class OrderedReader:
         """Return two texts for messages: what the loop waits for, and the reason for the wait."""
         which = "first" if self.position.step == self.first_step else "next"
         slots = f" from slot {lane.slot}" if self._run.num_slots > 1 else ""
-        why = f"its lane cannot be opened: {lane.last_failure}" if lane.last_failure else "its runner is making it"
+        why = f"no connection to its worker: {lane.last_failure}" if lane.last_failure else "its runner is making it"
         if view.phase in NO_WORKER:
             why = "no worker has free slots"
         elif view.phase == pb.STARTING:
@@ -405,7 +405,7 @@ class OrderedReader:
             starting = f"its runner is {queued} in the worker's queue of runners to start"
         doing = {pb.STARTING: starting, pb.READY: "its next batch has not arrived"}
         why_closed = (
-            f"; its lane cannot be opened: {lane.last_failure}" if lane.consumer is None and lane.last_failure else ""
+            f"; no connection to its worker: {lane.last_failure}" if lane.consumer is None and lane.last_failure else ""
         )
         what = f"its runner is {view.doing}" if view.doing else doing.get(view.phase, "it has failed")
         return DeadlineError(
@@ -513,7 +513,8 @@ class OrderedReader:
                     lane.consumer.open_epochs(limit)
 
     def announce(self, schedule: CheckpointSchedule, last: int | None) -> int | None:
-        """Announce the next checkpoint steps to the workers. Return the step at which to announce again, or None."""
+        """Announce the next checkpoint steps to the workers. Return the step at which to announce again; None: no more
+        steps."""
         position = self.position
         steps = schedule.ahead(position.step, last, OUTRUN * len(self._lanes))
         pairs: list[list[int]] = [[] for _ in self._lanes]
@@ -535,7 +536,7 @@ class OrderedReader:
         return steps[(len(steps) - 1) // 2] if steps else None
 
     def abandon_epoch(self) -> None:
-        """Abandon the epoch at the present position. The workers drop its remaining batches."""
+        """Abandon the epoch at the present position. The workers drop the epoch's remaining batches."""
         position = self.position
         if not any(position.delivered):
             return  # no batch of the epoch was taken

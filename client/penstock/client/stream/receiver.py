@@ -366,7 +366,7 @@ class ReceiverLane:
 
     def _open_entry(self) -> bool:
         """Get a ring entry for the batch in `_frame`, or skip the batch if its epoch was abandoned. Return False if no
-        entry is free. The entry is as large as the sender's, so that both rings grow alike."""
+        entry is free. The entry is as large as the sender's, so that both rings grow in the same way."""
         frame, producer = self._frame, self._producer
         size = frame.nbytes + 8 * frame.size
         if frame.abandons < producer.abandons:

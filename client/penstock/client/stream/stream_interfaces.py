@@ -167,13 +167,14 @@ class Reader(Protocol):
         """Return the next batch, or EPOCH_ENDED."""
 
     def flush(self) -> bool:
-        """Send acknowledgements of all delivered batches."""
+        """Send acknowledgements of all delivered batches. Return False if some could not be sent yet."""
 
     def open_epochs(self, limit: int) -> None:
         """Allow the workers to begin epochs up to and including `limit`."""
 
     def announce(self, schedule: CheckpointSchedule, last: int | None) -> int | None:
-        """Announce the next checkpoint steps to the workers. Return the step at which to announce again, or None."""
+        """Announce the next checkpoint steps to the workers. Return the step at which to announce again; None: no more
+        steps."""
 
     def abandon_epoch(self) -> None:
         """Abandon the epoch at the present position."""
@@ -182,7 +183,7 @@ class Reader(Protocol):
         """Raise the error of a slot that has failed and is not restarted."""
 
     def open_lanes(self) -> list[Literal["local", "tcp"]]:
-        """Return the transport of each open lane."""
+        """Return the transport of each open lane (connection of a worker slot)."""
 
     def close(self) -> None:
         """Close the reader. Batches that the loop still holds stay valid."""
@@ -197,7 +198,7 @@ def placed(error: PenstockError, worker: str, box: int, slot: int, step: int) ->
 
 def recovered(box: int, slot: int, why: str) -> str:
     """Return the text of the warning that a slot was recovered."""
-    return f"slot {slot} of box {box} was recovered: {why}; the stream continues as without the fault"
+    return f"slot {slot} of box {box} was recovered: {why}; the batches are the same as without the fault"
 
 
 def warn_of_whole_input(label: str, views: Sequence[pb.SlotView], num_workers: int) -> bool:

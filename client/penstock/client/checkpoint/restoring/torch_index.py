@@ -129,7 +129,8 @@ class _Index(pickle.Unpickler):
 
 
 def _member(kind: Any, name: Any) -> Any:
-    """Return a member of an enum. Refuse getattr on any other object, because it could lead to code of any kind."""
+    """Return a member of an enum. Refuse getattr on any other object, because such a getattr could lead to code of any
+    kind."""
     if not isinstance(kind, EnumType) or type(name) is not str or name not in kind.__members__:
         raise pickle.UnpicklingError("the pickle names an attribute that is not a member of an enum")
     return kind[name]

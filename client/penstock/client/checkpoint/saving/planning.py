@@ -146,7 +146,8 @@ def decode_items(value: dict[str, Any]) -> tuple[list[LocalItem], dict[str, tupl
 
 @dataclass(frozen=True)
 class FileLayout:
-    """Layout of one file of a rank: archives one after the other, those of framed items first."""
+    """Layout of one file of a rank: archives one after the other, first the archives of framed items (see
+    LocalItem.frame)."""
 
     name: str
     framed: tuple[tuple[LocalItem, int], ...]

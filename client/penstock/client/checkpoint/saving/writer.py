@@ -301,7 +301,7 @@ class SaveJob:
                 shutil.rmtree(aside, ignore_errors=True)
 
     def _gather(self) -> dict[int, dict[str, Any]]:
-        """Return the reports of the other ranks. Raises WriteFailed at the deadline, with the names of the ranks that
+        """Return the reports of the other ranks. Raises WriteFailed at the deadline, with the numbers of the ranks that
         have sent no report."""
         reports: dict[int, dict[str, Any]] = {}
 
@@ -318,7 +318,11 @@ class SaveJob:
         if not self._wait_until(all_there):
             late = [rank for rank in range(1, self.ranks) if rank not in reports]
             raise WriteFailed(
-                dict.fromkeys(late, f"its writer had not written its files after {self.request['timeout_s']:g} s")
+                dict.fromkeys(
+                    late,
+                    f"its writer had not written its files after timeout_s={self.request['timeout_s']:g}: check that "
+                    "rank's access to the folder",
+                )
             )
         return reports
 
@@ -380,7 +384,11 @@ class SaveJob:
             return False
 
         if not self._wait_until(there):
-            raise WriteFailed({0: f"its writer had not begun the save after {self.request['timeout_s']:g} s"})
+            raise WriteFailed(
+                {
+                    0: f"its writer had not begun the save after timeout_s={self.request['timeout_s']:g}: see the log of rank 0"
+                }
+            )
 
     def _given_up(self) -> bool:
         """Return True if rank 0 has abandoned the save and emptied the folder. `_await_verdict` then reads the
@@ -403,7 +411,10 @@ class SaveJob:
             return bool(causes)
 
         if not self._wait_until(known):
-            causes[0] = f"its writer had not committed the checkpoint after {self.request['timeout_s']:g} s"
+            causes[0] = (
+                f"its writer had not committed the checkpoint after timeout_s={self.request['timeout_s']:g}: see the "
+                "log of rank 0"
+            )
         if causes:
             raise WriteFailed(causes)
 
