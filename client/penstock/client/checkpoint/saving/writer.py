@@ -384,11 +384,8 @@ class SaveJob:
             return False
 
         if not self._wait_until(there):
-            raise WriteFailed(
-                {
-                    0: f"its writer had not begun the save after timeout_s={self.request['timeout_s']:g}: see the log of rank 0"
-                }
-            )
+            why = f"its writer had not begun the save after timeout_s={self.request['timeout_s']:g}: see rank 0's log"
+            raise WriteFailed({0: why})
 
     def _given_up(self) -> bool:
         """Return True if rank 0 has abandoned the save and emptied the folder. `_await_verdict` then reads the
@@ -412,8 +409,8 @@ class SaveJob:
 
         if not self._wait_until(known):
             causes[0] = (
-                f"its writer had not committed the checkpoint after timeout_s={self.request['timeout_s']:g}: see the "
-                "log of rank 0"
+                f"its writer had not committed the checkpoint after timeout_s={self.request['timeout_s']:g}: see rank "
+                "0's log"
             )
         if causes:
             raise WriteFailed(causes)
