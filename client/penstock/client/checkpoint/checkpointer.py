@@ -190,7 +190,7 @@ class AsyncCheckpointer:
                 return False
             self._collect_ended()
             in_flight = [one.request["save"] for one in self._in_flight]
-            self._submit(step, self._agreement.on(step, self.folder, state, self._unraised, in_flight))
+            self._submit(step, self._agreement.agree_on_save(step, self.folder, state, self._unraised, in_flight))
         return True
 
     def signalled(self) -> bool:
@@ -224,7 +224,7 @@ class AsyncCheckpointer:
                 if self._in_flight:
                     continue
                 self._collect_ended()
-                agreed = self._agreement.on(0, self.folder, state, self._unraised, [])
+                agreed = self._agreement.agree_on_save(0, self.folder, state, self._unraised, [])
                 for buffer in self._buffers:
                     self._stage(agreed, buffer)
                 return

@@ -82,8 +82,8 @@ class DataIterator:
         stages: stages of the pipeline that take batches: "ends" (the first, for its tokens, and the last, for its
             labels) or "all". `next` on another stage is an error.
         ranks: place of this rank among the ranks that share a model; None: as in megatron.core.parallel_state.
-        timeout_s: longest wait for another rank, in seconds. Keep it above the appliance's timeout_s, so that the
-            reader's error reaches the other ranks.
+        timeout_s: longest wait for another rank, in seconds. Keep timeout_s above the appliance's timeout_s, so that
+            the reader's error reaches the other ranks.
 
     Raises:
         InvalidArgumentError: Megatron's parallel state is not initialized, or an argument has an invalid value.

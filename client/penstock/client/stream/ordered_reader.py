@@ -513,8 +513,7 @@ class OrderedReader:
                     lane.consumer.open_epochs(limit)
 
     def announce(self, schedule: CheckpointSchedule, last: int | None) -> int | None:
-        """Announce the next checkpoint steps to the workers. Return the step at which to announce again; None: no more
-        steps."""
+        """Announce the next checkpoint steps to the workers. Return the step of the next announcement, or None."""
         position = self.position
         steps = schedule.ahead(position.step, last, OUTRUN * len(self._lanes))
         pairs: list[list[int]] = [[] for _ in self._lanes]

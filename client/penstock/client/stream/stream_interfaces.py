@@ -173,8 +173,7 @@ class Reader(Protocol):
         """Allow the workers to begin epochs up to and including `limit`."""
 
     def announce(self, schedule: CheckpointSchedule, last: int | None) -> int | None:
-        """Announce the next checkpoint steps to the workers. Return the step at which to announce again; None: no more
-        steps."""
+        """Announce the next checkpoint steps to the workers. Return the step of the next announcement, or None."""
 
     def abandon_epoch(self) -> None:
         """Abandon the epoch at the present position."""

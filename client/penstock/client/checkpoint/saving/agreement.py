@@ -65,7 +65,7 @@ class Agreement:
         self._tried: set[str] = set()
         """Names of objects that were loaded once as a trial, to find out whether a restore can load them."""
 
-    def on(
+    def agree_on_save(
         self, step: int, folder: Path, state: Mapping[str, Any], earlier: list[CheckpointError], in_flight: list[str]
     ) -> AgreedSave:
         """Agree with the other ranks on a save, and return it.
