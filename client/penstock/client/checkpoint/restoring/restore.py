@@ -143,7 +143,7 @@ def _damaged(path: Path, wrong: str) -> CheckpointCorruptError:
         good = [one.step for one in checkpoints(path.parent) if one.path != path and not one.damage]
     except CheckpointError:
         good = []
-    offer = "The folder has no undamaged checkpoint: restore a copy of the files, or start without restore()"
+    offer = "The folder has no undamaged checkpoint: restore the files from a copy, or start without restore()"
     if good:
         offer = f"The newest undamaged checkpoint is of step {good[0]}: restore(state, step={good[0]}) loads it"
     return CheckpointCorruptError(f"the checkpoint {path} is damaged: {wrong}. {offer}")

@@ -205,9 +205,7 @@ def _unrestorable(tensor: torch.Tensor) -> str:
         kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
         return f"is a {kind} tensor, which no checkpoint can restore: save the strided tensors that it consists of"
     if tensor.is_meta:
-        return (
-            "is on the meta device, and has no values: call to_empty(device=...) and set them, or leave the tensor out"
-        )
+        return "is on the meta device, and has no values: call to_empty(device=...) and set the values, or leave it out"
     return ""
 
 

@@ -122,8 +122,9 @@ def _check_names(saved: set[str], own: set[str]) -> None:
     if strange := sorted(saved - own):
         raise CheckpointError(
             f"the checkpoint has optimizer state for the parameters {some(strange)}, which the optimizer does not "
-            f"have: it has {some(sorted(own - saved) or sorted(own))}. Parameters are matched by name if the module is "
-            "saved and restored with its optimizer, else by number"
+            f"have: it has {some(sorted(own - saved) or sorted(own))}. Give the optimizer the same parameters as at "
+            "the save. Parameters are matched by name if the module is saved and restored with its optimizer, else by "
+            "number"
         )
     if added := sorted(own - saved):
         raise CheckpointError(
