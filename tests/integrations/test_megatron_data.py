@@ -51,7 +51,7 @@ def test_groups_must_fit_their_rank(wrong: dict[str, Any]) -> None:
 
 
 def test_box_comes_from_the_ranks() -> None:
-    with pytest.raises(InvalidArgumentError, match="got num_boxes="):
+    with pytest.raises(InvalidArgumentError, match="got the argument num_boxes"):
         box_appliance(ranks=groups(), num_boxes=3)
     with box_appliance(ranks=groups(rank=1)) as appliance:
         assert appliance is None
