@@ -271,11 +271,11 @@ def test_second_signal_acts(tmp_path: Path) -> None:
         assert callable(handler)
         handler(1, None)
         assert len(seen) == 2
-        with pytest.raises(InvalidArgumentError, match="on_signal=999"):
+        with pytest.raises(InvalidArgumentError, match=r"on_signal must be .*, got 999"):
             AsyncCheckpointer(tmp_path, on_signal=999)
         with (
             ThreadPoolExecutor(1) as pool,
-            pytest.raises(InvalidArgumentError, match="must be made on the main thread"),
+            pytest.raises(InvalidArgumentError, match="must be created on the main thread"),
         ):
             pool.submit(AsyncCheckpointer, tmp_path, on_signal=[signal.SIGUSR1]).result()
 

@@ -303,7 +303,7 @@ def test_a_read_only_disk_can_be_restored_from(tmp_path: Path) -> None:
 
 def test_no_writer_can_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", "/nowhere/python")
-    with pytest.raises(CheckpointError, match=r"rank 0: no writer process could be started: .*/nowhere/python"):
+    with pytest.raises(CheckpointError, match=r"rank 0: the writer process could not be started: .*/nowhere/python"):
         AsyncCheckpointer(tmp_path)
     monkeypatch.setattr("sys.executable", "/bin/false")
     with pytest.raises(CheckpointError, match=r"the writer process did not start \(exited with status 1\)"):
@@ -380,7 +380,7 @@ def test_close_can_abandon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     [
         ({"keep_last": 0}, r"keep_last must be an int >= 1, got 0"),
         ({"keep_last": True}, "keep_last must be an int >= 1, got True"),
-        ({"keep_every": 5}, r"keep_every needs keep_last"),
+        ({"keep_every": 5}, r"keep_every=5 must be given together with keep_last"),
         ({"threads": 1.5}, r"threads must be an int >= 1, got 1\.5"),
         ({"buffers": 3}, "buffers must be 1 or 2, got 3"),
         ({"timeout_s": 0}, "timeout_s must be > 0"),
@@ -395,12 +395,12 @@ def test_invalid_settings_are_errors(tmp_path: Path, options: dict[str, Any], wo
 @pytest.mark.parametrize(
     ("step", "state", "words"),
     [
-        (-1, {"x": 1}, r"step must be an int >= 0, got -1"),
-        (1.0, {"x": 1}, r"step must be an int >= 0, got 1\.0"),
+        (-1, {"x": 1}, r"step must be an int from 0 to .*, got -1"),
+        (1.0, {"x": 1}, r"step must be an int from 0 to .*, got 1\.0"),
         (1, [1], "the state to save must be a dict of names and values, got list"),
         (1, {1: 2}, "must be a dict of names"),
-        (1, {"a.b": 1, "a": {"b": 2}}, "two values under one name: .*a.b"),
-        (1, {"all": {"net": nn.Linear(1, 1)}}, "'all.net' of the state to save is a Linear, which must be at the top"),
+        (1, {"a.b": 1, "a": {"b": 2}}, "two values under the name a.b"),
+        (1, {"all": {"net": nn.Linear(1, 1)}}, "'all.net' of the state to save is a Linear inside a dict or list, but"),
     ],
 )
 def test_states_that_cannot_be_meant(tmp_path: Path, step: Any, state: Any, words: str) -> None:

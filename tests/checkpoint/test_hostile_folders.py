@@ -216,7 +216,7 @@ def test_folder_swapped_before_commit_is_an_error(folder: Path, victim: Path, mo
     monkeypatch.setattr(writer, "checkpoints", listed)
     with ThreadPoolExecutor(2) as pool:
         first, _ = [pool.submit(save_of(folder, rank, timeout_s=2).run) for rank in (0, 1)]
-        with pytest.raises(WriteFailed, match=r"step-2\.tmp-0abc was replaced by another process while it was written"):
+        with pytest.raises(WriteFailed, match=r"step-2\.tmp-0abc was replaced by another process during the save"):
             first.result()
 
 

@@ -201,7 +201,7 @@ def test_names_from_elsewhere(tmp_path: Path) -> None:
     [
         ("added", r"'optimizer' cannot be restored from .* no optimizer state for the parameters 'd.bias', 'd.weight'"),
         ("removed", r"has optimizer state for the parameters 'c.bias', 'c.weight', which the optimizer does not have"),
-        ("regrouped", r"param_groups.0. has the parameters 'a.bias', 'a.weight', but no saved group has the same ones"),
+        ("regrouped", r"param_groups.0. has the parameters 'a.bias', 'a.weight', but no saved group has exactly these"),
         (
             "shapes",
             r"has optimizer state for the parameters '#0 \[4, 4\]', .* the optimizer does not have: it has '#0 \[4\]'",
@@ -383,7 +383,7 @@ def test_two_values_for_one_tensor_are_refused(tmp_path: Path) -> None:
     with AsyncCheckpointer(tmp_path, fsync=False) as checkpointer:
         checkpointer.save(1, {"model": apart})
         before = tied.a.weight.clone()
-        with pytest.raises(CheckpointError, match="with different values, but are one shared tensor"):
+        with pytest.raises(CheckpointError, match="with different values, but share one tensor"):
             checkpointer.restore({"model": tied})
         assert torch.equal(tied.a.weight, before)
         with torch.no_grad():

@@ -107,7 +107,7 @@ def test_a_pickle_that_names_anything_is_not_run() -> None:
     good = plain_bytes("x" * 40)
     evil = pickle.dumps(Evil(), 2)
     data = good.replace(pickle.dumps("x" * 40, 2)[: len(evil)], evil)
-    with pytest.raises(CheckpointError, match="'name' of where is an object whose class"):
+    with pytest.raises(CheckpointError, match="'name' of where has a class that could run"):
         load_object(data, "name", "where", unsafe=False)
     assert not ran
 

@@ -97,7 +97,9 @@ def test_damage_names_the_newest_good_one(tmp_path: Path, harm: str, words: str)
             body = json.dumps(outer["checkpoint"], sort_keys=True).encode()
             outer["xxh3"] = xxhash.xxh3_128_hexdigest(body)
         (path / MANIFEST).write_text(json.dumps(outer))
-    with pytest.raises(CheckpointCorruptError, match=rf"step-2 is damaged: .*{words}.* good one is of step 1: restore"):
+    with pytest.raises(
+        CheckpointCorruptError, match=rf"step-2 is damaged: .*{words}.* undamaged checkpoint is of step 1: restore"
+    ):
         restored(tmp_path)
     assert restored(tmp_path, 1) == (1, 1.0)
     with AsyncCheckpointer(tmp_path) as checkpointer, pytest.warns(UserWarning, match=rf"step-2 is damaged: .*{words}"):
@@ -114,7 +116,7 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
     file.write_bytes(data)
     with pytest.raises(
         CheckpointCorruptError,
-        match=r"__0_0.distcp: bytes 0 to [0-9,]+, with 'x', have checksum [0-9a-f]{16}, but .* good one is of step 1",
+        match=r"__0_0.distcp: bytes 0 to [0-9,]+, with 'x', have checksum [0-9a-f]{16}, but .* checkpoint is of step 1",
     ):
         restored(tmp_path)
     with pytest.raises(
@@ -122,7 +124,7 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
     ):
         restored(tmp_path, verify=True)
     shutil.rmtree(tmp_path / "step-1")
-    with pytest.raises(CheckpointCorruptError, match=r"There is no other"):
+    with pytest.raises(CheckpointCorruptError, match=r"The folder has no undamaged"):
         restored(tmp_path, verify=True)
 
 
@@ -270,7 +272,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
             with pytest.raises(error, match=words):
                 checkpointer.restore(state)
 
-        fails({"nothing": {}}, r"has no value 'nothing'; it has 'extra', 'model', 'optimizer'")
+        fails({"nothing": {}}, r"has no value 'nothing'; its values are 'extra', 'model', 'optimizer'")
         fails(
             {"model": network(bias=False)},
             r"'model' cannot be restored from .*step-1: the checkpoint has 'model.0.bias', which the",
@@ -278,9 +280,9 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         larger = nn.Sequential(*network(), nn.Linear(2, 2))
         fails({"model": larger}, r"the checkpoint lacks 'model.3.bias', 'model.3.weight'")
         wider = nn.Sequential(nn.Linear(7, 5), *list(network())[1:])
-        fails({"model": wider}, r"Size mismatch between saved torch.Size\(\[5, 6\]\) and current")
+        fails({"model": wider}, r"must have the shape saved in .*, \[5, 6\], got \[")
         fails({"extra": {"b": 1}}, r"'extra' cannot be restored from .*: the checkpoint lacks 'extra.b'")
-        fails({"extra": {"t": torch.ones(4)}}, r"Size mismatch")
+        fails({"extra": {"t": torch.ones(4)}}, r"must have the shape saved in")
         fails(
             {"optimizer": torch.optim.Adam(network().parameters())},
             r"state for the parameters '0.bias', .* matched by name",
@@ -357,7 +359,7 @@ def test_an_index_that_would_run_code_is_refused(tmp_path: Path, how: str) -> No
     evil = b"\x80\x02" + EVIL[how].replace(b"{marker}", str(marker).encode()) + b"."
     (found.path / METADATA).write_bytes(evil.ljust(found.manifest.files[-1].nbytes, b"\0"))
     with pytest.raises(
-        CheckpointCorruptError, match=r"it names (.*, which is not part of an index|an attribute that is not)"
+        CheckpointCorruptError, match=r"the pickle names (.*, which no index of torch|an attribute that is not)"
     ):
         restored(tmp_path / "saved")
     assert not marker.exists()

@@ -44,7 +44,9 @@ def test_a_folder_of_others_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "step-5" / "weights.bin").write_text("mine")
     with AsyncCheckpointer(tmp_path) as checkpointer:
         checkpointer.save(5, {"x": torch.ones(4)})
-        with pytest.raises(CheckpointError, match=r"step-5 exists and is not a Penstock checkpoint: move it away"):
+        with pytest.raises(
+            CheckpointError, match=r"step-5 exists and is not a Penstock checkpoint: move it to another"
+        ):
             checkpointer.wait()
         assert (tmp_path / "step-5" / "weights.bin").read_text() == "mine"
         checkpointer.save(6, {"x": torch.ones(4)})

@@ -258,7 +258,7 @@ def test_slots_without_a_worker_are_counted(rigs: Any) -> None:
     rig = rigs(3, timeout_s=0.03)
     for view in rig.run.views[:2]:
         view.phase = pb.WAITING
-    with pytest.raises(NoWorkersError, match=r"2 of its 3 slots have no worker"):
+    with pytest.raises(NoWorkersError, match=r"2 of its 3 worker slots have no worker"):
         rig.reader.next()
 
 

@@ -162,7 +162,9 @@ def test_model_alone_is_not_resumed_over(tmp_path: Path) -> None:
     saves(tmp_path, 3, last_save_model_only=True)
     assert saved(tmp_path) == {"step-1", "step-2", "step-3"}
     made = manager(tmp_path, trainer := Steps())
-    with pytest.raises(CheckpointError, match=r"saved has step-3 beyond step 2, where training begins.*Move them away"):
+    with pytest.raises(
+        CheckpointError, match=r"saved has step-3 beyond step 2, where training begins.*Move these folders"
+    ):
         made.load()
     (tmp_path / "saved" / "step-3").rename(tmp_path / "model")
     assert made.load()

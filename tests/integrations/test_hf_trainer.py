@@ -58,7 +58,7 @@ def test_it_can_be_made_anew_from_its_state(ahead: Lookahead) -> None:
 
 
 def test_a_loader_that_it_cannot_save_is_refused() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"returned a DataLoader: let it return penstock.client.Lookahead"):
+    with pytest.raises(InvalidArgumentError, match=r"must return a penstock.client.Lookahead, got a DataLoader"):
         begin(new(), DataLoader(streams.counter))
 
 

@@ -91,7 +91,7 @@ def test_a_rank_with_nothing_to_write(tmp_path: Path) -> None:
 def test_process_without_a_result_is_a_failure(tmp_path: Path) -> None:
     writer = FileSystemWriterAsync(tmp_path)
     request = Request(writer, plan(state(1.0), writer))
-    with pytest.raises(CheckpointError, match=r"rank 0: the process that writes .* ended before it had written"):
+    with pytest.raises(CheckpointError, match=r"rank 0: the process that writes .* left no result"):
         request.finalize()
     assert not (tmp_path / ".metadata").exists()
     again = FileSystemWriterAsync(tmp_path)

@@ -51,7 +51,7 @@ def test_groups_must_fit_their_rank(wrong: dict[str, Any]) -> None:
 
 
 def test_box_comes_from_the_ranks() -> None:
-    with pytest.raises(InvalidArgumentError, match="got num_boxes="):
+    with pytest.raises(InvalidArgumentError, match="got the argument num_boxes"):
         box_appliance(ranks=groups(), num_boxes=3)
     with box_appliance(ranks=groups(rank=1)) as appliance:
         assert appliance is None
@@ -164,4 +164,4 @@ def test_error_of_a_state_reaches_other_ranks() -> None:
 def test_death_of_the_reader_is_named() -> None:
     _, other = run(2, "model_ranks:reader_dies")
     assert (other.raised, other.value) == ("LaneLostError", None)
-    assert other.message.startswith("rank 1 must get the batches of box 0 from the box's reader")
+    assert other.message.startswith("rank 1 could not exchange batches with the other ranks of box 0")

@@ -25,5 +25,5 @@ def test_leaders_error_reaches_all_ranks() -> None:
     assert leader == ["tensor([1.])", "ValueError: the data end here"]
     assert follower == [
         "tensor([1.])",
-        "PenstockError: rank 0 got ValueError: the data end here",
+        "PenstockError: the reader, rank 0, failed with ValueError: the data end here",
     ]

@@ -71,7 +71,7 @@ def test_an_object_is_refused_at_once(bomb: Callable[[], bytes], first: str) -> 
     with zipfile.ZipFile(file, "w") as archive:
         for name in sorted(("a/data.pkl", "a/version"), key=lambda name: name != first):
             archive.writestr(name, bomb() if name.endswith("pkl") else b"3\n")
-    with pytest.raises(CheckpointError, match=r"very long to hash|whose class could run code"):
+    with pytest.raises(CheckpointError, match=r"very long to hash|a class that could run code"):
         load_object(file.getvalue(), "x", "y", unsafe=False)
     with pytest.raises(CheckpointCorruptError, match="very long to hash"):
         load_tensor(file.getvalue(), "x", torch.float32, (1,))
@@ -166,5 +166,5 @@ def test_a_bomb_that_is_not_a_key_is_refused(where: str) -> None:
         properties = TensorProperties(nested())  # type: ignore[arg-type]
         chunk = ChunkStorageMetadata(torch.Size([0]), size)
         metadata.state_dict_metadata[index.fqn] = TensorStorageMetadata(properties, size, [chunk])
-    with pytest.raises(CheckpointCorruptError, match=r"file that the checkpoint|other than str and int|torch\.dtype"):
+    with pytest.raises(CheckpointCorruptError, match=r"file that the checkpoint|consist of str and int|torch\.dtype"):
         read_index(pickle.dumps(metadata, 2), Path("x"), {"file": 5000})

@@ -1,13 +1,13 @@
 """`AsyncCheckpointer`: model, optimizer and data position of one step, saved while the training continues.
 
-    save:  collect ─> agree with the other ranks ─> stage to shared memory ─> hand to the writer process ─> return
+    save:  collect ─> agree with the other ranks ─> stage to shared memory ─> send to the writer process ─> return
                                                                                      │
     files on the disk ─> commit by rank 0's writer <─────────────────────────────────┘
 
-The ranks communicate only in `save` and `restore`, on the training thread: one small exchange a save, and a larger one
-when the state has another structure. After that each rank's writer works alone (writer.py). Each rank learns from its
-writer how a save ended, and shares the result with the other ranks at the next save. So either all ranks raise an
-error, or none.
+The ranks communicate only in `save` and `restore`, on the training thread: each save needs one small exchange, and a
+larger one when the state has another structure. After that each rank's writer works alone (writer.py). Each rank learns
+from its writer how a save ended, and shares the result with the other ranks at the next save. So either all ranks raise
+an error, or none.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Progress:
 class AsyncCheckpointer:
     """Checkpoints in a folder: saved asynchronously, committed atomically, restored on any number of ranks.
 
-    Every rank makes one, and all ranks call `save` and `restore` together. A checkpoint exists completely, with model
-    and loader at the same step, or not at all.
+    Every rank creates an AsyncCheckpointer, and all ranks call `save` and `restore` together. A checkpoint exists
+    completely, with model and loader at the same step, or not at all.
 
     Example::
 
@@ -76,19 +76,21 @@ class AsyncCheckpointer:
     Args:
         folder: path that all ranks see; created if missing.
         keep_last: number of the newest checkpoints to keep, others are deleted; None: keep all.
-        keep_every: with keep_last, also keep checkpoints whose step is a multiple of this.
+        keep_every: also keep the checkpoints at steps that are multiples of this number; needs keep_last. None: no
+            others.
         threads: number of writing threads, and of files, on each rank.
         separation_hint: prefix of names that are saved in files of their own.
-        fsync: False: a checkpoint may be lost or torn if the machine stops (not if only the process does).
-        buffers: number of saves that may be in flight. 1: a save waits until the previous save is written. 2: it waits
-            only for the save before the previous one, and takes twice the memory.
+        fsync: False: a checkpoint may be lost or incomplete if the machine stops. (If only the process stops, nothing
+            is lost.)
+        buffers: number of saves that may be in flight. 1: a save waits until the previous save is written. 2: a save
+            waits only for the save before the previous one, and takes twice the memory.
         timeout_s: seconds after which a save that is not on the disk has failed, and after which a rank stops waiting
             for the others.
         on_signal: signals (`signal.SIGTERM`, or several) to record for `signalled`. A second signal has the effect that
             it has without `on_signal`.
         on_exit: what to do with a save in flight when the training process ends or is killed: "finish" or "abandon".
-        check_replicas: compare values that several ranks have under one name, of which one copy is saved: an object
-            that differs is an error, a tensor a warning (samples of large tensors are compared).
+        check_replicas: compare values that several ranks have under one name, because only one copy is saved. An object
+            that differs is an error, a tensor that differs a warning (of large tensors, samples are compared).
         group: process group of the ranks that save together; None: all ranks.
 
     Memory: one copy of what this rank saves, in shared memory, for each buffer.
@@ -124,13 +126,14 @@ class AsyncCheckpointer:
             raise InvalidArgumentError(f"AsyncCheckpointer: buffers must be 1 or 2, got {buffers}")
         if not 0 < timeout_s <= LONGEST_S:
             raise InvalidArgumentError(
-                f"AsyncCheckpointer: timeout_s must be > 0 and <= {LONGEST_S:,.0f}, got {timeout_s!r}"
+                f"AsyncCheckpointer: timeout_s must be > 0 and <= {LONGEST_S:,.0f} seconds, got {timeout_s!r}"
             )
         if on_exit not in ("finish", "abandon"):
             raise InvalidArgumentError(f'AsyncCheckpointer: on_exit must be "finish" or "abandon", got {on_exit!r}')
         if keep_every is not None and keep_last is None:
             raise InvalidArgumentError(
-                "AsyncCheckpointer: keep_every needs keep_last, without which all checkpoints are kept"
+                f"AsyncCheckpointer: keep_every={keep_every} must be given together with keep_last, got "
+                "keep_last=None. Pass keep_last, or leave keep_every out to keep all checkpoints"
             )
         self.folder = Path(folder).absolute()
         self._keep_last, self._keep_every = keep_last, keep_every
@@ -140,7 +143,7 @@ class AsyncCheckpointer:
         self._agreement = Agreement(self._ranks, threads, separation_hint, check_replicas)
         self._buffers = [StagingBuffer() for _ in range(buffers)]
         self._pending: list[PendingSave] = []
-        """Saves in flight, and ended saves whose result has not been taken yet."""
+        """Saves in flight, and ended saves with results that are not taken yet."""
         self._unraised: list[CheckpointError] = []
         """Errors of failed saves that have not been raised yet."""
         self._last: PendingSave | None = None
@@ -156,7 +159,8 @@ class AsyncCheckpointer:
     # ---- saving
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
-        """Save a checkpoint: return once the state is copied to shared memory, and write it while training continues.
+        """Save a checkpoint. Return once the state is copied to shared memory; the copy is written while training
+        continues.
 
         Args:
             step: number of the checkpoint, >= 0; saving a step again replaces it.
@@ -164,8 +168,8 @@ class AsyncCheckpointer:
                 `load_state_dict`, or nested dicts of tensors and plain values.
 
         Raises:
-            CheckpointError: the previous save failed (this one was then not made; call again), a rank could not take
-                part, or the ranks' states contradict each other. All ranks raise it.
+            CheckpointError: the previous save failed (this step was then not saved; call `save` again), a rank could
+                not take part, or the ranks' states contradict each other. All ranks raise this error.
             InvalidArgumentError: the state or the step is invalid.
         """
         self._check_open()
@@ -186,29 +190,31 @@ class AsyncCheckpointer:
                 return False
             self._collect_ended()
             in_flight = [one.request["save"] for one in self._in_flight]
-            self._submit(step, self._agreement.on(step, self.folder, state, self._unraised, in_flight))
+            self._submit(step, self._agreement.agree_on_save(step, self.folder, state, self._unraised, in_flight))
         return True
 
     def signalled(self) -> bool:
         """Return True if any rank has received a signal of `on_signal`.
 
-        All ranks call it together, so all of them stop after the same step. With several ranks the call is an exchange
-        of about 0.3 ms: call it every few steps if steps are short.
+        All ranks call this method together, so all ranks stop after the same step. With several ranks the call is an
+        exchange of about 0.3 ms: call `signalled` every few steps if steps are short.
         """
         self._check_open()
         if self._ranks.size == 1:
             return bool(self._signals.received)
         with self._calls.one("signalled"):
             answers = self._ranks.together(
-                "signalled", "no rank knows which ranks received a signal", lambda: {"signal": self._signals.received}
+                "signalled",
+                "the ranks could not exchange whether they received a signal",
+                lambda: {"signal": self._signals.received},
             )
         return any(answer["signal"] for answer in answers)
 
     def prepare(self, state: Mapping[str, Any]) -> None:
-        """Plan how a state like this one is saved, and allocate the memory for it, before the first `save`.
+        """Plan the save of a state with this structure, and allocate the memory for the save, before the first `save`.
 
-        All ranks call it together. Without it the first save takes 0.7 s longer for each GiB. Waits for the saves in
-        flight. Raises the errors of `save`.
+        All ranks call this method together. Without `prepare` the first save takes 0.7 s longer for each GiB. Waits for
+        the saves in flight. Raises the errors of `save`.
         """
         self._check_open()
         while True:
@@ -218,7 +224,7 @@ class AsyncCheckpointer:
                 if self._in_flight:
                     continue
                 self._collect_ended()
-                agreed = self._agreement.on(0, self.folder, state, self._unraised, [])
+                agreed = self._agreement.agree_on_save(0, self.folder, state, self._unraised, [])
                 for buffer in self._buffers:
                     self._stage(agreed, buffer)
                 return
@@ -292,7 +298,7 @@ class AsyncCheckpointer:
 
     @property
     def progress(self) -> Progress:
-        """Return the progress of the saves in flight."""
+        """Progress of the saves in flight."""
         in_flight = self._in_flight
         step = in_flight[0].step if in_flight else None
         return Progress(step, sum(one.written for one in in_flight), sum(one.total for one in in_flight))
@@ -325,22 +331,21 @@ class AsyncCheckpointer:
     def latest(self) -> int | None:
         """Return the step of the newest complete checkpoint in the folder; None if there is none.
 
-        The newest is the one that was saved last. Another may have a larger step, because a training may have gone back
-        to an earlier step. Warns of newer checkpoints that are damaged.
+        The newest checkpoint is the one saved last. Its step need not be the largest, because training may have been
+        resumed from an earlier step. Warns of newer checkpoints that are damaged.
         """
         found = newest(self.folder)
         for one in checkpoints(self.folder):
             if found is not None and one.path == found.path:
                 break
-            warn_user(f"the checkpoint {one.path} is damaged: {one.damage}")
+            warn_user(f"the checkpoint {one.path} is damaged: {one.damage}. latest() ignores this checkpoint")
         return None if found is None else found.step
 
     def newest(self) -> int | None:
-        """Return the step that `restore` would load, the same on all ranks, which call it together; None if there is
-        none.
+        """Return the step that `restore` would load; None if the folder has no checkpoint.
 
-        Like `restore`, it first waits for saves in flight, also for those of an earlier job. Raises the errors of
-        `restore`.
+        All ranks call this method together and get the same step. Like `restore`, it first waits for saves in flight,
+        also for saves of an earlier job. Raises the errors of `restore`.
         """
         self._check_open()
         wait_all(self._writer, list(self._pending), None)
@@ -369,9 +374,10 @@ class AsyncCheckpointer:
         Returns the step that was restored; None if `step` is None and the folder has no checkpoint.
 
         Raises:
-            CheckpointNotFoundError: there is no checkpoint of this step; lists the steps that exist.
+            CheckpointNotFoundError: the folder has no checkpoint of this step; lists the steps that exist.
             CheckpointCorruptError: the checkpoint is damaged; names the file, and the newest good checkpoint.
-            CheckpointError: a rank could not load it, or it does not fit `state`. All ranks raise it.
+            CheckpointError: a rank could not load the checkpoint, or the checkpoint does not fit `state`. All ranks
+                raise this error.
         """
         self._check_open()
         wait_all(self._writer, list(self._pending), None)
@@ -390,13 +396,13 @@ class AsyncCheckpointer:
                 if self._load(choice, state, allow_unsafe_types):
                     return int(choice["step"])
         raise CheckpointError(
-            f"{self.folder}: at each try another save replaced the checkpoint before all ranks had opened it: wait "
-            "until that save has ended, and restore again"
+            f"{self.folder}: in each of {TRIES} attempts another save replaced the checkpoint before all ranks had "
+            "opened it. Wait until no job saves into this folder, and restore again"
         )
 
     def _choose(self, call: str, held: ExitStack, step: int | None, verify: bool) -> dict[str, Any]:
-        """Return what all ranks restore; {} if there is nothing. Rank 0 pins it in `held`, so that it is not deleted
-        meanwhile."""
+        """Return the checkpoint that all ranks restore; {} if there is none. Rank 0 pins the checkpoint in `held`, so
+        that no save deletes it meanwhile."""
         ranks = self._ranks
 
         def choosing() -> dict[str, Any]:
@@ -465,7 +471,7 @@ class AsyncCheckpointer:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise RuntimeError("this AsyncCheckpointer is closed: make another one")
+            raise RuntimeError("this AsyncCheckpointer is closed: create another one")
         self._owner.check(f"AsyncCheckpointer({str(self.folder)!r})")
 
 

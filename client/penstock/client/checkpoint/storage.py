@@ -2,12 +2,13 @@
 
     dcp.save(state, storage_writer=AsyncFileSystemWriter(path))
 
-It differs from torch's FileSystemWriter in three points. Files get nearly equal lengths, computed from the parts of
-tensors that are saved and not from whole tensors. Each file is written by a thread, and the first failure of a thread
-fails the save. The index and the names in its folder are on the disk (fsync) before the index is renamed to its final
-name. torch's own reader reads the result.
+AsyncFileSystemWriter differs from torch's FileSystemWriter in three points. Files get nearly equal lengths, computed
+from the parts of tensors that are saved and not from whole tensors. Each file is written by a thread, and the first
+failure of a thread fails the save. The index and the names in its folder are on the disk (fsync) before the index is
+renamed to its final name. torch's own reader reads the result.
 
-It writes in the thread or process in which torch calls it. For a separate writer process use AsyncCheckpointer.
+The files are written in the thread or process in which torch calls the writer. For a separate writer process use
+AsyncCheckpointer.
 """
 
 from __future__ import annotations
@@ -43,15 +44,15 @@ class AsyncFileSystemWriter(FileSystemWriter):
     """Storage writer for torch.distributed.checkpoint that writes a checkpoint's files into a folder, in threads.
 
     Args:
-        path: the folder; created if missing.
+        path: folder of the checkpoint; created if missing.
         thread_count: number of writing threads, and of files, on each rank.
         separation_hint: prefix of names that are saved in files of their own.
-        sync_files: fsync everything before the save ends.
-        overwrite: False: raise if the folder holds a checkpoint.
+        sync_files: True: fsync all files before the save ends.
+        overwrite: False: raise an error if the folder holds a checkpoint. True: replace that checkpoint.
         transforms: torch's stream extensions, such as ZStandard, for everything that is written.
 
-    If a thread fails, `dcp.save` raises the error of the first thread that failed. If none failed, but fewer items
-    were written than planned, it raises CheckpointError. Both are wrapped in torch's CheckpointException.
+    If a thread fails, `dcp.save` raises the error of the first thread that failed. If none failed, but fewer items were
+    written than planned, it raises CheckpointError. Both errors are wrapped in torch's CheckpointException.
     """
 
     def __init__(
@@ -83,7 +84,8 @@ class AsyncFileSystemWriter(FileSystemWriter):
                     results += task.result()
         if len(results) != len(plan.items):
             raise CheckpointError(
-                f"{self.path}: only {len(results)} of the {len(plan.items)} planned tensors and objects were written"
+                f"{self.path}: only {len(results)} of the {len(plan.items)} planned tensors and objects were written. "
+                "The checkpoint is not complete: save again"
             )
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)

@@ -1,4 +1,5 @@
-"""A batch as one message for other ranks of its box: structure, shapes and the flat region, in memory of its own.
+"""Message of a batch for the other ranks of its box (data-parallel rank): structure, shapes and the flat region, in
+memory of its own.
 
     0       8   S, bytes of the structure          int64, little-endian
     8       8   D, number of dims
@@ -36,7 +37,7 @@ class BatchMessages:
         self._assembler: Assembler | None = None
 
     def pack(self, batch: Any) -> torch.Tensor:
-        """Return the message of a batch: uint8, 1-d. It shares no memory with the batch.
+        """Return the message of a batch: uint8, 1-d, in memory of its own.
 
         Raises UnsupportedLeafError for a batch with tensors on a device.
         """
@@ -56,9 +57,10 @@ class BatchMessages:
         return message
 
     def unpack(self, message: torch.Tensor) -> Any:
-        """Return the batch of a message, with new containers at each call. Its tensors are views of the message.
+        """Return the batch of a message, with new containers at each call. The batch's tensors are views of the
+        message.
 
-        Raises ProtocolError for a message that pack() would not make.
+        Raises ProtocolError for a message that pack() cannot have made.
         """
         structure, shapes, region_at, nbytes = self._parts(message)
         if self._assembler is None or self._assembler.structure != structure:
@@ -81,7 +83,7 @@ class BatchMessages:
         if not fits or region_at + nbytes != memory.size:
             raise ProtocolError(
                 f"the parts of a batch must fill its message of {memory.size} bytes, got {structure_bytes} of "
-                f"structure, {dims} dims, {nbytes} of region"
+                f"structure, {dims} dims, {nbytes} of region: use one release of Penstock on all ranks"
             )
         encoded = memory[HEADER : HEADER + structure_bytes].tobytes()
         known = self._assembler

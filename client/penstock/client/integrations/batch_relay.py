@@ -1,10 +1,10 @@
-"""Messages from the reader of a box to the box's other ranks, over gloo.
+"""Messages from the reader of a box (data-parallel rank) to the box's other ranks, over gloo.
 
-The reader sends a message to the leaders of other stages, and each leader broadcasts it to the ranks of its stage,
-which ask for it at the same time because they run in lockstep. The stages of a pipeline do not: the last one asks for a
-batch only when its activations arrive. If the reader waited for that, the activations would never come. So a thread of
-the reader sends to other stages, and the training thread only hands over. A pipeline's depth bounds what waits there:
-the first stage cannot be further ahead.
+The reader sends a message to the leaders of other stages, and each leader broadcasts the message to the ranks of its
+stage, which request batches at the same time because they run in lockstep. The stages of a pipeline do not run in
+lockstep: the last stage requests a batch only when its activations arrive. If the reader waited for that request, the
+activations would never come. So a thread of the reader sends to other stages, and the training thread only queues
+messages. The pipeline's depth limits the length of the queue, because the first stage cannot be further ahead.
 
 Every wait ends by the groups' timeout.
 """
@@ -26,26 +26,27 @@ from penstock.proto.errors import DeadlineError, LaneLostError, ProtocolError
 __all__ = ["MAX_MESSAGE_BYTES", "Kind", "Message", "Relay"]
 
 MAX_MESSAGE_BYTES: Final = 4 << 30
-"""Largest message that a rank allocates memory for."""
+"""Largest message in bytes for which a rank allocates memory."""
 
 
 class Kind(IntEnum):
-    """Kind of a message."""
+    """Kind of a message between the ranks of a box."""
 
     BATCH = 0
     END = 1
-    """The loader's steps are over."""
+    """End of the loader's steps."""
     ERROR = 2
-    """The reader failed: the name of the error's class, a newline, its text."""
+    """Failure of the reader: the name of the error's class, a newline, the error's text."""
     STATE = 3
 
 
 Message = tuple[Kind, torch.Tensor]
-"""Kind and content; uint8, 1-d."""
+"""Kind and content of a message. The content is a uint8 tensor of shape [bytes]."""
 
 
 class Relay:
-    """Connection of this rank with the others of its box. All ranks of the job make theirs in the same order."""
+    """Connection of this rank with the other ranks of its box. All ranks of the job create their connections in the
+    same order."""
 
     def __init__(self, ranks: RankGroups, stages: Stages, timeout_s: float) -> None:
         self._ranks, self._timeout_s = ranks, timeout_s
@@ -77,7 +78,8 @@ class Relay:
         return self._broadcast(message)
 
     def share(self, message: Message | None) -> Message:
-        """Return the reader's message, on all ranks of the box, which call this together. Only the reader has one."""
+        """Return the reader's message on all ranks of the box, which call this method together. message: None except on
+        the reader."""
         if self._sender is not None:
             self._sender.drain(self._timeout_s)
         if self._ranks.leads:
@@ -89,7 +91,7 @@ class Relay:
         return _broadcast(message, self._peers, self._ranks)
 
     def sum_over_boxes(self, count: int) -> int:
-        """Return the sum of all boxes' counts. All readers call this together."""
+        """Return the sum of all boxes' counts. All readers call this method together."""
         if self._readers is None:
             return count
         total = torch.tensor(count, dtype=torch.int64)
@@ -98,7 +100,7 @@ class Relay:
         return int(total)
 
     def close(self) -> None:
-        """Send what is left, for at most the timeout, and end the sending thread."""
+        """Send the queued messages, for at most the timeout, and end the sending thread."""
         if self._sender is not None:
             self._sender.close(self._timeout_s)
 
@@ -123,7 +125,10 @@ class _Sender:
         self._waiting.put(sent)
         if not sent.wait(timeout_s):
             self._check()
-            raise DeadlineError(f"ranks {list(self._targets)} must take the batches within {timeout_s:.0f} s")
+            raise DeadlineError(
+                f"ranks {list(self._targets)} have not received the batches of their box within {timeout_s:.0f} s: "
+                "read the logs of these ranks"
+            )
         self._check()
 
     def close(self, timeout_s: float) -> None:
@@ -133,7 +138,8 @@ class _Sender:
     def _check(self) -> None:
         if self._error is not None:
             raise LaneLostError(
-                f"ranks {list(self._targets)} must take the batches of their box, got {self._error}: read their logs"
+                f"batches could not be sent to ranks {list(self._targets)} of the same box: {self._error}. Read the "
+                "logs of these ranks"
             ) from self._error
 
     def _run(self) -> None:
@@ -155,7 +161,7 @@ class _Sender:
 
 
 class _Named:
-    """Context that names the ranks in gloo's errors."""
+    """Context that adds the names of ranks to gloo's errors."""
 
     def __init__(self, ranks: RankGroups) -> None:
         self._ranks = ranks
@@ -166,8 +172,8 @@ class _Named:
         if isinstance(error, RuntimeError):
             ranks = self._ranks
             raise LaneLostError(
-                f"rank {ranks.rank} must get the batches of box {ranks.box} from the box's reader, got {error}: read "
-                "the logs of the box's other ranks"
+                f"rank {ranks.rank} could not exchange batches with the other ranks of box {ranks.box} (a "
+                f"data-parallel rank): {error}. Read the logs of the box's other ranks"
             ) from error
 
 

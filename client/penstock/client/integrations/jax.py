@@ -1,8 +1,9 @@
 """JAX: batches as NumPy arrays, which `jax.jit` and `jax.device_put` take, and states as JSON, for Orbax.
 
-An array is a view of the memory that the workers filled; nothing is copied. The array keeps a reference to the tensor
-that it views. So the ring entry with the batch is not filled again while an array, a slice of it or a jax.Array in the
-same memory exists. (On CPUs `jax.device_put` makes a jax.Array in the same memory, which keeps the NumPy array alive.)
+An array is a view of the memory that the workers filled; nothing is copied. The array keeps the torch tensor with that
+memory alive. So the ring entry with the batch is not filled again while an array, a slice of the array or a jax.Array
+in the same memory exists. (On CPUs `jax.device_put` makes a jax.Array in the same memory, which keeps the NumPy array
+alive.)
 
 This module imports neither JAX nor Orbax, and can be used with any library that takes NumPy arrays.
 """
@@ -37,8 +38,8 @@ def numpy_batches(batches: Iterable[Any]) -> Iterator[Any]:
         for batch in numpy_batches(executor):
             parameters, loss = train_step(parameters, batch)     # a function compiled by jax.jit
 
-    The iterator takes a batch only when the loop requests one, and keeps none. So the position of the executor or the
-    loader is that of the loop.
+    The iterator takes a batch only when the loop requests one, and keeps no batch. So the executor and the loader have
+    the same position as the loop.
 
     Args:
         batches: a DataExecutor, a DataLoader, or another iterable of batches.
@@ -52,8 +53,8 @@ def as_numpy(batch: Any) -> Any:
     """Return a batch with each torch tensor replaced by a NumPy array in the same memory.
 
     An array has the shape of its tensor and the dtype of the same name. The dtypes bfloat16 and float8 come from the
-    package ml_dtypes, which JAX requires. The array is writable, and the tensor sees what is written. Dicts, lists,
-    tuples, namedtuples and dataclasses are made anew; all other values stay as they are.
+    package ml_dtypes, which JAX requires. The array is writable, and a change of the array changes the tensor. Dicts,
+    lists, tuples, namedtuples and dataclasses are copied; all other values stay as they are.
 
     Raises:
         UnsupportedLeafError: NumPy has no such dtype (complex32, float4_e2m1fn_x2), or ml_dtypes is not installed.
@@ -72,7 +73,7 @@ def as_numpy(batch: Any) -> Any:
     kind, fields = record
     if kind == "nt":
         return tuple.__new__(cls, map(as_numpy, batch))
-    # As penstock.proto.batch.assemble makes it: __init__ and __post_init__ ran on the worker.
+    # Like penstock.proto.batch.assemble: __init__ and __post_init__ ran on the worker.
     instance = object.__new__(cls)
     for name in fields:
         object.__setattr__(instance, name, as_numpy(getattr(batch, name)))
@@ -98,7 +99,8 @@ def _extended(dtype: torch.dtype) -> tuple[torch.dtype, np.dtype[Any]] | None:
     """Return None for a dtype that NumPy has. For any other, return an integer dtype of the same size, with which torch
     can convert the tensor, and the dtype of the same name from ml_dtypes.
 
-    The result is cached. With it an array of bfloat16 takes 2 us; without it a caught error of torch takes 30 us more.
+    The result is cached. With the cache an array of bfloat16 takes 2 us; without the cache a caught error of torch
+    takes 30 us more.
     """
     try:
         torch.empty(0, dtype=torch.uint8, device="cpu").view(dtype).numpy()  # torch warns of an empty complex32
@@ -141,7 +143,7 @@ def state_to_json(state: dict[str, Any]) -> dict[str, str]:
 def state_from_json(saved: dict[str, Any]) -> dict[str, Any]:
     """Return the loader's state from a value that state_to_json() returned.
 
-    Raises StateCorruptError, StateVersionError.
+    Raises StateCorruptError for any other or damaged value, StateVersionError for a state of an unsupported version.
     """
     text = saved.get(_KEY) if isinstance(saved, dict) else None
     if not isinstance(text, str):

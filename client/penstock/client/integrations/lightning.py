@@ -1,8 +1,8 @@
 """PyTorch Lightning: the loader's position in Lightning's checkpoints.
 
 Lightning itself saves the state of a loader at the batch that its fetcher has taken. For a loader without a length this
-is one batch ahead of the loop. It also does not load a state saved at the end of an epoch. So a callback counts the
-batches that reach the loop, and saves and loads the state.
+is one batch ahead of the loop. Lightning also does not load a state saved at the end of an epoch. So a callback counts
+the batches that reach the loop, and saves and loads the state.
 
 Lightning's epoch may be shorter than an epoch of the loader (limit_train_batches). Lightning then leaves the loader's
 epoch before its end, and begins the next one. The loader's position alone does not show that Lightning's epoch was
@@ -24,7 +24,7 @@ __all__ = ["LoaderState"]
 class LoaderState(Callback):
     """Callback that makes training resume at the first batch that was not trained on before the checkpoint.
 
-    Pass it to the Trainer, with the Lookahead that is trained on::
+    Pass the callback to the Trainer, with the Lookahead that is trained on::
 
         ahead = Lookahead(DataLoader(input_fn))
         trainer = Trainer(callbacks=[LoaderState(ahead), ModelCheckpoint(every_n_train_steps=100, save_last=True)])
@@ -45,9 +45,9 @@ class LoaderState(Callback):
         if loop.restarting and unsized and batches.is_last_batch and batches.current.ready % count:
             warn_user(
                 f"LoaderState: the checkpoint was saved at the last of {batches.current.ready} batches of an epoch, "
-                f"which are not a multiple of accumulate_grad_batches={count}, and the loader has no length: from here "
-                "Lightning accumulates other batches together than uninterrupted training does. Give the loader a "
-                "length, or resume from a checkpoint of the end of an epoch",
+                f"which are not a multiple of accumulate_grad_batches={count}, and the loader has no length: from "
+                "here Lightning groups batches for accumulation in another way than uninterrupted training. Give the "
+                "loader a length, or resume from a checkpoint at the end of an epoch",
             )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -63,7 +63,7 @@ class LoaderState(Callback):
 
     def _epoch_over(self) -> bool:
         """Return True if the last batch of Lightning's epoch is done. A checkpoint may then be saved by several hooks:
-        after the batch, the validation, or the epoch. So this reads the progress from which Lightning itself
+        after the batch, the validation, or the epoch. So this function reads the progress from which Lightning itself
         resumes."""
         if self._trainer is None:
             return False

@@ -1,16 +1,17 @@
-"""Asynchronous saves of Megatron-core and NVRx, written by Penstock: a replacement of their `FileSystemWriterAsync`.
+"""Asynchronous saves of Megatron-core and NVRx, written by Penstock: a replacement of the `FileSystemWriterAsync` in
+these libraries.
 
-Their schedulers save in phases, and call a storage writer in each:
+The schedulers of both libraries save in phases, and call a storage writer in each:
 
     plan:      `prepare_local_plan`, then `prepare_global_plan` or, without rank 0, `prepare_decentralized_global_plan`
     stage:     `prepare_write_data`, on the thread that trains
     write:     the function of `get_save_function_and_args`, in a process of the scheduler, forked or spawned
     finalize:  `retrieve_write_results` on each rank, gathered, and `finish` on rank 0
 
-Staging copies everything, from any device, to shared memory in the layout of the files (tensor_staging.py). So when it
-returns, the training may change every tensor, and the writing process needs neither CUDA nor the training's memory. The
-result of the writing process is in the same memory. No queue is used, so a message of an earlier save cannot be read by
-mistake. If the writing process is killed, it leaves no result, which counts as a failure at once.
+Staging copies everything, from any device, to shared memory in the layout of the files (tensor_staging.py). So once
+`prepare_write_data` returns, the training may change every tensor, and the writing process needs neither CUDA nor the
+training's memory. The result of the writing process is in the same memory. No queue is used, so a message of an earlier
+save cannot be read by mistake. A writing process that is killed leaves no result, which counts as a failure at once.
 
 This module imports neither Megatron-core nor NVRx.
 """
@@ -51,9 +52,9 @@ LENGTH = 8
 
 
 class FileSystemWriterAsync(AsyncFileSystemWriter):
-    """Storage writer for the schedulers of Megatron-core and NVRx, with the methods of their writers.
+    """Storage writer for the schedulers of Megatron-core and NVRx, with the methods of the writers in these libraries.
 
-    Create one for each save::
+    Create a writer for each save::
 
         writer = FileSystemWriterAsync(folder, thread_count=2)
         planned = save_state_dict_async_plan(state, writer, planner=planner)
@@ -63,15 +64,16 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
 
     Args:
         path: folder of this checkpoint.
-        single_file_per_rank: True; each rank writes `thread_count` files, as with their writers.
-        sync_files: sync all files to disk before a save is done.
+        single_file_per_rank: must be True. Each rank writes `thread_count` files, as with Megatron-core's writer.
+        sync_files: True: fsync all files before a save is complete.
         thread_count: number of files of each rank, and of threads that write them.
-        separation_hint: prefix of names whose values go into separate files; there may be up to `thread_count` more
-            files then.
-        use_msc: False; NVIDIA's multi-storage client is not supported.
-        overwrite: False: a folder that contains a checkpoint is an error.
+        separation_hint: prefix of the names of values to put into separate files, up to `thread_count` more. None: no
+            separate files.
+        use_msc: must be False, because NVIDIA's multi-storage client is not supported.
+        overwrite: False: raise an error if the folder contains a checkpoint.
 
-    Attributes: write_buckets: staged files; None before `prepare_write_data`. Its length is the number of files.
+    Attributes:
+        write_buckets: staged files; None before `prepare_write_data`. len(write_buckets) is the number of files.
         results_queue: None, because the result is in shared memory.
     """
 
@@ -91,7 +93,7 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
     ) -> None:
         if use_msc or not single_file_per_rank:
             wrong = "use_msc=True" if use_msc else "single_file_per_rank=False"
-            raise InvalidArgumentError(f"FileSystemWriterAsync({wrong}) is not supported: leave it out")
+            raise InvalidArgumentError(f"FileSystemWriterAsync({wrong}) is not supported: leave this argument out")
         super().__init__(
             path,
             sync_files=sync_files,
@@ -102,8 +104,8 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
         self.checkpoint_dir = path
         self.write_buckets: StagedFiles | None = None
         self._buffer: StagingBuffer | None = None
-        """Shared memory that the writing process uses. None before `prepare_write_data`, and after that process is
-        done."""
+        """Shared memory that the writing process uses. None before `prepare_write_data`, and after the end of that
+        process."""
         self._failure = ""
         self._places: list[tuple[MetadataIndex, StorageInfo]] = []
 
@@ -113,7 +115,7 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
         return dataclasses.replace(local_plan, storage_data=StoragePrefix(f"__{_rank()}_"))
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
-        """Copy all values of the plan to shared memory. Afterwards the training may change its values again."""
+        """Copy all values of the plan to shared memory. Afterwards the training may change these values again."""
         Path(self.path, METADATA).unlink(
             missing_ok=True
         )  # the index of a checkpoint that is overwritten, which becomes invalid here
@@ -146,18 +148,23 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
         return write_buckets
 
     def retrieve_write_results(self) -> list[WriteResult] | tuple[BaseException, Any]:
-        """Return this rank's written items, or its error as torch wraps an exception for other ranks.
+        """Return this rank's written items, or this rank's error in the form in which torch wraps an exception for
+        other ranks.
 
-        Call it once the function of `get_save_function_and_args` has returned, or its process has ended.
+        Call this method after the function of `get_save_function_and_args` has returned, or the function's process has
+        ended.
         """
         if self.write_buckets is None:
             raise CheckpointError(
-                "retrieve_write_results() must be called after prepare_write_data(), but nothing was staged"
+                "retrieve_write_results() must be called after prepare_write_data(), which has not been called"
             )
         if self._buffer is not None:
             result = self.write_buckets.result()
             if result is None:  # the process may still be writing, so its memory must not be reused
-                self._failure = "ended before it had written everything, or has not ended yet"
+                self._failure = (
+                    "left no result: it was killed, or still runs. Call retrieve_write_results() after its end; if it "
+                    "was killed, save again"
+                )
                 self._buffer.close()
             else:
                 self._failure = result["error"] and f"failed: {result['error']}"
@@ -173,7 +180,7 @@ class StagedFiles:
     """Files of a save in shared memory, in a form that can be sent to another process.
 
     Args:
-        image: memory of the files; None if there are none.
+        image: memory of the files; None if no file is to be written.
         files: name, offset and size of each file, in bytes.
         verdict: offset of the result in the memory.
         folder: path of the folder to write into.
@@ -225,7 +232,7 @@ class StagedFiles:
             self._image.close()
 
     def _put_result(self, what: dict[str, Any]) -> None:
-        """Write the result into the shared memory. Its length is written last, so that a half-written result is not
+        """Write the result into the shared memory. The length is written last, so that a half-written result is not
         read."""
         assert self._image is not None
         data = json.dumps(what).encode()
@@ -235,7 +242,7 @@ class StagedFiles:
         self._image.put(self._verdict, len(data).to_bytes(LENGTH))
 
     def result(self) -> dict[str, Any] | None:
-        """Return the result of the writing process; None if it has written none."""
+        """Return the result of the writing process; None if that process has not written a result."""
         assert self._image is not None
         begin = self._verdict + LENGTH
         length = int.from_bytes(self._image.map[self._verdict : begin])
@@ -243,7 +250,7 @@ class StagedFiles:
 
 
 def write_staged(rank: int, staged: StagedFiles, results_queue: None) -> None:
-    """Write the files. The scheduler calls this function, in any process. It raises no error, because
+    """Write the files. The scheduler calls this function, in any process. The function raises no error, because
     `retrieve_write_results` reports the result."""
     staged.write()
     staged.close()
@@ -277,8 +284,8 @@ _buffers = _Buffers()
 def _resolved(
     item: WriteItem, planner: SavePlanner, values: dict[Key, torch.Tensor], objects: dict[Key, bytes]
 ) -> LocalItem:
-    """Return an item for an item of torch's plan. Put the item's value into `values` if it is a plain tensor; else put
-    its bytes into `objects`."""
+    """Return an item for an item of torch's plan. Put a plain tensor into `values`, and the bytes of any other value
+    into `objects`."""
     data = planner.resolve_data(item)
     framed = isinstance(data, torch.Tensor) and is_plain(data) and _fits(item, data)
     local = LocalItem.of(item, framed)

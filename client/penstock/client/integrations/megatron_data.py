@@ -1,15 +1,15 @@
 """Megatron-core: the batches of a loader as the `data_iterator` of its pipeline schedules.
 
 Megatron's schedules call the user's forward step on every rank, which takes a microbatch by `next(data_iterator)`. The
-ranks of one data-parallel rank (tensor, context and pipeline parallel) need the same microbatch, so they are one box:
-one of them reads, and the others get its batches (batch_relay.py). Ranks of a stage call `next` together; the stages of
-a pipeline do not, and with a virtual pipeline neither do the model chunks of a rank.
+ranks of one data-parallel rank (tensor, context and pipeline parallel) need the same microbatch, so these ranks are one
+box: one rank reads, and the others get its batches (batch_relay.py). Ranks of a stage call `next` together; the stages
+of a pipeline do not, and with a virtual pipeline neither do the model chunks of a rank.
 
 A batch has memory of its own on all ranks, the reader included. Megatron's RerunDataIterator keeps all microbatches of
 an iteration, which may be more than the ring of shared memory has entries.
 
 A microbatch counts as delivered when the reader's first stage takes it. Between two iterations of the training loop all
-stages have taken the same ones, so that is when states are saved.
+stages have taken the same microbatches, so states are saved then.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def box_appliance(*, ranks: RankGroups | None = None, **settings: Any) -> Abstra
     read, a context that does nothing.
 
     Args:
-        ranks: place of this rank; None: that in megatron.core.parallel_state.
+        ranks: place of this rank among the ranks that share a model; None: as in megatron.core.parallel_state.
         settings: arguments of Appliance, without box, num_boxes and device.
     """
     wrong = sorted({"box", "num_boxes", "device"} & settings.keys())
     if wrong:
         raise InvalidArgumentError(
-            f"box_appliance sets the box from Megatron's ranks and keeps batches on the host, got {wrong[0]}=: leave "
-            "it out, and move batches to the device in the forward step"
+            "box_appliance sets the box from Megatron's ranks and keeps batches on the host, got the argument "
+            f"{wrong[0]}. Leave {wrong[0]} out, and move batches to the device in the forward step"
         )
     ranks = ranks or RankGroups.of_megatron()
     return Appliance(box=ranks.box, num_boxes=ranks.num_boxes, **settings) if ranks.reads else nullcontext()
@@ -66,28 +66,30 @@ class DataIterator:
             for iteration in range(train_iters):
                 forward_backward_func(data_iterator=data, num_microbatches=num_microbatches, ...)
 
-    A batch of the loader is one microbatch of one data-parallel rank. All ranks make the iterator, at the same point of
-    their code, because it opens process groups. With a virtual pipeline pass `data.chunks(number of model chunks)`.
+    A batch of the loader is one microbatch of one data-parallel rank. All ranks create the iterator, at the same point
+    of the code, because the constructor opens process groups. With a virtual pipeline pass `data.chunks(number of model
+    chunks)`.
 
     A batch is the whole sequence. With context parallelism the forward step takes its part by
     `get_batch_on_this_cp_rank(dict(next(data_iterator)))`: a copy, because that function changes the dict, and
     Megatron's rerun state machine may return it once more.
 
     Args:
-        loader: the Penstock DataLoader. Only one rank of each box iterates it; it costs the others nothing.
+        loader: the Penstock DataLoader. Only one rank of each box iterates the loader; on other ranks the loader costs
+            nothing.
         num_steps: number of microbatches of this box, over as many epochs as needed; None: one epoch.
         checkpoint_steps: as for DataExecutor, in microbatches.
         stages: stages of the pipeline that take batches: "ends" (the first, for its tokens, and the last, for its
             labels) or "all". `next` on another stage is an error.
-        ranks: place of this rank; None: that in megatron.core.parallel_state.
-        timeout_s: longest wait for another rank, in seconds. Keep it above the appliance's timeout_s, so that the
-            reader's error reaches the other ranks.
+        ranks: place of this rank among the ranks that share a model; None: as in megatron.core.parallel_state.
+        timeout_s: longest wait for another rank, in seconds. Keep timeout_s above the appliance's timeout_s, so that
+            the reader's error reaches the other ranks.
 
     Raises:
         InvalidArgumentError: Megatron's parallel state is not initialized, or an argument has an invalid value.
 
-    `next` raises StopIteration on all ranks after the same microbatch. It raises the stream's errors on the reader, and
-    errors of the same class and text on the other ranks; LaneLostError if another rank of the box is gone.
+    `next` raises StopIteration on all ranks after the same microbatch. On the reader `next` raises the stream's errors,
+    on the other ranks errors of the same class and text; LaneLostError if another rank of the box has ended.
     """
 
     def __init__(
@@ -114,7 +116,7 @@ class DataIterator:
         """Rows that this box's loader has delivered since the last load; None if the rows of a batch cannot be
         counted."""
         self._base: int | None = 0
-        """Samples that the loaded state has consumed."""
+        """Number of samples consumed before the loaded state; None if unknown."""
         self._begin()
 
     def _begin(self) -> None:
@@ -136,8 +138,8 @@ class DataIterator:
             self.chunks(1)
         if len(self._cursors) > 1:
             raise InvalidArgumentError(
-                "data_iterator must be the list that chunks() returned, with an iterator for each model chunk, got the "
-                "DataIterator itself"
+                "data_iterator must be the list that chunks() returned, with an iterator for each model chunk, got "
+                "the DataIterator itself: pass data.chunks(number of model chunks)"
             )
         return next(self._cursors[0])
 
@@ -147,7 +149,8 @@ class DataIterator:
             raise InvalidArgumentError(f"the number of model chunks must be >= 1, got {count}")
         if self._cursors and len(self._cursors) != count:
             raise InvalidArgumentError(
-                f"the number of model chunks must stay {len(self._cursors)}, got {count}: call chunks() before next()"
+                f"the number of model chunks must stay {len(self._cursors)}, got {count}: call chunks() before next(), "
+                "always with the same number"
             )
         if not self._cursors:
             takes = [self._ranks.takes(self._stages, chunk, count) for chunk in range(count)]
@@ -170,7 +173,7 @@ class DataIterator:
             self._first += 1
 
     def _fetch(self) -> None:
-        """Append the next microbatch, or note why there is none."""
+        """Append the next microbatch, or record the reason for the end of the microbatches."""
         kind, content = self._read() if self._ranks.reads else self._relay.receive()
         if kind is Kind.BATCH:
             self._batches.append(content)
@@ -201,16 +204,16 @@ class DataIterator:
 
     @property
     def consumed_samples(self) -> int | None:
-        """Samples that all boxes have consumed over the whole life of the run, at the last state_dict() or
-        load_state_dict(): what Megatron calls consumed_train_samples. None if tensors of a batch have different numbers
-        of rows."""
+        """Number of samples that all boxes have consumed over the whole life of the run, at the last state_dict() or
+        load_state_dict(): Megatron's consumed_train_samples. None if tensors of a batch have different numbers of
+        rows."""
         return self._consumed
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last microbatch: {"loader": the DataLoader's state, "consumed_samples": int}.
 
-        All ranks of the job call it together, between two iterations, and get the same value. Save it once, on any
-        rank. (torch.distributed.checkpoint.load, which requests a state to load into, gets one to be filled.)
+        All ranks of the job call this method together, between two iterations, and get the same value. Save the value
+        once, on any rank. (torch.distributed.checkpoint.load requests a state to load into, and gets a state to fill.)
 
         Raises the errors of DataLoader.state_dict(), on all ranks of the box.
         """
@@ -235,9 +238,10 @@ class DataIterator:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume from a state, saved with any numbers of data-, tensor-, context- and pipeline-parallel ranks. All
-        ranks call it, before the first `next`, or between two iterations.
+        ranks call this method, before the first `next`, or between two iterations.
 
-        Raises the errors of DataLoader.load_state_dict(), and StateMismatchError if it is no state of a DataIterator.
+        Raises the errors of DataLoader.load_state_dict(), and StateMismatchError if `state_dict` is not a state of a
+        DataIterator.
         """
         if not isinstance(state_dict, dict) or not {"loader", "consumed_samples"} <= state_dict.keys():
             raise StateMismatchError(
@@ -253,8 +257,8 @@ class DataIterator:
     # ---- the end
 
     def close(self) -> None:
-        """End the loop over the loader, and wait until other stages have got what was sent. Call it on all ranks,
-        before destroy_process_group(). `with` does so, but does not wait after an error."""
+        """End the loop over the loader, and wait until other stages have received all batches. Call this method on all
+        ranks, before destroy_process_group(). A `with` calls it at its end, but does not wait after an error."""
         self._end()
         self._relay.close()
 
@@ -270,7 +274,7 @@ class DataIterator:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._end()
-        if kind is None:  # else other stages may never ask for the rest
+        if kind is None:  # after an error other stages may never request the rest
             self._relay.close()
 
 
@@ -289,7 +293,8 @@ class _Chunk:
             ranks = self._owner._ranks
             raise InvalidArgumentError(
                 f"next(data_iterator) must be called on the first and the last stage only, got stage {ranks.stage} of "
-                f'{ranks.num_stages}, on rank {ranks.rank}: pass DataIterator(stages="all"), or take no batch there'
+                f'{ranks.num_stages}, on rank {ranks.rank}: pass DataIterator(stages="all"), or do not '
+                "call next() on this stage"
             )
         batch = self._owner._at(self.taken)
         self.taken += 1

@@ -1,4 +1,5 @@
-"""Which ranks of a model-parallel job are one box, which of them reads, and which of them need batches.
+"""Groups of ranks in a model-parallel job: the ranks that are one box, the rank of a box that reads, and the ranks that
+need batches.
 
 The ranks with one data-parallel rank are a box: tp x cp ranks in each stage of its pipeline. The first rank of a stage
 is its *leader*, the leader of the first stage is the *reader*.
@@ -7,8 +8,8 @@ is its *leader*, the leader of the first stage is the *reader*.
     dp 0   0 1    ->    4 5     box 0: rank 0 reads; rank 4 gets its batches, for stage 1; 1 and 5 get those of 0 and 4
     dp 1   2 3    ->    6 7     box 1: rank 2 reads
 
-Other libraries' groups are on the accelerators' network, and what travels here are batches in the host's memory. So
-the groups are host groups, and no collective of ours can meet one of theirs.
+Other libraries' groups use the accelerators' network, but batches are in the host's memory. So Penstock opens host
+groups of its own, and its collectives never mix with another library's.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from penstock.proto.errors import InvalidArgumentError
 __all__ = ["RankGroups", "Stages"]
 
 Stages = Literal["ends", "all"]
-"""Stages of a pipeline that get batches: the first and the last, or every one."""
+"""Stages of a pipeline that get batches: "ends" (the first and the last) or "all"."""
 
 
 @dataclass(frozen=True)
 class RankGroups:
-    """Place of a rank among those that share a model. Ranks are those of the whole job."""
+    """Place of a rank among the ranks that share a model. Numbers of ranks are those of the whole job."""
 
     rank: int
     box: int
@@ -49,7 +50,8 @@ class RankGroups:
     def __post_init__(self) -> None:
         if self.rank not in self.peers or (self.leads and self.rank not in self.leaders):
             raise InvalidArgumentError(
-                f"the groups of rank {self.rank} must contain it, got peers={self.peers}, leaders={self.leaders}"
+                f"peers and leaders of rank {self.rank} must contain rank {self.rank}, got peers={self.peers}, "
+                f"leaders={self.leaders}"
             )
         if self.leads and len(self.leaders) != self.num_stages:
             raise InvalidArgumentError(
@@ -88,7 +90,8 @@ class RankGroups:
 
     @classmethod
     def of_boxes(cls, rank: int, boxes: Sequence[int]) -> RankGroups:
-        """Return the place of a rank in a job whose ranks all request batches together, also those of a pipeline.
+        """Return the place of a rank in a job in which all ranks request batches together, also the stages of a
+        pipeline.
 
         Args:
             rank: the rank.

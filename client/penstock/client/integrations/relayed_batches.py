@@ -14,15 +14,15 @@ from penstock.proto.errors import PenstockError, error_named
 __all__ = ["NOTHING", "error_of", "failure_message", "relayed"]
 
 NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
-"""Content of a message that has none."""
+"""Empty content of a message."""
 
 
 def relayed(batches: Iterator[Any] | None, relay: Relay, rank: int) -> Iterator[Any]:
-    """Yield the reader's batches on all ranks of its box. All of them request each batch, and the end.
+    """Yield the reader's batches on all ranks of its box. All ranks of the box must request each batch, and the end.
 
     Args:
         batches: iterator on the reader; None on the other ranks.
-        relay: connection of this rank with the others.
+        relay: connection of this rank with the other ranks.
         rank: this rank, for the texts of errors.
 
     Raises the reader's error on all ranks: a PenstockError of its class, or a PenstockError that names it.
@@ -61,11 +61,11 @@ def failure_message(error: Exception, rank: int) -> Message:
     """Return the message of the reader's error."""
     name, text = type(error).__name__, str(error)
     if not isinstance(error, PenstockError):
-        name, text = PenstockError.__name__, f"rank {rank} got {name}: {text}"
+        name, text = PenstockError.__name__, f"the reader, rank {rank}, failed with {name}: {text}"
     return Kind.ERROR, torch.frombuffer(bytearray(f"{name}\n{text}".encode()), dtype=torch.uint8)
 
 
 def error_of(content: torch.Tensor) -> PenstockError:
-    """Return the error of a message of `failure_message`."""
+    """Return the error in the content of a message that `failure_message` made."""
     name, _, text = content.numpy().tobytes().decode(errors="replace").partition("\n")
     return error_named(name, text)

@@ -3,9 +3,9 @@
     config.dataloader = PenstockDataLoader.Config(input_fn=input_fn)
     config.checkpoint = PenstockCheckpointManager.Config(enable=True, interval=500)       # or torchtitan's own
 
-A data-parallel rank of torchtitan is a box. The loader's state describes all boxes. So all ranks save the same one
-under the same names, of which a checkpoint keeps one copy, and any number of data-parallel ranks loads it. torchtitan
-takes a batch only when its loop requests one, and saves between steps, so the state is that of the step.
+A data-parallel rank of torchtitan is a box. The loader's state describes all boxes. So all ranks save the same state
+under the same names, a checkpoint keeps one copy, and any number of data-parallel ranks can load it. torchtitan takes a
+batch only when its loop requests one, and saves between steps, so the state is that of the step.
 """
 
 from __future__ import annotations
@@ -46,13 +46,14 @@ GRACE_S = 60.0
 
 
 class PenstockDataLoader(BaseDataLoader):
-    """Dataloader of a torchtitan trainer or validator, whose batches are made on Penstock's workers.
+    """Dataloader of a torchtitan trainer or validator, with batches that Penstock's workers make.
 
     In the trainer's configuration::
 
         config.dataloader = PenstockDataLoader.Config(input_fn=input_fn, dataset_path="/data/corpus", num_workers=4)
 
-    Ranks that split a model (tensor, context, pipeline parallelism) get the batches of the first of them.
+    Of the ranks that split a model (tensor, context, pipeline parallelism), the first rank reads, and the others get
+    its batches.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -60,8 +61,8 @@ class PenstockDataLoader(BaseDataLoader):
         input_fn: Annotated[Callable[..., Any] | None, tyro.conf.Suppress] = None
         """
         Function of a module that the workers can import, called there with dataset_path, tokenizer_path, seq_len and
-        global_batch_size (rows of a microbatch over all data-parallel ranks) by name. Its loader yields
-        ({"input": tokens, ...}, labels).
+        global_batch_size (rows of a microbatch over all data-parallel ranks) by name. The loader that the function
+        returns yields ({"input": tokens, ...}, labels).
         """
 
         arguments: Annotated[dict[str, Any], tyro.conf.Suppress] = field(default_factory=dict)
@@ -69,8 +70,9 @@ class PenstockDataLoader(BaseDataLoader):
 
         infinite: bool = True
         """
-        Read epoch after epoch; otherwise one epoch, or the rest of it. From a state of its end that is nothing, or the
-        next epoch if there are other numbers of ranks or workers (see `rest_only` of DataExecutor).
+        True: read epoch after epoch. False: read one epoch, or the rest of the epoch after a resume. If the state was
+        saved at the end of an epoch, False reads nothing, or the next epoch if the number of ranks or workers has
+        changed (see `rest_only` of DataExecutor).
         """
 
         num_workers: int | None = None
@@ -94,7 +96,8 @@ class PenstockDataLoader(BaseDataLoader):
         snapshot_every_n_steps: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """torchtitan calls this. snapshot_every_n_steps: batches between checkpoints, whose states workers prepare."""
+        """Create the dataloader, as torchtitan does. snapshot_every_n_steps: number of batches between checkpoint
+        steps, which are announced to the workers; None: no steps are announced."""
         if config.input_fn is None:
             raise InvalidArgumentError(
                 "PenstockDataLoader.Config: input_fn must be a function, got None: pass the function that makes the "
@@ -103,7 +106,7 @@ class PenstockDataLoader(BaseDataLoader):
         self._infinite, self._every = config.infinite, snapshot_every_n_steps
         self._ranks, self._relay = _box(dp_rank, dp_world_size)
         self.loader: DataLoader | None = None
-        """Penstock's loader; None on a rank that gets the batches of another one."""
+        """Penstock's loader; None on a rank that gets the batches of another rank."""
         if self._ranks is None or self._ranks.reads:
             self.loader = DataLoader(
                 config.input_fn,
@@ -115,7 +118,7 @@ class PenstockDataLoader(BaseDataLoader):
             )
             self._appliance = _appliance(config.address, config.num_workers, dp_rank, dp_world_size, config.seed)
             self.loader.expect(self._appliance)
-            # A validator makes a loader for each validation, and the stream of a dropped one must end.
+            # A validator makes a loader for each validation, and the stream of a dropped loader must end.
             weakref.finalize(self, self.loader.close).atexit = False
 
     def __iter__(self) -> Iterator[Batch]:
@@ -136,7 +139,7 @@ class PenstockDataLoader(BaseDataLoader):
                 return
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of all data-parallel ranks; {} on a rank that gets the batches of another one."""
+        """Return the state of all data-parallel ranks; {} on a rank that gets the batches of another rank."""
         return {} if self.loader is None else self.loader.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -145,20 +148,22 @@ class PenstockDataLoader(BaseDataLoader):
 
 
 def _checked(batch: Any, name: str) -> Batch:
-    """Return the batch as torchtitan takes it. Raises InvalidArgumentError for another one."""
+    """Return the batch in torchtitan's form. Raises InvalidArgumentError for a batch of another form."""
     match batch:
         case ({"input": torch.Tensor()} as inputs, torch.Tensor() as labels):
             return inputs, labels
     raise InvalidArgumentError(
         f'the loader of {name} must yield ({{"input": tokens, ...}}, labels) for torchtitan, got a '
-        f"{type(batch).__name__}: make such a pair of each sample in input_fn, and its collate function keeps it"
+        f"{type(batch).__name__}: let the dataset in input_fn return such a pair for each sample, "
+        "which the default collate function keeps"
     )
 
 
 def _appliance(
     address: str | None, num_workers: int | None, dp_rank: int, dp_world_size: int, seed: int | None
 ) -> Appliance:
-    """Return the appliance of these settings. Trainer and validator share it, because to start one takes seconds."""
+    """Return the appliance with these settings. Trainer and validator share one appliance, because a start takes
+    seconds."""
     key = (address, num_workers, dp_rank, dp_world_size, seed)
     if key not in _appliances or _appliances[key].closed:
         _appliances[key] = Appliance(
@@ -173,7 +178,7 @@ _appliances: dict[tuple[Any, ...], Appliance] = {}
 @cache
 def _box(dp_rank: int, dp_world_size: int) -> tuple[RankGroups | None, Relay | None]:
     """Return the place of this rank in its box and its connection with the box's other ranks; None for each if the box
-    is this rank alone. All ranks call this."""
+    is this rank alone. All ranks call this function."""
     if not dist.is_initialized() or dist.get_world_size() <= dp_world_size:
         return None, None
     rank, timeout_s = dist.get_rank(), resolve().timeout_s + GRACE_S
@@ -183,20 +188,21 @@ def _box(dp_rank: int, dp_world_size: int) -> tuple[RankGroups | None, Relay | N
 
 
 class PenstockCheckpointManager(CheckpointManager):
-    """torchtitan's checkpoint manager with `AsyncCheckpointer` for checkpoints of the whole training.
+    """Checkpoint manager of torchtitan that uses `AsyncCheckpointer` for checkpoints of the whole training.
 
-    All settings of torchtitan's own are kept, except for async_mode: a save always returns once the state is copied to
-    shared memory. The last save, if it holds only the model, and safetensors are written by torchtitan. So are
-    checkpoints read that torchtitan's own manager wrote, if the folder has none of Penstock's.
+    All settings of torchtitan's own manager are kept, except for async_mode: a save always returns once the state is
+    copied to shared memory. torchtitan itself writes safetensors, and the last save if it holds only the model.
+    torchtitan also reads the checkpoints that its own manager wrote, if the folder has none of Penstock's.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
         threads: int = 2
-        """Writing threads, and files, of each rank."""
+        """Number of writing threads, and of files, of each rank."""
 
         buffers: int = 1
-        """1: a save waits until the previous one is written; 2: until the one before that is."""
+        """Number of saves that may be in flight. 1: a save waits until the previous save is written; 2: a save waits
+        only for the save before the previous one, and takes twice the memory."""
 
     def __init__(self, config: Config, *, base_folder: str = "", **components: Any) -> None:
         self._checkpointer: AsyncCheckpointer | None = None
@@ -209,7 +215,7 @@ class PenstockCheckpointManager(CheckpointManager):
                 f"PenstockCheckpointManager: folder must be a path, got {self.folder}: for a remote folder use "
                 "torchtitan's CheckpointManager.Config"
             )
-        # torchtitan's count of tokens may differ between ranks, and torchtitan itself keeps one of them.
+        # torchtitan's count of tokens may differ between ranks, and torchtitan itself keeps the count of one rank.
         self._checkpointer = AsyncCheckpointer(
             self.folder,
             keep_last=config.keep_latest_k or None,
@@ -251,12 +257,13 @@ class PenstockCheckpointManager(CheckpointManager):
         if foreign:  # a save of that step would fail, perhaps much later
             raise CheckpointError(
                 f"{self.folder} has {', '.join(foreign)} beyond step {at}, where training begins: torchtitan's own "
-                "manager wrote them (incomplete, or only a model), and Penstock does not replace them. Move them away"
+                "manager wrote them (incomplete, or only a model), and Penstock does not replace them. Move these "
+                "folders to another place"
             )
         return bool(loaded)
 
     def _find_load_step(self, folder: str = "") -> int:
-        """Return the newest step, the same on all ranks; -1 if there is none."""
+        """Return the newest step, the same on all ranks; -1 if the folder has no checkpoint."""
         if folder:
             return int(super()._find_load_step(folder))
         assert self._checkpointer is not None
@@ -278,7 +285,7 @@ class PenstockCheckpointManager(CheckpointManager):
 
 
 class _Container:
-    """Optimizers of a container, whose state torchtitan itself names by parameters."""
+    """Optimizers of a torchtitan container. torchtitan itself names their state by parameters."""
 
     def __init__(self, container: Any) -> None:
         self.state_dict = container.state_dict
@@ -286,7 +293,7 @@ class _Container:
 
 
 def _saved_parts(state: dict[str, Any]) -> dict[str, Any]:
-    """Return torchtitan's state as `AsyncCheckpointer` takes it."""
+    """Return torchtitan's state in the form that `AsyncCheckpointer` takes."""
     parts = dict(state)
     if OPTIMIZER in parts:
         parts[OPTIMIZER] = _Container(parts[OPTIMIZER])
@@ -298,7 +305,7 @@ def _saved_parts(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _foreign(folder: Path, step: int) -> list[str]:
-    """Return the names of checkpoints beyond a step that are not Penstock's."""
+    """Return the names of checkpoints beyond a step that Penstock did not write."""
     beyond = {
         int(path.name.removeprefix("step-")): path.name
         for path in folder.glob("step-*")

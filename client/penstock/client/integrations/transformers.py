@@ -1,9 +1,9 @@
 """Hugging Face Trainer: the loader's position in the Trainer's checkpoints.
 
 By default the Trainer resumes by reading all batches of the epoch again and dropping them. With ignore_data_skip=True
-it reads none of them, and assumes that the loader is at the right position. This callback moves the loader to that
-position. The position is saved in trainer_state.json, the last file of a checkpoint, so each checkpoint with this file
-has it.
+the Trainer reads none of these batches, and assumes that the loader is at the right position. This callback moves the
+loader to that position. The position is saved in trainer_state.json, the last file of a checkpoint, so each checkpoint
+with this file has the position.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class LoaderState(TrainerCallback, ExportableState):
         self._ahead: Lookahead | None = None
 
     def state(self) -> dict[str, Any]:
-        """Return the state of this callback that the Trainer saves as JSON. The Trainer also calls it once before the
-        training."""
+        """Return the state of this callback that the Trainer saves as JSON. The Trainer also calls this method once
+        before the training."""
         saved = None if self._ahead is None else base64.b64encode(encode_state(self._ahead.state_dict())).decode()
         return {"args": {}, "attributes": {"saved": saved}}
 
@@ -55,8 +55,8 @@ class LoaderState(TrainerCallback, ExportableState):
         ahead = kwargs["train_dataloader"]
         if not isinstance(ahead, Lookahead):
             raise InvalidArgumentError(
-                f"LoaderState: get_train_dataloader returned a {type(ahead).__qualname__}: let it return "
-                "penstock.client.Lookahead(loader)"
+                "LoaderState: get_train_dataloader must return a penstock.client.Lookahead, got a "
+                f"{type(ahead).__qualname__}: return Lookahead(loader) there"
             )
         self._ahead = ahead
         if not state.global_step:
@@ -66,21 +66,22 @@ class LoaderState(TrainerCallback, ExportableState):
                 "LoaderState: the Trainer would skip the batches before the checkpoint, but the restored loader has "
                 "skipped them already: set TrainingArguments(ignore_data_skip=True)"
             )
-        # The Trainer makes its state from a list of callbacks; afterwards the attribute is a dict of their states.
+        # The Trainer's attribute is first a list of callbacks, and later a dict of the callbacks' states.
         states = cast(dict[str, Any], state.stateful_callbacks)
         of_callback = states.get(type(self).__name__) or {}
         saved = of_callback.get("attributes", {}).get("saved")
         if saved is None:
             raise StateMismatchError(
                 f"LoaderState: the checkpoint of step {state.global_step} has no position of the loader: it was saved "
-                "without this callback. Resume from one that was saved with it"
+                "without this callback. Resume from a checkpoint that was saved with LoaderState"
             )
         if args.gradient_accumulation_steps > 1 and _length(ahead) % args.gradient_accumulation_steps:
             warn_user(
                 f"LoaderState: the {_length(ahead)} batches of an epoch are not a multiple of "
                 f"gradient_accumulation_steps={args.gradient_accumulation_steps}: after a resume within an epoch the "
-                "Trainer accumulates its last few batches with those of the next epoch, which uninterrupted training "
-                "does not. Losses differ from there, and training may end some steps before max_steps",
+                "Trainer accumulates the last few batches of the epoch with batches of the next epoch, which "
+                "uninterrupted training does not. Losses differ from there, and training may end some steps before "
+                "max_steps. To avoid this, make the batches of an epoch a multiple of gradient_accumulation_steps",
             )
         ahead.load_state_dict(cast(dict[str, Any], decode_state(base64.b64decode(saved))))
 
@@ -107,7 +108,7 @@ def _length(ahead: Lookahead) -> int:
 
 
 def newest_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
-    """Return the newest complete checkpoint of a Trainer; None if there is none.
+    """Return the path of the newest complete checkpoint of a Trainer; None if the folder has none.
 
     resume_from_checkpoint=True takes the newest folder, even if the job was killed while writing it.
     """

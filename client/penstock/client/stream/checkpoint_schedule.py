@@ -1,12 +1,12 @@
 """Schedules of checkpoint steps.
 
     None or 0             none
-    N                     every step that N divides, and the executor's last
+    N                     each step that is a multiple of N, and the executor's last
     iterable              the steps in it; it may contain ranges
-    callable              the steps for which it is true
+    callable              the steps for which the function returns True
 
-Steps are absolute: they count the batches of the box over the whole life of the run, so a resumed run has the same
-checkpoint steps as one that was never stopped.
+Steps are absolute: they count the batches of the box (data-parallel rank) over the whole life of the run, so a resumed
+run has the same checkpoint steps as one that was never stopped.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ __all__ = ["CheckpointSchedule", "CheckpointSteps", "positive"]
 CheckpointSteps = int | Iterable[int | range] | Callable[[int], bool] | None
 
 HORIZON = 256
-"""Number of steps ahead for which a callable schedule is called, to find the next checkpoint step."""
+"""Number of steps ahead that are tried with a callable schedule, to find the next checkpoint step."""
 MIN_AHEAD = 2
-"""Smallest number of checkpoint steps that are announced to workers ahead, however distant they are. All steps within
-the horizon are announced, because a worker takes no snapshot at a step that was not announced, and would have to replay
-to it."""
+"""Smallest number of checkpoint steps that are announced to workers ahead, however distant these steps are. All steps
+within the horizon are announced, because a worker takes snapshots only at announced steps, and reaches any other step
+by a replay."""
 
 
 def positive(name: str, value: Any, least: int = 1) -> int:
-    """Return `value` as a number of steps. Raises InvalidArgumentError if it is below `least`, TypeError if it is not
-    an integer."""
+    """Return `value` as a number of steps. Raises InvalidArgumentError for a number below `least`, TypeError if `value`
+    is not an integer."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be an integer, got {value!r}")
     number = int(value.__index__())
@@ -55,8 +55,8 @@ class CheckpointSchedule:
 
     @classmethod
     def of(cls, steps: CheckpointSteps) -> CheckpointSchedule:
-        """Return the schedule for an argument `checkpoint_steps`. Raises InvalidArgumentError or TypeError if it is
-        invalid."""
+        """Return the schedule for an argument `checkpoint_steps`. Raises InvalidArgumentError or TypeError for an
+        invalid argument."""
         if steps is None:
             return cls()
         if callable(steps):
@@ -71,7 +71,7 @@ class CheckpointSchedule:
         for entry in steps:
             if isinstance(entry, range):
                 if len(entry) and min(entry[0], entry[-1]) < 1:
-                    raise InvalidArgumentError(f"checkpoint_steps must be steps >= 1, got {entry}")
+                    raise InvalidArgumentError(f"checkpoint_steps must be steps >= 1, got {entry}: steps count from 1")
                 ranges.append(entry if entry.step > 0 else entry[::-1])
             else:
                 single.add(positive("a step in checkpoint_steps", entry))
@@ -104,7 +104,7 @@ class CheckpointSchedule:
 
     def ahead(self, step: int, last: int | None, horizon: int) -> list[int]:
         """Return the checkpoint steps after `step` to announce to workers now: those within the next `horizon` steps,
-        but at least MIN_AHEAD. last: the executor's last step, if it is known.
+        but at least MIN_AHEAD. last: the executor's last step; None if unknown.
         """
         found: list[int] = []
         at: int | None = step

@@ -2,8 +2,8 @@
 
 The stream contains only copies, so that no copy waits for the loop's kernels, and an event on it waits only for the
 copies before it. Tensors are allocated on that stream and used on the loop's. `record_stream` informs the allocator of
-this use. Otherwise the allocator would give their memory to the next copy as soon as the loop drops them, even while
-kernels still read them.
+this use. Otherwise the allocator would give a tensor's memory to the next copy as soon as the loop drops the tensor,
+even while kernels still read that memory.
 
 CUDA is initialised by the first ring, in the thread that iterates, and never by creating an `Appliance`, because
 processes that an Appliance starts must not inherit a context.
@@ -27,8 +27,8 @@ from penstock.proto.tracebacks import warn_user
 
 __all__ = ["CudaBackend", "PageLocks", "take_error"]
 
-RING = "a ring"
-FEWER = "Smaller batches and fewer workers need less: a ring for each worker, of 8 MiB or a few batches"
+RING = "a shared-memory ring"
+FEWER = "Or use smaller batches or fewer workers: each worker slot has a ring of 8 MiB or a few batches"
 
 
 class CudaBackend:
@@ -123,15 +123,15 @@ class PageLocks:
             self._warned = True
             warn_user(
                 f"{self._what} of {memory.nbytes:,} bytes could not be page-locked for {self._device}: "
-                f"{runtime.cudaGetErrorString(error)} ({int(error)}); it is copied as pageable memory instead, "
-                "which is slower. Locked memory is limited by free memory, by a container's memory limit and by "
-                f"`ulimit -l` (docker run --ulimit memlock=-1). {self._less}",
+                f"{runtime.cudaGetErrorString(error)} ({int(error)}). Copies from this memory are correct, but "
+                "slower. Free memory, or raise the container's memory limit or `ulimit -l` (docker run --ulimit "
+                f"memlock=-1). {self._less}",
             )
         return False
 
 
 def take_error(device: torch.device) -> None:
-    """Clear the error of a failed call, by launching a kernel and dropping the error that it raises. The CUDA runtime
+    """Clear the error of a failed call, by launching a kernel and dropping the error of that launch. The CUDA runtime
     keeps an error for the next kernel launch, which would otherwise be one of the training loop."""
     try:
         torch.empty(1, device=device).fill_(0)

@@ -2,8 +2,8 @@
 
 A `DeviceBackend` copies tensors to its device. `copy` only starts copies, in one order, and a `DeviceEvent` reports
 their completion. Until then a source must not change; a result may be read by work that the device runs after
-`order_after_copies`. There are three implementations: the CPU here, whose copies are done when `copy` returns; CUDA in
-cuda.py; and in the tests one whose copies run on command. The same tests run for all three.
+`order_after_copies`. There are three implementations: the CPU here, with copies that are done when `copy` returns; CUDA
+in cuda.py; and in the tests a backend that copies on command. The same tests run for all three.
 
 Each tensor is copied separately into memory of its own. The batch's whole region is not copied at once, with views of
 the copy as tensors: a label that the loop keeps would then keep the images of its batch in device memory, and
@@ -57,7 +57,7 @@ class DeviceBackend(Protocol):
 
 
 class _Done:
-    """Event whose work is done from the beginning."""
+    """Event for work that is done already."""
 
     def query(self) -> bool:
         return True
@@ -118,12 +118,12 @@ def check_device(name: str) -> str:
         raise InvalidArgumentError(f'device must be "cpu", "cuda" or "cuda:N", got {name!r}') from None
     if device.type == "cpu":
         if device.index:
-            raise InvalidArgumentError(f'device must be "cpu" for the CPU, which has no number, got {name!r}')
+            raise InvalidArgumentError(f'device must be "cpu", without a number, for the CPU, got {name!r}')
         return "cpu"
     if device.type != "cuda":
         raise InvalidArgumentError(
-            f'device must be "cpu", "cuda" or "cuda:N", got {name!r}: leave device out, and move the batches to it in '
-            "the loop"
+            f'device must be "cpu", "cuda" or "cuda:N", got {name!r}: leave device out, and move the batches to '
+            "the device in the loop"
         )
     if not torch.cuda.is_available():
         if _built_for_cuda():

@@ -1,11 +1,11 @@
-"""Copies of batches from ring entries to a device, and the lane that starts the copies.
+"""Copies of batches from ring entries (shared memory) to a device, and the lane that starts the copies.
 
 `SlotLane` yields views of the ring; `DeviceLane` yields copies out of it. `DeviceLane.take` starts the copies and
 returns a `DeviceLoad`. The load keeps its ring in memory, and therefore page-locked, until the copies are done.
 device_reader.py uses the loads.
 
 Tensors go to the device. NumPy arrays are copied on the host at once, because a view would keep the ring entry in use
-for as long as the loop keeps it.
+for as long as the loop keeps the array.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LOOK_S = 50e-6
 
 
 class DeviceLoad:
-    """Batch whose copy to the device was started."""
+    """Batch that is being copied to the device."""
 
     __slots__ = ("batch", "copies", "counts", "digest", "entry", "event", "lane", "ring", "token")
 
@@ -71,8 +71,8 @@ class DeviceLoad:
 
     @property
     def done(self) -> bool:
-        """Return True if the copies have ended, so that the ring entry may be released. Raises the device's error if a
-        copy failed."""
+        """True if the copies have ended, so that the ring entry may be released. Raises the device's error if a copy
+        failed."""
         return self.event is None or self.event.query()
 
     def forget(self) -> None:
@@ -96,8 +96,8 @@ class PeekingConsumer(Consumer):
         self._seen: Frame | PenstockError | None = None
 
     def look(self) -> Frame | None:
-        """Return the frame that the next `receive` will return. Return None if there is no frame, or if `receive` will
-        raise an error; the error is kept for it."""
+        """Return the frame that the next `receive` will return. Return None if no frame has arrived, or if `receive`
+        will raise an error; `look` keeps that error for `receive`."""
         if self._seen is None:
             try:
                 self._seen = super().receive()
@@ -122,8 +122,8 @@ class PeekingConsumer(Consumer):
 
 
 class DeviceLane(SlotLane):
-    """Lane of a slot whose batches are copied to a device. `take` returns a DeviceLoad, which keeps its ring entry in
-    use from the call of `lend` on."""
+    """Lane (connection for batches) of a worker slot that copies the batches to a device. `take` returns a DeviceLoad,
+    which keeps its ring entry in use until the copies are done."""
 
     __slots__ = ("backend",)
 

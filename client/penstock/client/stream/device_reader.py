@@ -1,9 +1,9 @@
-"""The ordered reader of `Appliance(device=...)`: batches are copied from the ring to the device, one batch ahead of the
-loop.
+"""Ordered reader of `Appliance(device=...)`, which copies batches from the ring (shared memory) to the device, one
+batch ahead of the loop.
 
     frame of batch n+1 ──> views of its ring entry ──> copies on the device ········ event
                                                       (staged)                        ├─> the entry is released
-    batch n is in the loop's hands               next() hands the copies out,         │
+    batch n is used by the loop                  next() returns the copies,           │
                                                  the loop's stream waits for the event┘
 
 Before `next` returns a batch to the loop, it starts the copy of the batch after it, if that batch's frame has arrived
@@ -47,8 +47,8 @@ CLOSE_S = 5.0
 """Largest number of seconds that `close` waits for copies. Copies take milliseconds, unless the device has failed."""
 
 _stranded: list[DeviceLoad] = []
-"""Loads whose copies did not end within CLOSE_S. The list keeps their rings in memory for the life of the process,
-because the device may still read them."""
+"""Loads with copies that did not end within CLOSE_S. The list keeps the loads' rings in memory for the life of the
+process, because the device may still read the rings."""
 
 
 class DeviceReader(OrderedReader):
@@ -58,7 +58,7 @@ class DeviceReader(OrderedReader):
         self._backend = backend
         self._staged: DeviceLoad | None = None
         self._lent: deque[DeviceLoad] = deque()
-        """Loads of delivered batches whose copies are not done yet, in the order in which the copies end."""
+        """Loads of delivered batches with copies that are not done yet, in the order in which the copies end."""
         self._stuck_since = 0.0
         super().__init__(run, position, label, timeout_s)
 
@@ -129,7 +129,7 @@ class DeviceReader(OrderedReader):
     # ---- ring entries
 
     def _release_copied(self) -> bool:
-        """Release the ring entries whose copies have ended. Return True if any was released."""
+        """Release the ring entries of ended copies. Return True if an entry was released."""
         lent, released = self._lent, False
         while lent and lent[0].done:
             load = lent.popleft()
@@ -164,7 +164,8 @@ class DeviceReader(OrderedReader):
     def _late(self, waited: float) -> DeadlineError:
         return DeadlineError(
             f"{self._label}: box {self._run.box} waited {waited:.0f} s for device {self._backend.device} to finish the "
-            f"copy of a batch, after step {self.position.step} was delivered (timeout_s={self._timeout_s:g})"
+            f"copy of a batch, after step {self.position.step} was delivered (timeout_s={self._timeout_s:g}). Check "
+            "the device (for CUDA: nvidia-smi), or raise timeout_s"
         )
 
     # ---- ends of a staged batch
@@ -190,8 +191,8 @@ class DeviceReader(OrderedReader):
         super().abandon_epoch()
 
     def close(self) -> None:
-        """Close all lanes once no copy reads their rings. This may run in the garbage collector, so it raises no
-        error."""
+        """Close all lanes once no copy reads their rings. Raises no error, because the garbage collector may call this
+        method."""
         loads, self._staged = [*self._lent, *filter(None, [self._staged])], None
         self._lent.clear()
         until = time.monotonic() + CLOSE_S
@@ -212,7 +213,8 @@ def backend_of(device: str) -> DeviceBackend:
 
 
 def reader_for(device: str, run: OpenRun, position: Position, label: str, timeout_s: float) -> OrderedReader:
-    """Return the ordered reader of a run. It delivers batches on `device`; if that is "", as views of the ring."""
+    """Return the ordered reader of a run. device: device on which batches are delivered; "": batches are views of the
+    ring."""
     if not device:
         return OrderedReader(run, position, label, timeout_s)
     return DeviceReader(run, position, label, timeout_s, backend_of(device))

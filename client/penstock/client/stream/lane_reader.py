@@ -1,18 +1,18 @@
-"""Lane of one slot in the training loop: the consumer, the rings that it maps, and the ring entries that views still
-use.
+"""Lane (connection for batches) of one worker slot in the training loop: the consumer, the rings that the consumer
+maps, and the ring entries that views still use.
 
-A `SlotLane` belongs to one generation of a slot. It survives a broken connection: the Hello of the next connection
-contains the lane's state. A new generation gets a new lane. A view of an old lane that is freed after that releases
-nothing, because its token goes to a deque that is no longer read.
+A `SlotLane` belongs to one generation of a slot; a slot begins a new generation when it gets another runner. A lane
+survives a broken connection: the Hello of the next connection contains the lane's state. A new generation has a new
+lane. Freed views of the old lane then release nothing, because their tokens go to a deque that is not read any more.
 
 Tokens are ints, ring << 16 | entry. Finalizers of views only append them to a deque, because a finalizer may do nothing
 else (see penstock.proto.batch.assemble).
 
-**A delivered batch equals the one that the runner made.** Before delivery its bytes are compared with the digest that
-the runner computed when it wrote them: all bytes of a batch of up to 64 KiB, a sample of a larger one, or all bytes
-with `Appliance(digest="full")`. A difference is a BatchCorruptError. The reader then closes the connection and fetches
-the batch again, because the ring at the other end still has it. Only a batch that arrives damaged CORRUPT_TRIES times
-in a row is an error in the training loop.
+**A delivered batch equals the one that the runner made.** Before delivery the batch's bytes are compared with the
+digest that the runner computed when it wrote these bytes: all bytes of a batch of up to 64 KiB, a sample of a larger
+one, or all bytes with `Appliance(digest="full")`. A difference is a BatchCorruptError. The reader then closes the
+connection and fetches the batch again, because the ring at the other end still has it. Only a batch that arrives
+damaged CORRUPT_TRIES times in a row is an error in the training loop.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ CUT_OFF_S = 2.0
 """Seconds for which a worker's host must be unreachable before the client requests another worker. If only the daemon
 is dead, the coordinator reports that within 1.5 s, with a better message."""
 CHECK_S = 0.1
-"""Seconds between the first failed attempt to reach a worker's host and the second. They give the coordinator time to
-reply, which shows whether this host's own network works."""
+"""Seconds between the first failed attempt to reach a worker's host and the second: time for the coordinator to reply,
+which shows whether this host's own network works."""
 CORRUPT_TRIES = 8
 """Number of times in a row that a batch must arrive damaged to be an error. On a link that damages every second batch,
 this happens once in 256 batches, and so ends the run within a second."""
@@ -51,7 +51,8 @@ loop does not abandon more epochs in that time."""
 
 
 class RingView:
-    """Ring of a lane with the values that each batch needs, computed once."""
+    """Ring of a lane (shared memory that the worker fills with batches), with values that each batch needs, computed
+    once."""
 
     __slots__ = ("buffer", "entry_bytes", "group", "held", "limit", "ring")
 
@@ -60,7 +61,7 @@ class RingView:
         self.buffer = wrap_buffer(ring.map)
         self.entry_bytes = ring.entry_bytes
         self.held: set[int] = set()
-        """Entries whose views the loop still has."""
+        """Entries with views that the loop still has."""
         self.limit = min(max(2, ring.entries // 2), ring.entries - 1)
         """Number of entries in use above which batches are delivered as copies, so that a loop that keeps its batches
         does not stop the producer."""
@@ -69,7 +70,8 @@ class RingView:
 
 
 class SlotLane:
-    """Lane of a slot in the training process (see the module's docstring). Only the training thread uses it."""
+    """Lane (connection for batches) of a worker slot in the training process, used only by the training thread. See the
+    module's docstring."""
 
     __slots__ = (
         "abandoned",
@@ -111,7 +113,7 @@ class SlotLane:
         """Worker, box and slot, for messages."""
         self.consumer: Consumer | None = None
         self.poll = select.poll()
-        """Poll object of the connection. It is created once, because creating it takes longer than waiting for a fast
+        """Poll object of the connection, created once, because the creation takes longer than waiting for a fast
         worker."""
         self.rings: dict[int, RingView] = {}
         self.current_ring = 0
@@ -157,7 +159,8 @@ class SlotLane:
         """Number of times in a row that the due batch arrived damaged."""
 
     def next_generation(self, generation: int, name: str) -> SlotLane:
-        """Return a lane for the slot's next generation. It keeps the number of abandoned epochs and the last digest."""
+        """Return a lane for the slot's next generation, with the same number of abandoned epochs and the same last
+        digest."""
         after = self._another(generation, name)
         after.abandons, after.abandoned_epoch, after.unsettled = self.abandons, self.abandoned_epoch, self.unsettled
         after.abandoned = self.abandoned
@@ -171,12 +174,12 @@ class SlotLane:
     # ---- connections
 
     def hello(self, hello: lane_pb2.Hello) -> None:
-        """Fill in the lane's state. Ring numbers are left out, because they are those of one producer and the next
-        producer has others."""
+        """Add the lane's state to a Hello. Numbers of rings are left out, because each producer numbers its own
+        rings."""
         self.drain()
         self.freed.clear()
         for ring_id, ring in self.rings.items():
-            hello.held.extend(lane_pb2.RingEntry(ring=ring_id, entry=slot) for slot in ring.held)
+            hello.held.extend(lane_pb2.RingEntry(ring=ring_id, entry=entry) for entry in ring.held)
         hello.abandons = self.abandons
         hello.last_digest = self.last_digest
         hello.abandoned.extend(records_pb2.EpochEnd(epoch=epoch, total=total) for epoch, total in self.abandoned)
@@ -189,7 +192,7 @@ class SlotLane:
             hello.epoch = self.abandoned_epoch
 
     def attach(self, sock: socket.socket, wake_fd: int) -> None:
-        """Attach a connection to the lane, and wait for it and for `wake_fd` with `poll` from now on."""
+        """Attach a connection to the lane. From now on `poll` waits for the connection and for `wake_fd`."""
         consumer = self._consumer(sock)
         forks.keep(consumer)
         consumer.abandons = self.abandons
@@ -240,7 +243,7 @@ class SlotLane:
         self.backoff_s = min(2 * self.backoff_s, MAX_BACKOFF_S)
 
     def close(self) -> None:
-        """Close the lane, because it is no longer needed or because the slot has a new generation."""
+        """Close the lane at the end of the stream, or when the slot gets a new generation."""
         if self.consumer is not None:
             self.consumer.close()
             self.consumer = None
@@ -248,12 +251,12 @@ class SlotLane:
     # ---- batches
 
     def take(self, frame: Frame) -> Any:
-        """Return the batch of a BATCH frame. Its tensors are views of the frame's ring entry; they are copies if the
+        """Return the batch of a BATCH frame. The batch's tensors are views of the frame's ring entry, or copies if the
         training loop already holds views of half of the ring (`RingView.limit`).
 
         Raises BatchCorruptError if the batch differs from the runner's batch.
         """
-        ring_id, slot = frame.ring, frame.entry
+        ring_id, entry = frame.ring, frame.entry
         ring, assembler, shapes = self.checked(frame)
         if self.release:
             self.drain()
@@ -262,9 +265,9 @@ class SlotLane:
         if copy:
             self.copies += 1
         batch = assembler.assemble(
-            shapes, ring.buffer, slot * ring.entry_bytes, frame.nbytes, self.release, ring_id << 16 | slot, copy
+            shapes, ring.buffer, entry * ring.entry_bytes, frame.nbytes, self.release, ring_id << 16 | entry, copy
         )
-        held.add(slot)
+        held.add(entry)
         return batch
 
     def checked(self, frame: Frame) -> tuple[RingView, Assembler, list[int]]:
@@ -280,7 +283,8 @@ class SlotLane:
         dims = frame.rest if not (frame.size or frame.flags & COUNTED) else dims_of(frame, ring.ring)
         if len(dims) & 7:
             raise ProtocolError(
-                f"{self.name}: the shapes of a batch must be whole numbers of 8 bytes, got {len(dims)} bytes"
+                f"{self.name}: the encoded shapes of a batch must have a multiple of 8 bytes, got {len(dims)}. Use one "
+                "release of Penstock on all machines"
             )
         shapes, seed = layouts.find(nbytes, dims)
         view, offset, cover = ring.ring.view, frame.entry * ring.entry_bytes, frame.flags & COVER
@@ -293,7 +297,8 @@ class SlotLane:
             digest = region_digest(seed, view, offset, nbytes, cover == DigestCover.FULL)
         if digest != frame.digest:
             raise BatchCorruptError(
-                f"{self.name}: batch {frame.total} of the slot arrived with another digest than its runner computed"
+                f"{self.name}: the digest of batch {frame.total} of the slot differs from the digest that its runner "
+                "computed"
             )
         self.layout = assembler.structure, shapes
         return ring, assembler, shapes
@@ -303,17 +308,17 @@ class SlotLane:
         self.freed += (frame.ring, frame.entry)
 
     def drain(self) -> None:
-        """Take the tokens of views that were freed, and count their entries as released."""
+        """Take the tokens of freed views, and count the entries of these tokens as released."""
         release, rings, freed = self.release, self.rings, self.freed
         while release:
             token = release.popleft()
-            ring_id, slot = token >> 16, token & 0xFFFF
+            ring_id, entry = token >> 16, token & 0xFFFF
             ring = rings.get(ring_id)
             if ring is not None:
-                ring.held.discard(slot)
+                ring.held.discard(entry)
                 if ring_id != self.current_ring and not ring.held:
                     del rings[ring_id]
-            freed += (ring_id, slot)
+            freed += (ring_id, entry)
 
     def ack(self, total: int) -> bool:
         """Send an ack of deliveries and released entries. Return False while the socket's buffer is full."""

@@ -1,12 +1,15 @@
-"""Open run of one box. It is registered with the coordinator, and a thread of this process watches it.
+"""Open run of one box (a data-parallel rank). The run is registered with the coordinator, and a thread of this process
+watches the run.
 
-The thread reports progress, renews the box's lease, and receives the slots' addresses. It communicates with the
-training thread in two ways only: it replaces `views` as a whole and then increments `version`, and it makes `wake_fd`
-readable. While the coordinator is unreachable, it retries for as long as the run is open. Batches do not pass through
-the coordinator, so a restart of the coordinator affects only a loop that waits for a slot.
+The thread reports progress, renews the box's lease, and receives the addresses of the worker slots. The thread
+communicates with the training thread in two ways only: by replacing `views` as a whole and then incrementing `version`,
+and by making `wake_fd` readable. While the coordinator is unreachable, the thread retries for as long as the run is
+open. Batches do not pass through the coordinator, so a restart of the coordinator affects only a loop that waits for a
+slot.
 
 The thread refers to the run but not to the loader. The finalizer of a loader that is dropped without being closed sets
-`abandoned`. It may run inside the garbage collector and therefore does nothing else; the thread then closes the run.
+`abandoned`. The finalizer does nothing else, because it may run inside the garbage collector; the thread then closes
+the run.
 """
 
 from __future__ import annotations
@@ -47,11 +50,11 @@ from penstock.runtime.telemetry.logs import LONGEST, plain
 __all__ = ["OpenRun", "RunLink"]
 
 HOLD_S = 1.0
-"""Seconds that a long poll of the coordinator takes at most, until the coordinator sets another time. Progress is
-reported as often."""
+"""Longest time of one poll of the coordinator in seconds, until the coordinator sets another time. Each poll reports
+progress."""
 CLOSE_S = 5.0
-"""Deadline of closing a run, in seconds. If the coordinator does not answer, it notices the end of the box by its
-expired lease."""
+"""Deadline of closing a run, in seconds. A coordinator that did not answer notices the end of the box by the expired
+lease."""
 DIAL_S = 10.0
 AWAY = (CoordinatorUnavailableError, DeadlineError, JournalError)
 """Errors of calls that are retried. Batches are delivered while the coordinator is unreachable, or its disk full."""
@@ -88,18 +91,19 @@ class RunLink(Protocol):
     """Id of this host; see penstock.proto.rpc.channel.host_id."""
     force_tcp: bool
     compression: str | None
-    """Codec of batches over TCP, see penstock.proto.lane.compression.NAMES."""
+    """Codec of batches over TCP, see penstock.proto.lane.compression.NAMES; None: no compression."""
     embedded: bool
 
     def client(self) -> CoordinatorClient:
         """Return a new client of the coordinator."""
 
     def receiver(self) -> str:
-        """Return the address of this process's receiver. Start the receiver if it does not run."""
+        """Return the address of this process's receiver. Start the receiver if none runs."""
 
 
 class OpenRun:
-    """Open run of one box. Any thread may call `close`; all other methods are for the training thread, unless noted."""
+    """Open run of one box (a data-parallel rank). Any thread may call `close`; all other methods are for the training
+    thread, unless noted."""
 
     def __init__(
         self,
@@ -120,18 +124,19 @@ class OpenRun:
         self.attempt = 0
         self.seed = 0
         self._lease_s = 0.0
-        """Duration in seconds of the lease that the coordinator has granted. It depends on the number of boxes."""
+        """Duration in seconds of the lease that the coordinator has granted; depends on the number of boxes."""
         self._confirmed_epoch = -1
-        """Newest abandoned epoch that the coordinator has confirmed. It and all earlier ones are in the journal, and
-        are not sent again."""
+        """Newest abandoned epoch that the coordinator has confirmed. This epoch and all earlier ones are in the
+        journal, and are not sent again."""
         self._commit_mark = b""
         """Signed number of the last commit in the coordinator's journal, from its last reply. Each report returns it,
         so that a coordinator with an older journal notices that."""
         self.ended_boxes: dict[int, int] = {}
-        """Boxes whose epoch has ended -> last step of that epoch."""
+        """Number of each box that has ended its epoch -> last step of that epoch."""
         self.views: list[pb.SlotView] = [pb.SlotView(slot=slot) for slot in range(self.num_slots)]
         self._taken = 0
-        """Version of the newest reply whose views were taken. Versions increase over all runs of the coordinator."""
+        """Version of the newest reply from which views were taken. Versions increase over all runs of the
+        coordinator."""
         self._take_lock = threading.Lock()
         self.version = 0
         """Counter that increases with each change of `views` or `error`."""
@@ -167,7 +172,7 @@ class OpenRun:
     # ---- opening
 
     def open(self) -> None:
-        """Join the run as this box. Raises the coordinator's error if it refuses."""
+        """Join the run as this box. Raises the coordinator's error if the coordinator refuses."""
         reply = self._client.open_run(self._request)
         self.name, self.attempt, self.seed = reply.run, reply.attempt, reply.seed
         hold_s, self._lease_s = intervals(reply)
@@ -208,8 +213,8 @@ class OpenRun:
         )
 
     def _report(self, seen: int, hold_s: float) -> pb.WatchRunReply:
-        """Report progress to the coordinator, and return its reply. Once it has replied, the reported abandoned epochs
-        are in its journal."""
+        """Report progress to the coordinator, and return the reply. From then on the reported abandoned epochs are in
+        the coordinator's journal."""
         request = self._watch_request(seen, hold_s)
         reply = self._client.watch_run(request)
         if request.abandoned:
@@ -222,8 +227,8 @@ class OpenRun:
         return abandoned[bisect_right(abandoned, self._confirmed_epoch, key=itemgetter(0)) :]
 
     def _report_abandoned(self) -> None:
-        """Report abandoned epochs until the rest fits in one report. There are too many for one after the coordinator
-        was unreachable for long."""
+        """Report abandoned epochs until the rest fits in one report. After a long time without a coordinator, one
+        report may be too small for all abandoned epochs."""
         while len(self._unconfirmed()) > ABANDONED_SENT:
             self._report(0, 0.0)
 
@@ -313,8 +318,8 @@ class OpenRun:
         return True
 
     def report(self) -> None:
-        """Report progress now instead of within HOLD_S. If the coordinator is unreachable, the watch thread reports it
-        later."""
+        """Report progress now instead of within HOLD_S. If the coordinator is unreachable, the watch thread reports the
+        progress later."""
         try:
             reply = self._report(0, 0.0)
         except PenstockError:
@@ -358,7 +363,7 @@ class OpenRun:
         return self.link.force_tcp or view.host_id != self.link.host or not view.local_address
 
     def fetch_state(self, step: int, deadline_s: float) -> FetchedState:
-        """Return the records of all workers at a step."""
+        """Return the state records of all workers of all boxes at a step."""
         request = pb.FetchStateRequest(run=self.name, attempt=self.attempt, step=step, deadline_s=deadline_s)
         return self._fetched(request)
 
@@ -389,7 +394,12 @@ class OpenRun:
                 if called_at - since > warn_at:
                     warn_at *= 2
                     waited = called_at - since
-                    _log.warning("%s: the coordinator has not answered for %.0f s: %s", what, waited, error.message)
+                    _log.warning(
+                        "waiting for %s: the coordinator has not answered for %.0f s and is called again: %s",
+                        what,
+                        waited,
+                        error.message,
+                    )
                 self.reach(MAX_BACKOFF_S)
                 away_s += time.monotonic() - called_at
 
@@ -406,7 +416,7 @@ class OpenRun:
     def close(self, *, forget: bool = True) -> None:
         """Close the run. Raises no error if the coordinator is unreachable. May be called again.
 
-        forget: True if the run will not be opened again. Used only in embedded mode.
+        forget: True if the run will not be opened again. Only embedded mode uses this argument.
         """
         with self._close_lock:
             if self._closed:

@@ -62,12 +62,12 @@ class SaveCounters:
             self.last_stall_s = seconds
 
     def begun(self) -> None:
-        """Count a checkpoint whose writing begins."""
+        """Count a checkpoint at the start of its writing."""
         with self._lock:
             self.in_flight += 1
 
     def ended(self, step: int, seconds: float, written: int, *, ok: bool) -> None:
-        """Count a checkpoint whose writing is complete or has failed."""
+        """Count a checkpoint at the end of its writing, complete or failed."""
         with self._lock:
             self.in_flight -= 1
             self.written_bytes += written

@@ -1,10 +1,10 @@
-"""Ordered reader: takes frames from several lanes and returns batches in the order of the position. This is the hot
-path, and all of it runs in the training thread.
+"""Ordered reader: takes frames from several lanes (connections of worker slots) and returns batches in the order of the
+position. The reader is the hot path, and all of its code runs in the training thread.
 
-`OrderedReader.next` reads a frame from the lane whose batch is due, makes a batch of it and advances the position. If
-there is no frame, it waits for that lane or for changes of the slots. A batch is acknowledged in a later call of
-`next`, because the loop does not have it before `next` returns. Acks are sent in groups. A long wait sends all acks of
-all lanes, because a producer without credits would wait for them.
+`OrderedReader.next` reads a frame from the lane with the due batch, makes a batch of the frame and advances the
+position. Without a frame, `next` waits for that lane or for changes of the slots. A batch is acknowledged in a later
+call of `next`, because the loop gets the batch only when `next` returns. Acks are sent in groups. A long wait sends all
+acks of all lanes, because a producer without credits would wait for acks.
 
 Order is checked: a batch that is not exactly the next one of its slot is an error, except that a batch repeated after a
 reconnect is released unread. Content is checked too: a damaged batch is fetched again from the ring at the lane's other
@@ -64,7 +64,7 @@ FAILED_GRACE_S = 2.0
 slot's lane."""
 RETRY_FLUSH_S = 0.02
 LAZY_S = 0.002
-"""Seconds of a wait after which the acks of incomplete groups are sent. If they were sent at once, a loop that is
+"""Seconds of a wait after which the acks of incomplete groups are sent. If these acks were sent at once, a loop that is
 faster than its workers would pay one system call and one wake-up of the producer for each batch."""
 
 NO_WORKER = (pb.SLOT_PHASE_UNSPECIFIED, pb.WAITING)
@@ -82,7 +82,7 @@ _log = logging.getLogger("penstock.client")
 
 
 class OrderedReader:
-    """Reader of the batches of one box, in the order of the box's position."""
+    """Reader of the batches of one box (data-parallel rank), in the order of the box's position."""
 
     def __init__(self, run: OpenRun, position: Position, label: str, timeout_s: float) -> None:
         self.position = position
@@ -105,7 +105,7 @@ class OrderedReader:
         self._slow = [""] * run.num_slots
         self._start_places = [0] * run.num_slots
         self._queue_moved = 0.0
-        """Monotonic time at which a runner that waits to be started last moved up in the queue of its worker."""
+        """Monotonic time at which a waiting runner last moved up in its worker's queue of runners to start."""
         self._notice = run.notice
         self._notice.pause()
         self._later_notice: WaitNotice | None = None
@@ -198,8 +198,8 @@ class OrderedReader:
             raise self._placed(
                 BatchCorruptError(
                     f"{self._label}: batch {self.position.total[slot] + 1} of the slot arrived damaged {CORRUPT_TRIES} "
-                    "times in a row: memory or network damages data, on the worker's machine or this one. Last cause: "
-                    f"{what}"
+                    "times in a row. Check the memory and network hardware of the worker's machine and of this "
+                    f"machine. Last cause: {what}"
                 ),
                 slot,
             )
@@ -274,7 +274,7 @@ class OrderedReader:
         lane.lose(time.monotonic(), "out of order")
         return ProtocolError(
             f"{lane.name}: the worker sent {what}, but batch {position.total[slot] + 1} of epoch {position.epoch} was "
-            "due"
+            "due. Use one release of Penstock on all machines"
         )
 
     # ---- waiting
@@ -289,7 +289,7 @@ class OrderedReader:
         if run.error is not None:
             raise run.error
         if run.closed:
-            raise PenstockError(f"{self._label}: its appliance was closed while the loop was reading")
+            raise PenstockError(f"{self._label}: its Appliance was closed in the loop: leave the loop before close()")
         now = time.monotonic()
         if not self._waiting_since:
             self._waiting_since = now
@@ -329,7 +329,7 @@ class OrderedReader:
             self._waited(lane.slot, worker, time.monotonic() - now)
 
     def _notice_of(self, view: pb.SlotView) -> WaitNotice | None:
-        """Return the notice of a wait for the first batch or for a slot without a worker; None of any other wait."""
+        """Return the notice of a wait for the first batch or for a slot without a worker; None for any other wait."""
         if self.position.step == self.first_step:
             return self._notice
         if view.phase in NO_WORKER and self._later_notice is None:
@@ -340,7 +340,7 @@ class OrderedReader:
         """Return two texts for messages: what the loop waits for, and the reason for the wait."""
         which = "first" if self.position.step == self.first_step else "next"
         slots = f" from slot {lane.slot}" if self._run.num_slots > 1 else ""
-        why = f"its lane cannot be opened: {lane.last_failure}" if lane.last_failure else "its runner makes it"
+        why = f"no connection to its worker: {lane.last_failure}" if lane.last_failure else "its runner is making it"
         if view.phase in NO_WORKER:
             why = "no worker has free slots"
         elif view.phase == pb.STARTING:
@@ -395,9 +395,9 @@ class OrderedReader:
         if view.phase in NO_WORKER:
             missing = sum(v.phase in NO_WORKER for v in run.views)
             return NoWorkersError(
-                f"{self._label}: box {run.box} waited {waited:.0f} s for step {step}: {missing} of its "
-                f"{run.num_slots} slots have no worker (slot {slot} is due){away}. Start more `penstock worker`s or "
-                "ones with more --slots, or lower num_workers_per_box; `penstock status` shows the workers"
+                f"{self._label}: box {run.box} waited {waited:.0f} s for step {step}: {missing} of its {run.num_slots} "
+                f"worker slots have no worker (slot {slot} is due){away}. Start more `penstock worker`s or ones with "
+                "more --slots, or lower num_workers_per_box; `penstock status` shows the workers"
             )
         starting = "its runner is still starting"
         if view.start_queue_position:
@@ -405,19 +405,20 @@ class OrderedReader:
             starting = f"its runner is {queued} in the worker's queue of runners to start"
         doing = {pb.STARTING: starting, pb.READY: "its next batch has not arrived"}
         why_closed = (
-            f"; its lane cannot be opened: {lane.last_failure}" if lane.consumer is None and lane.last_failure else ""
+            f"; no connection to its worker: {lane.last_failure}" if lane.consumer is None and lane.last_failure else ""
         )
         what = f"its runner is {view.doing}" if view.doing else doing.get(view.phase, "it has failed")
         return DeadlineError(
             f"{self._label}: box {run.box} waited {waited:.0f} s for step {step} from slot {slot} on worker "
-            f"{view.worker or 'unknown'}: {what}{why_closed}{away} (timeout_s={self._timeout_s:g})",
+            f"{view.worker or 'unknown'}: {what}{why_closed}{away} (timeout_s={self._timeout_s:g}). `penstock status` "
+            "shows the workers; raise timeout_s if batches take this long",
             remote_traceback=view.stack if view.doing else "",
         )
 
     # ---- slots and their lanes
 
     def _first_lane(self, slot: int) -> SlotLane:
-        """Return the first lane of a slot. Its generation is 0, until the coordinator reports a generation."""
+        """Return the first lane of a slot, with generation 0 until the coordinator reports a generation."""
         return SlotLane(slot, 0, self._lane_name(slot, ""))
 
     def _lane_name(self, slot: int, worker: str) -> str:
@@ -447,7 +448,7 @@ class OrderedReader:
                 self._restarts[slot] = view.restarts
                 frames = "" if view.doing else stack_in_a_line(view.stack)
                 why = view.note or f"moved to worker {view.worker}"
-                notes.append(recovered(run.box, slot, why) + (f". It died in {frames}" if frames else ""))
+                notes.append(recovered(run.box, slot, why) + (f". The runner died in {frames}" if frames else ""))
             if view.doing and view.doing != self._slow[slot]:
                 notes.append(f"slow worker: slot {slot} of box {run.box} on worker {view.worker} is {view.doing}")
             self._slow[slot] = view.doing
@@ -464,8 +465,7 @@ class OrderedReader:
             warn_user(f"{self._label}: {note}")
 
     def _log_not_used(self, views: Sequence[pb.SlotView]) -> None:
-        """Log once why the states of the loader's own methods are not used. Without them saves and recoveries are
-        slower."""
+        """Log once why the states of the loader's own methods are not used, which makes saves and recoveries slower."""
         why = next((view.capabilities.not_used for view in views if view.capabilities.not_used), "")
         if why and not self._logged_not_used:
             self._logged_not_used = True
@@ -513,7 +513,7 @@ class OrderedReader:
                     lane.consumer.open_epochs(limit)
 
     def announce(self, schedule: CheckpointSchedule, last: int | None) -> int | None:
-        """Announce the next checkpoint steps to the workers. Return the step at which to announce again, or None."""
+        """Announce the next checkpoint steps to the workers. Return the step of the next announcement, or None."""
         position = self.position
         steps = schedule.ahead(position.step, last, OUTRUN * len(self._lanes))
         pairs: list[list[int]] = [[] for _ in self._lanes]
@@ -535,7 +535,7 @@ class OrderedReader:
         return steps[(len(steps) - 1) // 2] if steps else None
 
     def abandon_epoch(self) -> None:
-        """Abandon the epoch at the present position. The workers drop its remaining batches."""
+        """Abandon the epoch at the present position. The workers drop the epoch's remaining batches."""
         position = self.position
         if not any(position.delivered):
             return  # no batch of the epoch was taken
@@ -564,7 +564,7 @@ class OrderedReader:
 
     @property
     def run(self) -> OpenRun:
-        """Run whose batches this reader delivers."""
+        """Run of the batches that this reader delivers."""
         return self._run
 
     def open_lanes(self) -> list[Literal["local", "tcp"]]:
@@ -575,12 +575,12 @@ class OrderedReader:
 
     @property
     def held(self) -> int:
-        """Number of batches of which the loop is known to have views. May be read from any thread."""
+        """Number of delivered batches with views that the loop still has. May be read from any thread."""
         return sum(len(ring.held) for lane in list(self._lanes) for ring in list(lane.rings.values()))
 
     def snapshot(self) -> records_pb2.BoxPosition | None:
-        """Return the present position, for the watch thread. Return None if it cannot be read, because the training
-        thread keeps changing it."""
+        """Return the present position, for the watch thread. Return None if the training thread keeps changing the
+        position, so that no consistent value can be read."""
         position = self.position
         for _ in range(1000):
             before = (position.step, position.epoch, len(position.live))

@@ -1,28 +1,29 @@
-"""The receiver: a process that receives batches over TCP into a ring on this host, for a training job whose workers are
-on other hosts.
+"""The receiver: a process that receives batches over TCP into a ring on this host, for a training job with workers on
+other hosts.
 
-It is a process, without torch or numpy, because a thread of the training process would share the interpreter lock with
-the training loop. It runs by its file's path (`receiver_process.Receiver` starts it), because `python -m` would import
-penstock.client, and with that torch.
+The receiver is a process, without torch or numpy, because a thread of the training process would share the interpreter
+lock with the training loop. `receiver_process.Receiver` starts the process by this file's path, because `python -m`
+would import penstock.client, and with that torch.
 
-A consumer connects to it as to a daemon on its own host, and the consumer's Hello names the address of the worker's
-daemon (`target`). Towards the consumer the receiver is then a producer like any other, with two differences: each batch
+A consumer connects to the receiver as to a daemon on its own host, and the consumer's Hello names the address of the
+worker's daemon (`target`). For the consumer the receiver is a producer like any other, with two differences: each batch
 is received from TCP straight into a ring entry, and the consumer's acks are forwarded to the sender. One lane is one
-state machine, and one thread serves all of them. No step waits for a single socket. A receiver that waited for the
+state machine, and one thread serves all lanes. No step waits for a single socket. A receiver that waited for the
 network without reading from its consumer would not forward the consumer's acks, and then both sides would wait forever.
 
-The ring is the flow control: without a free entry the receiver does not read from TCP until the consumer releases one.
-Small batches are copied out of the receive buffer, and one receive gets many of them. A large batch is received into
-its entry, and the bytes after it are received into the buffer in the same call. A compressed batch comes in pieces:
-each is received into a buffer of the lane, and unpacked into the entry while the next is on its way.
+The ring is the flow control: without a free entry the receiver does not read from TCP until the consumer releases an
+entry. Small batches are copied out of the receive buffer, and one receive gets many of them. A large batch is received
+into its entry, and the bytes after it are received into the buffer in the same call. A compressed batch comes in
+pieces: each is received into a buffer of the lane, and unpacked into the entry while the next is on its way.
 
 Arrived data are verified: frames by their seals, payloads by the check after them (penstock.proto.lane.tcp), and each
 piece right after its arrival, while it is in the processor's cache. A difference is an ERROR frame to the consumer,
-which reconnects and gets all of it again.
+which reconnects and gets the data again.
 
-With TLS a receive returns at most 16 KiB, and epoll does not report the bytes that TLS has already read. So a lane
-whose turn ends before it has read all of these bytes tells the event loop. An invalid certificate of the worker, or the
-worker's refusal of this end's certificate, is an error and not a lost connection, because a retry would not help.
+With TLS a receive returns at most 16 KiB, and epoll does not report the bytes that TLS has already read. So a lane that
+has not read all of these bytes by the end of its turn enters itself in `ReceiverLoop.again`. An invalid certificate of
+the worker, or the worker's refusal of this end's certificate, is an error and not a lost connection, because a retry
+would not help.
 
 Ends. If the TCP connection is lost or refused, complete batches are forwarded, then the consumer's socket ends, and the
 consumer reconnects. Only an error from the daemon, or an invalid stream, reaches the consumer as an ERROR frame. If the
@@ -79,20 +80,20 @@ from penstock.runtime.telemetry.logs import log_lines
 _log = logging.getLogger("penstock.client.stream.receiver")
 
 HELLO_S = 10.0
-"""Deadline in seconds of a consumer's Hello, and of the last acks of a lane whose consumer has left."""
+"""Deadline in seconds of a consumer's Hello, and of a lane's last acks after its consumer has left."""
 SMALL = 16 << 10
 """Largest payload in bytes that is copied out of the receive buffer; one receive gets many such payloads."""
 AHEAD = 4 << 10
-"""Bytes that are received after a large payload in the same call. They are enough for the next frame, and few to
-copy."""
+"""Bytes that are received after a large payload in the same call. So many bytes are enough for the next frame, and are
+copied quickly."""
 WAKE_AT = 512 << 10
 """Bytes of a large payload that must have arrived before the next receive. Without this limit one receive gets 160 KiB
 of 8 MiB, and the wake-ups cost sender and receiver a tenth of their time (docs/benchmarks.md)."""
 READS_A_TURN = 32
 """Largest number of receives of one lane before the other lanes are served."""
 PACKED_AHEAD = 32 << 10
-"""Bytes that are received after a piece of a compressed payload in the same call. They are few, because they may be
-compressed data that unpack to many times as much."""
+"""Bytes that are received after a piece of a compressed payload in the same call. The number is small, because
+compressed data may unpack to many times their length."""
 PACKED_READS_A_TURN = 8
 """Limit in place of READS_A_TURN for a lane in the middle of a compressed payload, because unpacking a piece takes 0.2
 ms."""
@@ -103,7 +104,8 @@ Connection = socket.socket | OSError | PenstockError
 
 
 class ReceiverLane:
-    """Lane of the receiver: it connects one consumer, one TCP connection to a worker, and the ring between them."""
+    """Lane (connection for the batches of a worker slot), with one consumer, one TCP connection to a worker, and the
+    ring between the two."""
 
     def __init__(self, loop: ReceiverLoop, sock: socket.socket, max_batch_bytes: int) -> None:
         sock.setblocking(False)
@@ -116,7 +118,7 @@ class ReceiverLane:
         self._tcp_fd = -1
         self._address = ""  # address of the daemon
         self._tcp_answered = False  # True once bytes have come over TCP
-        self._silence: PenstockError | None = None  # reason of the end: the other host acknowledges nothing
+        self._silence: PenstockError | None = None  # reason of the end: the other host does not acknowledge data
         most = (max_batch_bytes + PAGE - 1) // PAGE * PAGE  # rounded as the sender rounds its entries
         self._producer = Producer(most, budget=loop.rings)
         self._producer.on_ack = self._relay
@@ -135,7 +137,7 @@ class ReceiverLane:
         self._to_skip = 0  # bytes of an unneeded payload that are still to come
         self._wake_at = 1  # bytes that must arrive before TCP counts as readable
         self._limit = 1 << 20  # largest receive into the buffer, in bytes
-        self._slot_bytes: dict[int, int] = {}  # entry sizes of the sender's rings
+        self._entry_bytes: dict[int, int] = {}  # entry sizes of the sender's rings
         self._pieces = StructurePieces()
         loop.watch(self, self._consumer_fd, select.EPOLLIN)
 
@@ -160,7 +162,7 @@ class ReceiverLane:
         """End the lane and close both sockets. The consumer can still read everything that was sent to it."""
         if self.over:
             return
-        _log.info("a lane has ended: %s", why)
+        _log.info("the lane to %s has ended: %s", self._address or "no worker yet", why)
         self.over = True
         self._target = self._reserved = self._unpacker = None
         self._unpackers.clear()
@@ -172,7 +174,7 @@ class ReceiverLane:
 
     def fail(self, error: BaseException) -> None:
         """End the lane because its stream cannot be continued, and send the error to the consumer."""
-        _log.warning("a lane failed: %s: %s", type(error).__name__, error)
+        _log.warning("the lane to %s failed: %s: %s", self._address or "no worker yet", type(error).__name__, error)
         known = isinstance(error, PenstockError)
         detail = records_pb2.ErrorDetail(
             name=type(error).__name__ if known else PenstockError.__name__,
@@ -283,8 +285,8 @@ class ReceiverLane:
             self.fail(error)
 
     def _crowded(self) -> bool:
-        """Return True if the consumer does not read its frames. Then nothing more is received, so that TCP stops the
-        sender."""
+        """Return True if the consumer does not read its frames. The lane then receives nothing more, so that TCP stops
+        the sender."""
         if self._producer.crowded:
             self._producer.flush()
         return self._producer.crowded
@@ -293,7 +295,7 @@ class ReceiverLane:
         """Process the frames in the receive buffer. Return False if a batch waits for a ring entry."""
         inbox, producer = self._inbox, self._producer
         while True:
-            if self._waiting and not self._open_slot():
+            if self._waiting and not self._open_entry():
                 return False
             if self._to_skip:
                 self._to_skip -= len(inbox.take_bytes(self._to_skip))
@@ -317,12 +319,12 @@ class ReceiverLane:
                 self._check_claims(frame)
                 self._waiting = True
             elif kind == RING:
-                self._slot_bytes[frame.ring] = frame.entry_bytes
+                self._entry_bytes[frame.ring] = frame.entry_bytes
                 producer.ring_bytes = min(
                     frame.entry_bytes * frame.entries, BOX_BYTES
                 )  # a ring as large as the sender's
-                if len(self._slot_bytes) > MAX_RINGS:
-                    del self._slot_bytes[min(self._slot_bytes)]
+                if len(self._entry_bytes) > MAX_RINGS:
+                    del self._entry_bytes[min(self._entry_bytes)]
             elif kind == STRUCTURE:
                 whole = self._pieces.add(frame)
                 if whole is not None:
@@ -335,14 +337,14 @@ class ReceiverLane:
     def _check_claims(self, frame: Frame) -> None:
         """Check the sizes that a BATCH frame states before memory is allocated for the batch. Raises ProtocolError."""
         size = frame.nbytes + 8 * frame.size
-        if size > self._slot_bytes.get(frame.ring, -1):
-            raise ProtocolError(f"a worker sent a batch of {frame.nbytes} bytes, which fits no ring that it announced")
+        if size > self._entry_bytes.get(frame.ring, -1):
+            raise ProtocolError(f"a worker sent a batch of {frame.nbytes} bytes, which fits into no announced ring")
         if frame.codec or frame.wire:
             if frame.codec not in self._unpackers:
-                raise ProtocolError(f"a worker sent a batch with a compression that was not requested ({frame.codec})")
+                raise ProtocolError(f"a worker sent a batch with codec {frame.codec}, which was not requested")
             check_claim(frame.wire, size)
         if not self._producer.knows_structure(frame.structure):
-            raise ProtocolError(f"a worker sent a batch of structure {frame.structure}, which it has not announced")
+            raise ProtocolError(f"a worker sent a batch before the description of its structure {frame.structure}")
 
     def _fill(self) -> bool:
         """Copy the payload's bytes from the receive buffer to `_target`. Return False if the payload is not complete
@@ -362,15 +364,15 @@ class ReceiverLane:
                 self._unpack(self._unpacker)
         return True
 
-    def _open_slot(self) -> bool:
+    def _open_entry(self) -> bool:
         """Get a ring entry for the batch in `_frame`, or skip the batch if its epoch was abandoned. Return False if no
-        entry is free. The entry is as large as the sender's, so that both rings grow alike."""
+        entry is free. The entry is as large as the sender's, so that both rings grow in the same way."""
         frame, producer = self._frame, self._producer
         size = frame.nbytes + 8 * frame.size
         if frame.abandons < producer.abandons:
             self._to_skip = (frame.wire if frame.codec else size) + tcp.CHECK_BYTES * tcp.is_checked(frame)
         else:
-            reserved = producer.reserve(self._slot_bytes[frame.ring])
+            reserved = producer.reserve(self._entry_bytes[frame.ring])
             if reserved is None:
                 return False
             self._reserved = reserved
@@ -401,7 +403,7 @@ class ReceiverLane:
             self._unpacker, self._whole = None, True
 
     def _publish(self) -> None:
-        """Announce the batch in `_frame` to the consumer. Its payload is complete in the ring entry."""
+        """Announce the batch in `_frame` to the consumer, once the payload is complete in the ring entry."""
         reserved, self._reserved, self._whole = self._reserved, None, False
         assert reserved is not None
         if self._frame.abandons < self._producer.abandons:
@@ -497,7 +499,7 @@ class ReceiverLoop:
             if soonest != NEVER:
                 now = time.monotonic()
                 for lane in [lane for lane in self._lanes if lane.deadline <= now]:
-                    lane.end("its deadline passed")
+                    lane.end("a Hello, connection or last ack did not come before the deadline")
 
     def close(self) -> None:
         """Release all resources after `run` has returned. Only tests need this, because the process ends then."""
@@ -566,13 +568,13 @@ class ReceiverLoop:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Receive batches from other hosts into rings of this one.")
-    parser.add_argument("--parent-pid", type=int, required=True, help="end when this process is gone")
-    parser.add_argument("--ready-fd", type=int, required=True, help="write a byte here once listening")
+    parser.add_argument("--parent-pid", type=int, required=True, help="process id of the training process to watch")
+    parser.add_argument("--ready-fd", type=int, required=True, help="descriptor for a newline once listening")
     parser.add_argument("--name", required=True, help="abstract Unix socket to listen on, without the leading NUL")
-    parser.add_argument("--max-batch-bytes", type=int, default=1 << 30, help="refuse larger ring entries")
+    parser.add_argument("--max-batch-bytes", type=int, default=1 << 30, help="largest ring entry in bytes (1 GiB)")
     for what in ("ca", "cert", "key", "name"):
         parser.add_argument(
-            f"--tls-{what}", default="", help="for the connections to workers: see penstock.proto.rpc.tls"
+            f"--tls-{what}", default="", help="TLS of connections to workers (none), see penstock.proto.rpc.tls"
         )
     given = parser.parse_args()
     name_process("penstock recv")

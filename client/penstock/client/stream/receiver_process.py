@@ -17,7 +17,7 @@ __all__ = ["Receiver"]
 
 RECEIVER = Path(__file__).with_name("receiver.py")
 START_S = 30.0
-"""Seconds within which the receiver must listen. On an idle machine it takes 0.1 s."""
+"""Seconds within which the receiver must listen. On an idle machine the start takes 0.1 s."""
 
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_": str(4 << 20)}
 """Environment variables for glibc's malloc in the receiver. Unpacking allocates and frees 256 KiB for each piece. By
@@ -84,20 +84,20 @@ class Receiver:
             except TimeoutError:
                 self._end()
                 raise DeadlineError(
-                    f"waited {START_S:g} s for the receiver, the process that takes batches from other hosts, to "
+                    f"waited {START_S:g} s for the receiver, the process that receives batches from other hosts, to "
                     "start: see its standard error"
                 ) from None
         if first_line is None:
             how = exit_words(process.result())
             self._end()
             raise PenstockError(
-                f"the receiver, the process that takes batches from other hosts, {how} at its start: see its standard "
-                "error"
+                f"the receiver, the process that receives batches from other hosts, {how} at its start: see its "
+                "standard error"
             )
         self.name = name
 
     def _tls_arguments(self) -> list[str]:
-        """Return the command-line arguments for TLS. They contain names of files, and no secrets."""
+        """Return the command-line arguments for TLS: names of files, and no secrets."""
         tls = self.tls
         if tls is None:
             return []

@@ -1,5 +1,5 @@
 """Interfaces of an open run and of its reader. There are two implementations. In the first, batches come from worker
-processes over lanes (open_run.py, ordered_reader.py). In the second, they are made in this process
+processes over lanes (open_run.py, ordered_reader.py). In the second, batches are made in this process
 (penstock.client.in_process). The module also contains the parts that both share: progress, statistics, messages."""
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ EPOCH_ENDED: Final = object()
 
 @dataclass
 class BoxProgress:
-    """Progress of a box, written by the training thread and reported to the coordinator by another. The training thread
-    replaces values, and never changes them in place."""
+    """Progress of a box (a data-parallel rank), written by the training thread and reported to the coordinator by
+    another thread. The training thread replaces values, and never changes a value in place."""
 
     position: Callable[[], records_pb2.BoxPosition | None] = lambda: None
     waiting_for: int = 0
@@ -50,7 +50,7 @@ class BoxProgress:
     """Seconds that the loop has waited for each slot. Assign a new list to reset the counts."""
     epoch_ended: bool = False
     unreachable: Callable[[], list[tuple[int, int, str]]] = list
-    """Function that returns (slot, generation, reason) for each slot whose worker this host cannot reach."""
+    """Function that returns (slot, generation, reason) for each slot on a worker that this host cannot reach."""
     counts: DeliveredCounts | None = None
     """Counts of the delivered samples, by source and key; None before there is a reader."""
     abandoned: tuple[tuple[int, int], ...] = field(default=())
@@ -87,17 +87,18 @@ class StreamStats:
     copies: int = 0
     """Batches delivered as copies, because the loop held too many views."""
     ahead: int = 0
-    """Batches whose copy to the device was started before the loop requested them; 0 without a device."""
+    """Batches that were being copied to the device before the loop requested them; 0 without a device."""
     recoveries: int = 0
-    """Slots that moved to another runner while the loop was reading."""
+    """Number of times that a slot moved to another runner while the loop was reading."""
     corrupt: int = 0
     """Number of times that data arrived damaged, over the network or in memory, and were fetched again."""
     skipped: int = 0
-    """Poison batches left out since the loader was opened (poison="skip")."""
+    """Number of poison batches (batches that kill their runner) left out since the loader was opened
+    (poison="skip")."""
     sources: dict[str, SampleCounts] = field(default_factory=dict)
     """Counts of the delivered samples by source, over the whole life of the run; empty unless the loader has `counts`
-    (penstock.data.Counts). They are those of this box. After a resume on another number of boxes, box 0 continues the
-    counts of all boxes, so the sum over all boxes is always that of the run."""
+    (penstock.data.Counts). Other boxes have counts of their own. After a resume on another number of boxes, box 0
+    continues the counts of all boxes, so the sum over all boxes is always that of the run."""
     keys: dict[str, SampleCounts] = field(default_factory=dict)
     """The same counts by key; empty unless the loader counts by a key."""
     imbalance: float | None = None
@@ -106,7 +107,7 @@ class StreamStats:
 
 
 class StreamRun(Protocol):
-    """Interface of an open run of one box."""
+    """Interface of an open run of one box (data-parallel rank)."""
 
     name: str
     box: int
@@ -119,7 +120,7 @@ class StreamRun(Protocol):
     views: list[pb.SlotView]
     progress: BoxProgress
     ended_boxes: dict[int, int]
-    """Boxes whose epoch has ended -> last step of that epoch."""
+    """Number of each box that has ended its epoch -> last step of that epoch."""
     abandoned: bool
     """True once the loader was garbage-collected. The loader's finalizer sets it."""
     away_since: float | None
@@ -137,7 +138,7 @@ class StreamRun(Protocol):
         """End the run with an error. May be called from any thread."""
 
     def fetch_state(self, step: int, deadline_s: float) -> FetchedState:
-        """Return the records of all workers of all boxes at a step."""
+        """Return the state records of all workers of all boxes at a step."""
 
     def aggregate(self, states: bytes, deadline_s: float) -> bytes:
         """Run the loader's aggregate_state_dict, and return the envelope of the result. states: envelope of the list of
@@ -148,7 +149,7 @@ class StreamRun(Protocol):
 
 
 class Reader(Protocol):
-    """Interface of a reader, which returns the batches of one box in order."""
+    """Interface of a reader, which returns the batches of one box (data-parallel rank) in order."""
 
     position: Position
     stats: StreamStats
@@ -169,13 +170,13 @@ class Reader(Protocol):
         """Return the next batch, or EPOCH_ENDED."""
 
     def flush(self) -> bool:
-        """Send acknowledgements of all delivered batches."""
+        """Send acknowledgements of all delivered batches. Return False if some could not be sent yet."""
 
     def open_epochs(self, limit: int) -> None:
         """Allow the workers to begin epochs up to and including `limit`."""
 
     def announce(self, schedule: CheckpointSchedule, last: int | None) -> int | None:
-        """Announce the next checkpoint steps to the workers. Return the step at which to announce again, or None."""
+        """Announce the next checkpoint steps to the workers. Return the step of the next announcement, or None."""
 
     def abandon_epoch(self) -> None:
         """Abandon the epoch at the present position."""
@@ -184,7 +185,7 @@ class Reader(Protocol):
         """Raise the error of a slot that has failed and is not restarted."""
 
     def open_lanes(self) -> list[Literal["local", "tcp"]]:
-        """Return the transport of each open lane."""
+        """Return the transport of each open lane (connection of a worker slot)."""
 
     def close(self) -> None:
         """Close the reader. Batches that the loop still holds stay valid."""
@@ -199,19 +200,20 @@ def placed(error: PenstockError, worker: str, box: int, slot: int, step: int) ->
 
 def recovered(box: int, slot: int, why: str) -> str:
     """Return the text of the warning that a slot was recovered."""
-    return f"slot {slot} of box {box} was recovered: {why}; the stream continues as without the fault"
+    return f"slot {slot} of box {box} was recovered: {why}; the batches are the same as without the fault"
 
 
 def warn_of_whole_input(label: str, views: Sequence[pb.SlotView], num_workers: int) -> bool:
-    """Warn if no worker has looked at its assignment by the time of the first batches, because then each reads the
-    whole input. Return True if it warned. num_workers: number of workers of all boxes."""
+    """Warn if no worker has looked at its assignment by the time of the first batches, because then each worker reads
+    the whole input. Return True after a warning. num_workers: number of workers of all boxes."""
     if num_workers < 2 or not all(
         view.HasField("capabilities") and not view.capabilities.looked_at_assignment for view in views
     ):
         return False
     warn_user(
         f"{label}: no worker read its assignment, so every worker streams the whole input, and each "
-        "sample comes once from every worker. Shard it in input_fn or its dataset: a = penstock.worker."
-        "current_assignment() and a.global_worker_id of a.total_num_workers, or torch's get_worker_info()",
+        "sample comes once from every worker. Let input_fn or its dataset read one share of the input: share "
+        "a.global_worker_id of a.total_num_workers, with a = penstock.worker.current_assignment(), or the share of "
+        "torch's get_worker_info()",
     )
     return True

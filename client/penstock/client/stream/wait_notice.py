@@ -1,5 +1,5 @@
-"""Lines on standard error about what a training job waits for before its first batch. None is written if the batch
-comes soon.
+"""Lines on standard error about the reason for which a training job waits for its first batch. No line is written if
+the batch comes soon.
 
 A first batch takes a fraction of a second on an idle machine, and many seconds if the machine is busy or no worker is
 free. Without such lines a job that waits looks like one that hangs.
@@ -28,7 +28,7 @@ def _print(line: str) -> None:
 
 
 class WaitNotice:
-    """Clock of the wait for the first batch, and writer of the lines about it. It runs from its creation.
+    """Clock of the wait for the first batch, and writer of the lines about that wait. The clock runs from its creation.
 
     Args:
         clock: returns a monotonic time in seconds.
@@ -48,7 +48,7 @@ class WaitNotice:
         return self._since + self._next_s
 
     def pause(self) -> None:
-        """Stop the clock until `resume`, while the training job does something other than waiting."""
+        """Stop the clock until `resume`, while the training job does not wait."""
         if self._waited_s is None:
             self._waited_s = self._clock() - self._since
 

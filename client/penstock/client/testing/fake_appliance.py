@@ -18,7 +18,7 @@ __all__ = ["FakeAppliance"]
 
 
 class FakeAppliance(Appliance):
-    """Appliance whose workers run in this process and thread, for tests of training loops.
+    """Appliance with workers in this process and thread, for tests of training loops.
 
     Example::
 
@@ -29,14 +29,15 @@ class FakeAppliance(Appliance):
                 train(executor)
                 assert executor.stats.recoveries == 1
 
-    Pass it to executors, or open it in a `with`, like an Appliance. This process is one box of `num_boxes`. When a
-    state is saved, the other boxes are assumed to do the same as this one: take the same steps, and leave an epoch
-    after the same step. For the other boxes' batches, make a FakeAppliance with another `box`.
+    Use a FakeAppliance like an Appliance: pass it to executors, or open it in a `with`. This process is one box
+    (data-parallel rank) of `num_boxes`. A saved state assumes that the other boxes do the same as this box: take the
+    same steps, and leave an epoch after the same step. For the other boxes' batches, create a FakeAppliance with
+    another `box`.
 
-    It reads neither environment variables nor the settings file.
+    A FakeAppliance reads neither environment variables nor the settings file.
 
     Args:
-        num_workers_per_box: worker slots of each box (1).
+        num_workers_per_box: number of worker slots (logical workers) of each box (1).
         box, num_boxes: number of this box, and number of boxes (0 of 1).
         job: name of the job (a new name).
         seed: seed of the run, 0 to 2**64 - 1 (that of a loaded state, or a random one).

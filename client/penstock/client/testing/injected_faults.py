@@ -13,8 +13,8 @@ __all__ = ["InputError", "LostWorker", "SlowBatch"]
 
 @dataclass(frozen=True)
 class SlowBatch:
-    """Fault: the batch of this step arrives `seconds` late. If that is the appliance's `timeout_s` or more, the loop
-    gets a DeadlineError. It may then continue: the next executor gets the batch."""
+    """Fault: the batch of this step arrives `seconds` late. If `seconds` is the appliance's `timeout_s` or more, the
+    loop gets a DeadlineError. Training may then continue: the next executor gets the batch."""
 
     step: int
     seconds: float

@@ -49,7 +49,7 @@ class ReadRequest:
     tensor: torch.Tensor | None
     """Tensor to fill; None if the value is an object."""
     own: bool
-    """True if the restore made this tensor. It may then be filled before all other values are checked."""
+    """True if the restore made this tensor, which may then be filled before all other values are checked."""
 
 
 @dataclass(frozen=True)
@@ -67,14 +67,14 @@ class SavedEntries:
         if not found:
             there = ", ".join(sorted({repr(path[0]) for path in self.paths.values()}))
             raise CheckpointError(
-                f"the checkpoint {self.path} has no value {key!r}; it has {there}: leave {key!r} out of the state to "
-                "restore, or use one of these names"
+                f"the checkpoint {self.path} has no value {key!r}; its values are {there}. Leave {key!r} out of the "
+                "state to restore, or use one of these names"
             )
         return found
 
     def empty(self, name: str, like: torch.Tensor | None = None) -> ReadRequest:
-        """Return a request that reads a value into a new tensor. If `like` has the saved size, the tensor gets its
-        layout."""
+        """Return a request that reads a value into a new tensor. If `like` has the saved size, the new tensor gets the
+        layout of `like`."""
         saved = self.metadata.state_dict_metadata[name]
         if not isinstance(saved, TensorStorageMetadata):
             return ReadRequest(None, True)
@@ -89,7 +89,7 @@ class SavedEntries:
         if not isinstance(saved, TensorStorageMetadata):
             raise CheckpointError(
                 f"{name!r} cannot be restored from {self.path}: it was saved as a Python object, but is a tensor in "
-                "the state to restore"
+                "the state to restore. Put None in place of the tensor to load the object"
             )
         if tensor.is_meta:
             raise CheckpointError(
@@ -97,12 +97,15 @@ class SavedEntries:
                 "restore"
             )
         if tensor.shape != saved.size:
-            raise CheckpointError(f"Size mismatch between saved {saved.size} and current: {tensor.shape} for {name}")
+            raise CheckpointError(
+                f"{name!r} must have the shape saved in {self.path}, {list(saved.size)}, got {list(tensor.shape)} in "
+                "the state to restore. Make this tensor or its module with the saved shape"
+            )
         dtype = saved.properties.dtype
         if not torch.can_cast(dtype, tensor.dtype):
             raise CheckpointError(
                 f"{name!r} was saved in {self.path} as {dtype}, which cannot be converted to {tensor.dtype}, its dtype "
-                "in the state to restore"
+                f"in the state to restore. Use a tensor of dtype {dtype} there"
             )
         return ReadRequest(tensor, False)
 
@@ -125,7 +128,7 @@ class StateEntry(ABC):
     """Entry of the state to restore: a top-level key and its value."""
 
     comes_first = False
-    """True if this entry is restored before others, because they need its result."""
+    """True if this entry is restored before others, because other entries need its result."""
 
     def __init__(self, key: str, value: Any, saved: SavedEntries) -> None:
         self.key = key
@@ -140,8 +143,8 @@ class StateEntry(ABC):
         """Return the requests for the values to read, by name."""
 
     def fit(self, values: dict[str, Any], around: RestoreContext) -> None:
-        """Check and keep the values that were read. values: by the names that `wanted` returned. Raises an error if
-        they do not fit."""
+        """Check the values that were read, and keep them for `put`. values: name, as in `wanted` -> value. Raises
+        CheckpointError if the values do not fit."""
         root: dict[str, Any] = {}
         for name, path in self.names.items():
             set_element(root, (self.key, *path), values[name])
@@ -203,7 +206,10 @@ class _OptimizerEntry(StateEntry):
     def wanted(self) -> dict[str, ReadRequest]:
         parameters = [one for group in self.value.param_groups for one in group["params"]]
         if any(one.is_meta for one in parameters):
-            raise self.misfit("its parameters are on the meta device: make the optimizer after to_empty(device=...)")
+            raise self.misfit(
+                "its parameters are on the meta device, so they have no memory: make the optimizer after "
+                "to_empty(device=...)"
+            )
         like = dict(zip(self._parameters, parameters, strict=True))
         return {
             name: self.saved.empty(name, like.get(str(path[1])) if path[0] == "state" and path[1:] else None)
@@ -237,7 +243,7 @@ class _ModuleEntry(StateEntry):
             parts = [f"the checkpoint lacks {some(self._full(missing))}"] if missing else []
             if unexpected:
                 parts.append(f"the checkpoint has {some(self._full(unexpected))}, which the module does not have")
-            raise self.misfit("; ".join(parts))
+            raise self.misfit("; ".join(parts) + ". Build the module as it was at the save")
         wanted = {}
         for name, path in self.names.items():
             current, extra = state[str(path[0])], str(path[0]).rpartition(".")[2] == EXTRA
@@ -286,7 +292,7 @@ class _PlainEntry(StateEntry):
     def wanted(self) -> dict[str, ReadRequest]:
         current, _ = flatten_state_dict({self.key: self.value})
         if missing := sorted(set(current) - set(self.names)):
-            raise self.misfit(f"the checkpoint lacks {some(missing)}")
+            raise self.misfit(f"the checkpoint lacks {some(missing)}. Leave these values out of the state to restore")
         if not isinstance(self.value, Mapping) or self.value:  # an empty dict takes every saved value
             self.names = {name: path for name, path in self.names.items() if name in current}
         return {

@@ -1,4 +1,4 @@
-"""Reader of a checkpoint's files: every byte is read and verified by its hash before it is used.
+"""Reader of a checkpoint's files. Every byte is verified by a hash before its use.
 
 The writer hashes each archive of a file by itself (`CheckpointFile.parts`), so a rank reads and hashes only the
 archives that it needs. A few threads read neighbouring archives in one call each: both reading and hashing release the
@@ -38,8 +38,8 @@ __all__ = ["FillRequest", "read", "read_file"]
 RUN = 16 << 20
 """Bytes of neighbouring archives that one call reads at most; a larger archive is read by a call of its own."""
 SMALL = 8 << 20
-"""Number of bytes up to which a restore reads without threads. Python's work for each entry then takes longer than the
-reading."""
+"""Number of bytes up to which a restore reads without threads, because Python's work for each entry takes longer than
+reading so few bytes."""
 MAX_UNNEEDED_BYTES = 4 << 10
 """Largest number of unneeded bytes in a read buffer, for each tensor to fill, for which the buffer is kept until the
 tensors are filled. Otherwise the values are copied out of it."""
@@ -68,8 +68,8 @@ class FillRequest:
             other = seen.setdefault(place, fill)
             if other.name != fill.name and not _same(other.source, fill.source, target.dtype):
                 raise CheckpointError(
-                    f"{other.name!r} and {fill.name!r} were saved with different values, but are one shared tensor in "
-                    "the state to restore: untie them, or leave one of them out"
+                    f"{other.name!r} and {fill.name!r} were saved with different values, but share one tensor in the "
+                    "state to restore. Make two tensors of them, or leave one of the two names out"
                 )
 
     @staticmethod
@@ -96,7 +96,7 @@ class _Piece:
 
 @dataclass
 class _Archive:
-    """Bytes that torch.save wrote as one archive for one saved value. They are read together."""
+    """Bytes that torch.save wrote as one archive for one saved value, and that are read together."""
 
     name: str
     offset: int
@@ -162,7 +162,7 @@ def read(
 
 
 def read_file(folder: int, file: CheckpointFile) -> bytes:
-    """Return the contents of a short file."""
+    """Return the contents of a short file. Raises CheckpointCorruptError if the file cannot be read or is too short."""
     handle = _open(folder, file)
     try:
         return bytes(_read(handle, 0, file.nbytes, file.name).numpy())
@@ -333,7 +333,7 @@ def _bytes_of(data: torch.Tensor) -> memoryview:
 
 
 def _check_whole(handle: int, file: CheckpointFile) -> None:
-    """Compare the checksum of a whole file. Used for files whose parts have no checksums."""
+    """Compare the checksum of a whole file that has no checksums of its parts."""
     hasher = xxhash.xxh3_128()
     for begin in range(0, file.nbytes, RUN):
         hasher.update(_bytes_of(_read(handle, begin, min(RUN, file.nbytes - begin), file.name)))

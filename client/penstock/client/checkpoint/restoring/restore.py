@@ -2,10 +2,10 @@
 
 The saved state decides what is loaded, not the present state of the objects: an optimizer that has made no step has no
 state to fill, and a loader's state may have other parts than before. Each rank reads the values that it needs; a
-DTensor gets its part, whichever rank wrote it.
+DTensor gets its part, even if another rank wrote that part.
 
-Everything is read, hashed and compared with its target before anything is loaded. So a checkpoint that is damaged, does
-not fit, or is deleted while it is read, leaves everything unchanged.
+All values are read, hashed and compared with their targets before any value is loaded. So a checkpoint that is damaged,
+does not fit, or is deleted during the restore, leaves all objects unchanged.
 
 Reading unpickles only the kinds of objects that a checkpoint consists of: torch's index through a list of allowed
 classes (torch_index.py), tensors and objects by torch.load with weights_only, unless the caller trusts the files
@@ -61,7 +61,7 @@ TRIES = 20
 
 @dataclass(frozen=True)
 class PinnedCheckpoint:
-    """A checkpoint to restore, which is not deleted while it is pinned."""
+    """Checkpoint to restore. No save deletes a checkpoint while it is pinned."""
 
     path: Path
     step: int
@@ -71,8 +71,8 @@ class PinnedCheckpoint:
 
 @contextmanager
 def chosen(folder: Path, step: int | None, timeout_s: float, verify: bool) -> Iterator[PinnedCheckpoint | None]:
-    """Yield the checkpoint to restore (see AsyncCheckpointer.restore), pinned against deletion; None if there is none.
-    Waits for a running save of another process."""
+    """Yield the checkpoint to restore (see AsyncCheckpointer.restore), pinned against deletion; None if the folder has
+    no checkpoint. Waits for a running save of another process."""
     _settle(folder, timeout_s)
     for turn in range(TRIES):
         found = _choose(folder, step)
@@ -102,7 +102,8 @@ def _choose(folder: Path, step: int | None) -> FoundCheckpoint | None:
         if not matching:
             there = ", ".join(str(one.step) for one in found) or "none"
             raise CheckpointNotFoundError(
-                f"{folder} has no checkpoint of step {step}; its checkpoints are of steps: {there}"
+                f"{folder} has no checkpoint of step {step}; its checkpoints are of steps: {there}. Pass one of these "
+                "steps, or step=None for the newest"
             )
         newest = matching[0]
     if newest.damage:
@@ -128,7 +129,7 @@ def _settle(folder: Path, timeout_s: float) -> None:
         with locked(folder, timeout_s, silence_s=SILENCE_S):
             put_back(folder)
     except DeadlineError:
-        pass  # that save will not end, but complete checkpoints can be read all the same
+        pass  # the other save will not end, but complete checkpoints can be read
     except PenstockError:
         raise
     except OSError:
@@ -136,21 +137,21 @@ def _settle(folder: Path, timeout_s: float) -> None:
 
 
 def _damaged(path: Path, wrong: str) -> CheckpointCorruptError:
-    """Return the error for a damaged checkpoint. The error names the newest checkpoint whose files have the right
+    """Return the error for a damaged checkpoint. The error names the newest checkpoint with files of the right
     sizes."""
     try:
         good = [one.step for one in checkpoints(path.parent) if one.path != path and not one.damage]
     except CheckpointError:
         good = []
-    offer = "There is no other checkpoint"
+    offer = "The folder has no undamaged checkpoint: restore the files from a copy, or start without restore()"
     if good:
-        offer = f"The newest good one is of step {good[0]}: restore(state, step={good[0]}) resumes from it"
+        offer = f"The newest undamaged checkpoint is of step {good[0]}: restore(state, step={good[0]}) loads it"
     return CheckpointCorruptError(f"the checkpoint {path} is damaged: {wrong}. {offer}")
 
 
 @dataclass
 class LoadedCheckpoint:
-    """Checkpoint whose values were read and fit the targets, but are not loaded into them yet."""
+    """Checkpoint that was read and fits the targets, but is not loaded into the targets yet."""
 
     _entries: list[StateEntry]
     _fills: list[FillRequest]

@@ -1,5 +1,5 @@
-"""Reader of torch's index of a checkpoint, `.metadata`. The index is a pickle. It is read in a way that no code in it
-can run, and compared with the checkpoint's files."""
+"""Reader of torch's index of a checkpoint, the pickle `.metadata`. Reading the index runs no code from the pickle, and
+compares the index with the checkpoint's files."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ ALLOWED = {
 PATH_KEYS = {str, int}
 """Types of the keys that lead to a value in the state. torch writes no other types."""
 LARGE = 1 << 30
-"""Size in bytes above which a tensor must have as many bytes in the files. A smaller tensor may be an expanded one,
-whose repeated values were written once."""
+"""Size in bytes above which the files must contain all bytes of a tensor. A smaller tensor may be an expanded tensor,
+with repeated values that were written once."""
 
 
 def read_index(data: bytes, where: Path, files: Mapping[str, int]) -> Metadata:
@@ -55,7 +55,7 @@ def read_index(data: bytes, where: Path, files: Mapping[str, int]) -> Metadata:
     try:
         metadata = _Index(io.BytesIO(bounded(data))).load()
         if not isinstance(metadata, Metadata):
-            raise TypeError(f"it must hold torch's Metadata, got {type(metadata).__name__}")
+            raise TypeError(f"the pickle must hold torch's Metadata, got {type(metadata).__name__}")
         _check(metadata, files)
     except CheckpointCorruptError:
         raise
@@ -67,8 +67,8 @@ def read_index(data: bytes, where: Path, files: Mapping[str, int]) -> Metadata:
 def _check(metadata: Metadata, files: Mapping[str, int]) -> None:
     """Raise ValueError or TypeError for an index from which nothing can be restored.
 
-    No value of the index is hashed, printed or multiplied before its type is known. For nested tuples that could take
-    centuries, and `bounded` has checked only the keys of dicts.
+    No value of the index is hashed, printed or multiplied before its type is known. For nested tuples these operations
+    could take centuries, and `bounded` has checked only the keys of dicts.
     """
     written: Counter[str] = Counter()
     for index, info in metadata.storage_data.items():
@@ -84,14 +84,14 @@ def _check(metadata: Metadata, files: Mapping[str, int]) -> None:
             _check_tensor(name, saved, written[name])
     for name, path in metadata.planner_data.items():
         if name not in metadata.state_dict_metadata or not path or not isinstance(path, tuple):
-            raise ValueError(f"{name!r} has a path, and nothing was saved under that name")
+            raise ValueError(f"{name!r} has a path, but nothing was saved under that name")
         if not PATH_KEYS.issuperset(map(type, path)):
-            raise TypeError(f"{name!r} has a path with keys other than str and int")
+            raise TypeError(f"the path of {name!r} must consist of str and int keys")
 
 
 def _check_tensor(name: str, saved: TensorStorageMetadata, written: int) -> None:
     if not all(isinstance(size, torch.Size) for size in (saved.size, *_sizes(saved))):
-        raise TypeError(f"{name!r} has sizes other than torch.Size")
+        raise TypeError(f"the sizes of {name!r} must be of type torch.Size")
     count, dtype = math.prod(saved.size), saved.properties.dtype
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{name!r} must have a torch.dtype, got {type(dtype).__name__}")
@@ -114,7 +114,7 @@ def _sizes(saved: TensorStorageMetadata) -> Iterator[object]:
 
 
 class _Index(pickle.Unpickler):
-    """Unpickler of torch's index. It makes objects only of the classes of which an index consists."""
+    """Unpickler of torch's index, which makes objects only of the classes in `ALLOWED`."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
@@ -122,14 +122,15 @@ class _Index(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if name not in ALLOWED.get(module, ()) and not is_dtype:
             raise pickle.UnpicklingError(
-                f"it names {module}.{name}, which is not part of an index: give a folder that "
-                "torch.distributed.checkpoint wrote"
+                f"the pickle names {module}.{name}, which no index of torch.distributed.checkpoint contains. Pass a "
+                "folder that torch.distributed.checkpoint or AsyncCheckpointer wrote"
             )
         return super().find_class(module, name)
 
 
 def _member(kind: Any, name: Any) -> Any:
-    """Return a member of an enum. Refuse getattr on any other object, because it could lead to code of any kind."""
+    """Return a member of an enum. Refuse getattr on any other object, because such a getattr could lead to code of any
+    kind."""
     if not isinstance(kind, EnumType) or type(name) is not str or name not in kind.__members__:
-        raise pickle.UnpicklingError("it names an attribute that is not a member of an enum")
+        raise pickle.UnpicklingError("the pickle names an attribute that is not a member of an enum")
     return kind[name]

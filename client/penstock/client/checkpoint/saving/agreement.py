@@ -65,7 +65,7 @@ class Agreement:
         self._tried: set[str] = set()
         """Names of objects that were loaded once as a trial, to find out whether a restore can load them."""
 
-    def on(
+    def agree_on_save(
         self, step: int, folder: Path, state: Mapping[str, Any], earlier: list[CheckpointError], in_flight: list[str]
     ) -> AgreedSave:
         """Agree with the other ranks on a save, and return it.
@@ -83,7 +83,7 @@ class Agreement:
         def part() -> dict[str, Any]:
             nonlocal collected, objects, known
             if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 10**18:
-                raise InvalidArgumentError(f"save: step must be an int >= 0, got {step!r}")
+                raise InvalidArgumentError(f"save: step must be an int from 0 to 10**18 - 1, got {step!r}")
             collected = collect(state, self._ranks.rank, self._ranks.size)
             if collected.signature != self._signature:
                 self._plan, self._items, self._signature = None, collected.items(), collected.signature
@@ -133,7 +133,8 @@ class Agreement:
                 load_object(objects[name, None], name, "", unsafe=False)
             except CheckpointError:
                 _log.warning(
-                    "%r of the state to save contains %s: restore loads it only with allow_unsafe_types=True",
+                    "%r of the state to save contains %s: a restore of this value needs restore(..., "
+                    "allow_unsafe_types=True)",
                     name,
                     kind,
                 )
@@ -152,15 +153,17 @@ class Agreement:
         objects, tensors = compare(self._ranks.exchange({"digests": [[*key, *one] for key, one in known.items()]}))
         if objects:
             raise CheckpointError(
-                f"ranks have different values under one name, but a checkpoint keeps one value for a name: "
-                f"{'; '.join(objects)}. Put the rank into the name, or pass check_replicas=False to save one of them"
+                "ranks have different values under one name, but a checkpoint keeps one value for a name: "
+                f"{'; '.join(objects)}. Put the rank into the name, or pass check_replicas=False to save the value of "
+                "one rank"
             )
         new = [text for name, text in tensors.items() if name not in self._warned]
         self._warned.update(tensors)
         if new:
             warn_user(
-                f"ranks have different values in {len(new)} tensors of the same name, and the checkpoint keeps those "
-                f"of one rank: {'; '.join(new[:3])}{' ...' if len(new) > 3 else ''}",
+                f"ranks have different values in {len(new)} tensors that they save under one name, and the checkpoint "
+                f"keeps the values of one rank: {'; '.join(new[:3])}{' ...' if len(new) > 3 else ''}. Put the rank "
+                "into the name of tensors that must differ",
             )
 
 
@@ -168,11 +171,13 @@ def _check(answers: list[dict[str, Any]]) -> None:
     for what in ("step", "folder"):
         if any(answer[what] != answers[0][what] for answer in answers):
             values = ", ".join(f"rank {rank}: {answer[what]!r}" for rank, answer in enumerate(answers))
-            raise InvalidArgumentError(f"all ranks must save the same {what}, got {values}")
+            raise InvalidArgumentError(
+                f"all ranks must save the same {what}, got {values}. Call save() with equal values on all ranks"
+            )
     for key, (_, num_boxes) in (pair for answer in answers for pair in answer["loaders"].items()):
         boxes = sorted(answer["loaders"][key][0] for answer in answers if key in answer["loaders"])
         if num_boxes > 1 and len(answers) > 1 and 0 not in boxes:
             raise InvalidArgumentError(
-                f"{key!r} is a loader of {num_boxes} boxes, and the ranks that save it have boxes {boxes}: add the "
-                "rank with box 0, which fetches the state of all boxes"
+                f"{key!r} is a loader of {num_boxes} boxes (data-parallel ranks), but the ranks that save it have only "
+                f"the boxes {boxes}. Let the rank with box 0 save too, because it fetches the state of all boxes"
             )

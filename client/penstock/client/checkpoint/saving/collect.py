@@ -57,13 +57,13 @@ class CollectedState:
     paths: dict[str, tuple[Any, ...]]
     """Name of a value -> the keys that lead to it in the nested state."""
     signature: list[Any]
-    """Structure of the state. The plan of a save is kept while it does not change."""
+    """Structure of the state. The plan of a save is kept while the structure stays the same."""
     loaders: dict[str, tuple[int, int]]
-    """Key of a loader -> (its box, number of boxes of its run)."""
+    """Key of a loader -> (box, number of boxes of the loader's run). A box is a data-parallel rank."""
     recipes: dict[str, Any]
-    """Name of a value that is saved as plainer values -> the recipe that makes the value again (plain_values.py)."""
+    """Name of a value that is saved as plain values -> the recipe that makes the value again (plain_values.py)."""
     opaque: dict[str, str]
-    """Name of a value that cannot be saved as plainer values -> the class in it for which there is no recipe."""
+    """Name of a value that cannot be saved as plain values -> the class in the value that has no recipe."""
 
     def items(self) -> list[LocalItem]:
         """Return all values as write items."""
@@ -97,16 +97,18 @@ class CollectedState:
 
 
 def collect(state: Mapping[str, Any], rank: int, ranks: int) -> CollectedState:
-    """Collect the state to save. Raises InvalidArgumentError for a state whose values have no names, or ambiguous
-    ones."""
+    """Collect the state to save. Raises InvalidArgumentError for a state in which values have no name or an ambiguous
+    name."""
     if not isinstance(state, Mapping) or not all(isinstance(key, str) and key for key in state):
+        odd = [key for key in state if not isinstance(key, str) or not key] if isinstance(state, Mapping) else []
+        got = f"the name {odd[0]!r}" if odd else type(state).__name__
         raise InvalidArgumentError(
-            f"the state to save must be a dict of names and values, got {type(state).__name__}: save "
+            f"the state to save must be a dict of names and values, got {got}: save "
             '{"model": model, "optimizer": optimizer, "loader": loader}'
         )
     if OURS in state:
         raise InvalidArgumentError(
-            f"the state to save must not have the key {OURS!r}, which Penstock reserves: rename it"
+            f"the state to save must not have the key {OURS!r}, which Penstock reserves. Rename that entry"
         )
     nested: dict[str, Any] = {}
     for key, value in state.items():
@@ -123,13 +125,13 @@ def collect(state: Mapping[str, Any], rank: int, ranks: int) -> CollectedState:
             continue
         if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
             raise InvalidArgumentError(
-                f"{name!r} of the state to save is a {type(value).__name__}, which must be at the top of the state: "
-                f"move it there, or save its state_dict()"
+                f"{name!r} of the state to save is a {type(value).__name__} inside a dict or list, but objects with a "
+                "state_dict must be at the top level of the state. Move it to the top level, or save its state_dict()"
             )
     for path in _empty(nested, ()):
         name = ".".join(map(str, path))
         if name in values:
-            raise InvalidArgumentError(f"the state to save has two values under one name: {name}")
+            raise InvalidArgumentError(f"the state to save has two values under the name {name}: rename a key")
         values[name], paths[name] = {}, path
     recipes, opaque = _made_plain(values)
     noted = {
@@ -164,7 +166,7 @@ def _flatten_into(value: Any, path: tuple[Any, ...], values: dict[str, Any], pat
         return
     name = ".".join(map(str, path))
     if name in values:
-        raise InvalidArgumentError(f"the state to save has two values under one name: {name}")
+        raise InvalidArgumentError(f"the state to save has two values under the name {name}: rename a key")
     values[name], paths[name] = value, path
 
 
@@ -198,12 +200,12 @@ def _made_plain(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]
 
 def _unrestorable(tensor: torch.Tensor) -> str:
     if is_lazy(tensor):
-        return "has no values yet: call its module once, or leave it out"
+        return "has no values yet, because its module is lazy: call the module once, or leave the tensor out"
     if tensor.is_nested or tensor.layout is not torch.strided:
         kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
-        return f"is a {kind} tensor, which no checkpoint can restore: save the plain tensors that it is made of"
+        return f"is a {kind} tensor, which no checkpoint can restore: save the strided tensors that it consists of"
     if tensor.is_meta:
-        return "is on the meta device, and has no values"
+        return "is on the meta device, and has no values: call to_empty(device=...) and set the values, or leave it out"
     return ""
 
 
@@ -251,7 +253,7 @@ def _coded(key: Any, path: tuple[Any, ...]) -> list[Any]:
     if encoded.opaque:
         raise InvalidArgumentError(
             f"{'.'.join(map(str, path))!r} of the state to save has a key of type {type(key).__qualname__}, {key!r}, "
-            "which would be restored as a str: use int, str or tuples of them as keys"
+            "which would be restored as a str: use int, str, or tuples of int and str as keys"
         )
     return [encoded.value, encoded.recipe]
 
@@ -327,6 +329,7 @@ def object_bytes(collected: CollectedState, items: list[LocalItem]) -> dict[Key,
                 found[key] = plain_bytes(collected.values[name])
         except (pickle.PicklingError, AttributeError, TypeError, NotImplementedError, RuntimeError) as error:
             raise InvalidArgumentError(
-                f"{name!r} of the state to save cannot be saved: {type(error).__name__}: {error}"
+                f"{name!r} of the state to save cannot be saved: {type(error).__name__}: {error}. Leave it out, or "
+                "convert it to tensors and plain values"
             ) from error
     return found

@@ -54,7 +54,7 @@ class _Parts:
 
 
 def described(metadata: Metadata, files: Iterable[tuple[str, Iterable[Stored]]]) -> bytes:
-    """Return the description of torch's index `metadata`. Its `storage_data` describe the archives in these files."""
+    """Return the description of torch's index `metadata`, with `storage_data` for the archives in `files`."""
     parts = _Parts()
     number = parts.number
     for one in (Metadata, TensorStorageMetadata, MetadataIndex, StorageInfo, *ATTRIBUTES):

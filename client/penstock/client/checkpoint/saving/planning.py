@@ -1,9 +1,9 @@
 """Plan of what each rank saves and where: torch's plan, made once and kept while the state keeps its structure.
 
-torch.distributed.checkpoint plans each save anew: a write item for each tensor on each rank, a gather of all of them, a
-scatter. For an unchanged model the resulting plan is the same, so here the ranks agree on a plan once (`agree`) and
-then only compare signatures (`CollectedState.signature`). Only the lengths of objects differ from save to save, and
-each rank sends those of its own objects.
+torch.distributed.checkpoint makes a new plan for each save: a write item for each tensor on each rank, a gather of all
+of them, a scatter. For an unchanged model the resulting plan is the same, so here the ranks agree on a plan once
+(`agree`) and then only compare signatures (`CollectedState.signature`). Only the lengths of objects differ from save to
+save, and each rank sends those of its own objects.
 
 A layout is complete before anything is written, because the length of a tensor's archive follows from its dtype and
 shape (torch_frames.py). So torch's `.metadata` can also be described before the writing (index_description.py), without
@@ -58,7 +58,7 @@ Key = tuple[str, tuple[int, ...] | None]
 
 
 class LocalItem(NamedTuple):
-    """Item that this rank could save. If several ranks have it, one of them saves it."""
+    """Item that this rank could save. An item that several ranks have is saved by one of these ranks."""
 
     key: Key
     hint: int | None
@@ -72,7 +72,8 @@ class LocalItem(NamedTuple):
 
     @classmethod
     def of(cls, item: WriteItem, framed: bool) -> LocalItem:
-        """Return the item for a write item of torch. framed: True for a plain tensor, whose archive has a frame."""
+        """Return the item for a write item of torch. framed: True if the item's archive has a frame, as for a plain
+        tensor."""
         index, data = item.index, item.tensor_data
         frame = frame_of(data.properties.dtype, tuple(data.chunk.sizes)) if framed and data is not None else None
         return cls((index.fqn, index.offset), index.index, data, frame, item.type)
@@ -95,7 +96,7 @@ class LocalItem(NamedTuple):
 class TensorItems:
     """Maker of the items for whole plain tensors, with the same contents as torch's planner makes.
 
-    Tensors of one dtype and shape share one description: it is made once, pickled once, and loaded once.
+    Tensors of one dtype and shape share one description, which is made, pickled and loaded only once.
     """
 
     def __init__(self) -> None:
@@ -145,14 +146,15 @@ def decode_items(value: dict[str, Any]) -> tuple[list[LocalItem], dict[str, tupl
 
 @dataclass(frozen=True)
 class FileLayout:
-    """Layout of one file of a rank: archives one after the other, those of framed items first."""
+    """Layout of one file of a rank: archives one after the other, first the archives of framed items (see
+    LocalItem.frame)."""
 
     name: str
     framed: tuple[tuple[LocalItem, int], ...]
     """Framed items, each with its offset in the file."""
     framed_bytes: int
     others: tuple[LocalItem, ...]
-    """Unframed items, whose lengths may differ from save to save."""
+    """Unframed items. Their lengths may differ from save to save."""
 
     def places(self, lengths: dict[Key, int]) -> tuple[list[int], int]:
         """Return the offset of each item in `others`, and the length of the file. lengths: bytes of each unframed
@@ -198,8 +200,8 @@ class GlobalPlan:
         ]
 
     def index(self, lengths: Sequence[dict[Key, int]]) -> bytes:
-        """Return the description of `.metadata` for the writer. It is made anew only if a length has changed since the
-        last call."""
+        """Return the description of `.metadata` for the writer. The result of the last call is returned again if no
+        length has changed."""
         if self._made is None or self._made[0] != lengths:
             files = [
                 (file.name, file.stored(lengths[rank]))
@@ -261,7 +263,10 @@ def _plan_together(
     try:
         deduplicated, metadata = DefaultSavePlanner().create_global_plan(plans)
     except (ValueError, AssertionError) as error:
-        raise CheckpointError(f"the ranks' states cannot be combined into one checkpoint: {error}") from error
+        raise CheckpointError(
+            f"the ranks' states cannot be combined into one checkpoint: {error}. Use one name on all ranks only for "
+            "parts of the same tensor"
+        ) from error
     saved = []
     for plan, (items, _) in zip(deduplicated, by_rank, strict=True):
         own = {one.key: one for one in items}
@@ -281,7 +286,7 @@ def _compare(by_rank: Sequence[tuple[list[LocalItem], Any]]) -> dict[Key, list[i
             if kind != other:
                 raise CheckpointError(
                     f"{one.name!r} is {other} on rank {first} and {kind} on rank {rank}, but a checkpoint keeps one "
-                    "value for a name. Put the rank into the name of what differs by rank"
+                    "value for a name. Put the rank into the names of values that differ by rank"
                 )
             holders.setdefault(one.key, []).append(rank)
     return {key: ranks for key, ranks in holders.items() if len(ranks) > 1}

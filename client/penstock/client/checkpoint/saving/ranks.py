@@ -1,8 +1,8 @@
 """Exchange of small values between the ranks of a training job: JSON over a process group of its own.
 
-The group uses gloo, so that nothing needs a GPU or waits for its kernels. It has its own timeout, so that a lost rank
-becomes an error. The training thread runs its collectives, like those of the job. Values are JSON and not pickle,
-because nothing from another machine is unpickled.
+The group uses gloo, so that nothing needs a GPU or waits for its kernels. The group has a timeout of its own, so that a
+lost rank becomes an error. The training thread runs its collectives, like those of the job. Values are JSON and not
+pickle, because nothing from another machine is unpickled.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Ranks:
         self._alone = not _initialized()  # checked again at each exchange
         if _initialized() and dist.get_rank(group) < 0:
             raise InvalidArgumentError(
-                f"rank {dist.get_rank()} is not in the group given as AsyncCheckpointer(group=...): only members of "
-                "the group may create it"
+                f"rank {dist.get_rank()} is not in the group given as AsyncCheckpointer(group=...). Create the "
+                "AsyncCheckpointer only on members of the group"
             )
         if _initialized() and dist.get_world_size(group) > 1:
             members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
@@ -54,8 +54,8 @@ class Ranks:
         """Return all ranks' values, by rank. Raises CheckpointError if a rank is lost or does not answer in time."""
         if self._alone and _initialized() and dist.get_world_size() > 1:
             raise CheckpointError(
-                "this AsyncCheckpointer was made before init_process_group, so it covers only this rank: make it "
-                "afterwards"
+                "this AsyncCheckpointer was created before init_process_group, so it covers only this rank. Create "
+                "the AsyncCheckpointer after init_process_group"
             )
         if self._group is None:
             return [value]
@@ -68,9 +68,9 @@ class Ranks:
             values = self._group.gather(padded)
         except RuntimeError as error:
             raise CheckpointError(
-                f"rank {self.rank} lost the connection to the other {self.size - 1} ranks, or waited for them for more "
-                f"than {self.timeout_s + MARGIN_S:g} s. To save again with the ranks that still run, make another "
-                f"AsyncCheckpointer. Cause: {error}"
+                f"rank {self.rank} lost the connection to the other {self.size - 1} ranks, or waited for these ranks "
+                f"for more than {self.timeout_s + MARGIN_S:g} s. To save again with the ranks that still run, make "
+                f"another AsyncCheckpointer. Cause: {error}"
             ) from error
         return [
             json.loads(value[: int(length)].numpy().tobytes()) for value, length in zip(values, lengths, strict=True)
@@ -80,7 +80,7 @@ class Ranks:
         """Run `part` on every rank and return all results, by rank; raise on all ranks if one raised.
 
         Args:
-            call: name of the public method that runs. It is an error if ranks run different ones.
+            call: name of the public method that runs, which must be the same on all ranks.
             what: beginning of the error message, such as "step 5 was not saved".
         """
         own: dict[str, Any] = {}
@@ -101,7 +101,8 @@ class Ranks:
         if any(answer["call"] != call for answer in answers):
             calls = ", ".join(f"rank {rank}: {answer['call']}" for rank, answer in enumerate(answers))
             raise InvalidArgumentError(
-                f"all ranks must call the same method of their AsyncCheckpointer at the same time, got {calls}"
+                f"all ranks must call the same method of their AsyncCheckpointer at the same time, got {calls}. Call "
+                "save() and restore() at the same points of the program on all ranks"
             )
         return [answer["value"] for answer in answers]
 

@@ -1,6 +1,6 @@
-"""Comparison of values that several ranks have under one name, of which a checkpoint keeps one copy.
+"""Comparison of values that several ranks have under one name, because a checkpoint keeps only one copy.
 
-torch.distributed.checkpoint assumes that such values are equal and keeps any one of them, so a random state or a
+torch.distributed.checkpoint assumes that such values are equal and keeps the copy of any rank, so a random state or a
 counter that differs by rank is lost silently. Here objects are compared whole, by value, and so are small tensors, such
 as a generator's state. Of larger tensors 16 values are compared, spread over the tensor. Weights that have drifted
 apart differ nearly everywhere, and a comparison of all values would take as long as a save.
@@ -25,7 +25,7 @@ __all__ = ["compare", "digests", "summary"]
 
 SAMPLES = 16
 WHOLE = 16 << 10
-"""Size in bytes up to which a tensor is compared whole. Of a larger one only samples are compared."""
+"""Size in bytes up to which a tensor is compared whole. Of a larger tensor only samples are compared."""
 OBJECT, TENSOR = "object", "tensor"
 
 

@@ -1,10 +1,10 @@
 """Lock that allows one call into a checkpointer at a time, across threads and signal handlers.
 
 A signal handler runs between any two instructions of the main thread, also within a `save`, and may call `save` itself,
-as handlers for preemption do. That second call would find data that are half changed. So while a call holds the lock,
-signals are recorded, and their handlers run at the end of the call, on the same thread and before the call returns. The
-call holds the lock for milliseconds only: during waits for a save or another thread, handlers run at once. The handler
-of a second signal of one kind runs at once at any time, so that a second Ctrl-C always works.
+as handlers for preemption do. The second call would find half-changed data. So while a call holds the lock, signals are
+recorded, and their handlers run at the end of the call, on the same thread and before the call returns. The call holds
+the lock for milliseconds only: during waits for a save or another thread, handlers run at once. The handler of a second
+signal of one kind runs at once at any time, so that a second Ctrl-C always works.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Handler = Callable[[int, Any], Any]
 
 
 class CallLock:
-    """Lock of one checkpointer, which one call of a method holds at a time."""
+    """Lock of one checkpointer, held by one call of a method at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -68,9 +68,9 @@ class CallLock:
             if self._owner == threading.get_ident():
                 held.restore_handlers()
                 raise CheckpointError(
-                    f"{call}() was called while {self._call}() of the same AsyncCheckpointer runs in this thread, by a "
-                    "signal handler or by a value that is being saved: nothing was done. Use "
-                    "AsyncCheckpointer(on_signal=...) and call signalled() after a step"
+                    f"{call}() was called while {self._call}() of the same AsyncCheckpointer runs in this thread, and "
+                    "did nothing. The call came from a signal handler, or from a state_dict() that is being saved. To "
+                    "save after a signal, use AsyncCheckpointer(on_signal=...) and call signalled() after each step"
                 )
             if self._lock.acquire(blocking=False):
                 self._owner, self._call = threading.get_ident(), call
@@ -80,7 +80,7 @@ class CallLock:
 
 
 class _HeldSignals:
-    """Recorder of signals. It replaces the handlers of all signals until `restore_handlers`."""
+    """Recorder of signals, in place of the handlers of all signals until `restore_handlers`."""
 
     def __init__(self) -> None:
         self._handlers: dict[int, Handler] = {}
@@ -88,7 +88,7 @@ class _HeldSignals:
         self.drops_repeats = True
         """True if a second signal of one kind is dropped; False if its handler runs at once."""
         if threading.current_thread() is not threading.main_thread():
-            return  # handlers run on the main thread
+            return  # Python runs handlers only on the main thread
         try:
             for number in signal.valid_signals():
                 handler = signal.getsignal(number)
@@ -106,7 +106,8 @@ class _HeldSignals:
             self._handlers[number](number, frame)
 
     def restore_handlers(self) -> None:
-        """Restore the handlers, and run those whose signals arrived. Raises the errors of these handlers."""
+        """Restore the handlers, and run the handlers of the signals that arrived. Raises the errors of these
+        handlers."""
         raised: BaseException | None = None
         left = [*self._handlers.items()]
         while left:
@@ -140,14 +141,17 @@ class SignalWatch:
         self._before: dict[int, Any] = {}
         if wanted and threading.current_thread() is not threading.main_thread():
             raise InvalidArgumentError(
-                "AsyncCheckpointer(on_signal=...) must be made on the main thread, which receives signals"
+                "AsyncCheckpointer(on_signal=...) must be created on the main thread, because Python handles signals "
+                "only there"
             )
         for number in wanted:
             try:
                 self._before[number] = signal.signal(number, self._record)
             except (OSError, ValueError, TypeError) as error:
                 self.close()
-                raise InvalidArgumentError(f"AsyncCheckpointer(on_signal={number!r}): {error}") from error
+                raise InvalidArgumentError(
+                    f"AsyncCheckpointer: on_signal must be signals that a process can handle, got {number!r}: {error}"
+                ) from error
 
     def _record(self, number: int, frame: Any) -> None:
         before = self._before[number]

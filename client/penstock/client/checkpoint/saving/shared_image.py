@@ -52,7 +52,7 @@ class SharedImage:
         except OSError as error:
             os.close(self.fd)
             raise CheckpointError(
-                f"{self.nbytes:,} bytes of shared memory, for what this rank saves, cannot be allocated: "
+                f"{self.nbytes:,} bytes of shared memory for the state of this rank cannot be allocated: "
                 f"{error.strerror}. Free memory on this machine, or save from more ranks"
             ) from error
 

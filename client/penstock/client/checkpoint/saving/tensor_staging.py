@@ -19,9 +19,9 @@ from penstock.client.stream.cuda import PageLocks, take_error
 __all__ = ["CudaCopies", "Staged", "StagingBuffer"]
 
 SLACK = 16 * PAGE
-"""Smallest number of spare bytes in a region of the image, into which the objects of its file can grow before all
-regions are laid out anew. For larger objects as many bytes are spare as they have, so that the cost of steady growth
-stays a constant share."""
+"""Smallest number of spare bytes in a region of the image. The objects of a file can grow into these bytes before all
+regions must be laid out again. Objects with more bytes than this get spare bytes equal to their own, so that the cost
+of steady growth stays a constant share."""
 
 Staged = tuple[list[tuple[str, int, int, list[int]]], tuple[int, int]]
 """Files in the image, each with name, offset, bytes and the offsets of its archives; then offset and bytes of the
@@ -137,7 +137,7 @@ class CudaCopies:
             str(device),
             lambda: take_error(device),
             "the memory that a checkpoint is staged in",
-            "It takes as much as this rank saves, for each of AsyncCheckpointer's buffers",
+            "Or save from more ranks: each of AsyncCheckpointer's buffers needs the bytes that this rank saves",
         )
         self._locked: set[int] = set()
 

@@ -1,16 +1,16 @@
 """The checkpoint writer: a process that writes shared memory to files and commits them as a checkpoint.
 
-Each rank has one. It is small, without torch, gRPC or CUDA. Shared memory holds the files as they will lie on the disk
-(shared_image.py), so the writer only writes, hashes and commits. It makes torch's index itself, from the training
-process's description (proto/state/checkpoint_index.py). It starts in 0.1 s, takes 12 to 14 MiB, shares no interpreter
-lock with the training loop, and lives as long as its checkpointer. writer_process.py starts it by its file's path,
-because `python -m` would import penstock.client, and with it torch.
+Each rank has one writer, a small process without torch, gRPC or CUDA. Shared memory holds the files as they will lie on
+the disk (shared_image.py), so the writer only writes, hashes and commits. The writer makes torch's index itself, from
+the training process's description (proto/state/checkpoint_index.py). A writer starts in 0.1 s, takes 12 to 14 MiB,
+shares no interpreter lock with the training loop, and lives as long as its checkpointer. writer_process.py starts it by
+its file's path, because `python -m` would import penstock.client, and with it torch.
 
 Requests are JSON after their length, over a Unix socket, and may carry the memfd to write from; replies are lines of
 JSON.
 
 **Files** are written past the page cache where possible (O_DIRECT). For 1 GiB that took 0.01 to 0.06 s of processor
-time in the kernel instead of 0.35 to 4.7 s, so the training loop has the difference. The whole write took 0.5 to 0.75 s
+time in the kernel instead of 0.35 to 4.7 s, and the training loop can use that time. The whole write took 0.5 to 0.75 s
 instead of 0.7 to 5.5 s (12 runs of each, with 4 and 16 MiB a call, 1 and 2 threads, fsync included).
 
 **Commit.** Every rank's writer writes its files into one temporary folder, makes them durable, and then writes a report
@@ -104,7 +104,7 @@ class WriteFailed(Exception):
 
 
 class SaveJob:
-    """Part of one rank in a save. `request`: the JSON value that writer_process.py sends."""
+    """Work of one rank for a save. `request`: the JSON value that writer_process.py sends."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class SaveJob:
 
     @property
     def _inside(self) -> HeldFolder:
-        """Handle on the temporary folder, for writing into it and emptying it. Opened at the first use."""
+        """Handle on the temporary folder, to write into the folder and to empty it. Opened at the first use."""
         if self._held is None:
             self._held = HeldFolder(self.temporary)
         return self._held
@@ -179,7 +179,7 @@ class SaveJob:
     def _check_final(self) -> None:
         """Raise WriteFailed if the save would replace something that is not a Penstock checkpoint."""
         if self.final.exists() and not (self.final / MANIFEST).exists() and any(self.final.iterdir()):
-            raise WriteFailed({0: f"{self.final} exists and is not a Penstock checkpoint: move it away"})
+            raise WriteFailed({0: f"{self.final} exists and is not a Penstock checkpoint: move it to another folder"})
 
     # ---- this rank's files
 
@@ -248,7 +248,7 @@ class SaveJob:
         for rank, report in sorted(reports.items()):
             if rank not in causes and [file[:2] for file in report["files"]] != plan[str(rank)]:
                 wrote = [file[:2] for file in report["files"]]
-                causes[rank] = f"wrote the files {wrote}, planned were {plan[str(rank)]}"
+                causes[rank] = f"the files must be {plan[str(rank)]} (name, bytes), but its writer wrote {wrote}"
         if causes:
             raise WriteFailed(causes)
         start, size = self.request["commit"]["index"]
@@ -269,10 +269,7 @@ class SaveJob:
         os.rename(self.temporary, self.final)
         if not self._inside.is_at(self.final):
             raise WriteFailed(
-                {
-                    0: f"{self.temporary} was replaced by another process while it was written: give each job a "
-                    "folder of its own"
-                }
+                {0: f"{self.temporary} was replaced by another process during the save: use a folder for each job"}
             )
         sync_folder(self.folder)
         # The checkpoint is complete: later errors do not make the save fail.
@@ -288,8 +285,8 @@ class SaveJob:
         self._delete(surplus([self.request["step"], *older], self.request["keep_last"], self.request["keep_every"]))
 
     def _delete(self, steps: list[int]) -> None:
-        """Delete the checkpoints of these steps, which are no longer to be kept. Each is first renamed durably, so that
-        an interrupted deletion does not leave half a checkpoint.
+        """Delete the surplus checkpoints of these steps. Each checkpoint is first renamed durably, so that an
+        interrupted deletion does not leave half a checkpoint.
 
         A checkpoint that is being read is not deleted now. A later save tries again.
         """
@@ -304,7 +301,7 @@ class SaveJob:
                 shutil.rmtree(aside, ignore_errors=True)
 
     def _gather(self) -> dict[int, dict[str, Any]]:
-        """Return the reports of the other ranks. Raises WriteFailed at the deadline, with the names of the ranks that
+        """Return the reports of the other ranks. Raises WriteFailed at the deadline, with the numbers of the ranks that
         have sent no report."""
         reports: dict[int, dict[str, Any]] = {}
 
@@ -321,12 +318,16 @@ class SaveJob:
         if not self._wait_until(all_there):
             late = [rank for rank in range(1, self.ranks) if rank not in reports]
             raise WriteFailed(
-                dict.fromkeys(late, f"its writer had not written its part after {self.request['timeout_s']:g} s")
+                dict.fromkeys(
+                    late,
+                    f"its writer had not written its files after timeout_s={self.request['timeout_s']:g}: check that "
+                    "rank's access to the folder",
+                )
             )
         return reports
 
     def _expect_signs(self, late: list[int]) -> None:
-        """Raise WriteFailed if the writers of ranks whose reports are late show no sign of life."""
+        """Raise WriteFailed if the writer of a rank with a late report shows no sign of life."""
         now = time.monotonic()
         if not self._signs:
             sign_of_life(self._inside.path / ASKED)
@@ -336,7 +337,9 @@ class SaveJob:
                 self._signs[rank] = sign, now
         if lost := [rank for rank in late if now - self._signs[rank][1] > SILENCE_S]:
             raise WriteFailed(
-                dict.fromkeys(lost, f"its writer has not reported for {SILENCE_S:g} s after the training had ended")
+                dict.fromkeys(
+                    lost, f"its writer showed no sign of life for {SILENCE_S:g} s after the training process had ended"
+                )
             )
 
     def _give_up(self, causes: dict[int, str]) -> None:
@@ -381,7 +384,8 @@ class SaveJob:
             return False
 
         if not self._wait_until(there):
-            raise WriteFailed({0: f"its writer had not begun the save after {self.request['timeout_s']:g} s"})
+            why = f"its writer had not begun the save after timeout_s={self.request['timeout_s']:g}: see rank 0's log"
+            raise WriteFailed({0: why})
 
     def _given_up(self) -> bool:
         """Return True if rank 0 has abandoned the save and emptied the folder. `_await_verdict` then reads the
@@ -404,7 +408,10 @@ class SaveJob:
             return bool(causes)
 
         if not self._wait_until(known):
-            causes[0] = f"its writer had not committed the checkpoint after {self.request['timeout_s']:g} s"
+            causes[0] = (
+                f"its writer had not committed the checkpoint after timeout_s={self.request['timeout_s']:g}: see rank "
+                "0's log"
+            )
         if causes:
             raise WriteFailed(causes)
 
@@ -445,7 +452,9 @@ class SaveJob:
         if self._signs.setdefault(0, (sign, now))[0] != sign:
             self._signs[0] = sign, now
         elif now - self._signs[0][1] > 2 * SILENCE_S:
-            raise WriteFailed({0: "its writer has not reported after the training had ended"})
+            raise WriteFailed(
+                {0: f"its writer showed no sign of life for {2 * SILENCE_S:g} s after the training process had ended"}
+            )
 
     def _progress(self) -> None:
         now = time.monotonic()
@@ -571,9 +580,9 @@ def serve(parent: Parent, parent_watch: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Writes checkpoints for a training process.")
-    parser.add_argument("--socket-fd", type=int, required=True)
-    parser.add_argument("--parent-pid", type=int, required=True, help="end when this process has ended")
+    parser = argparse.ArgumentParser(description="Write checkpoints for a training process.")
+    parser.add_argument("--socket-fd", type=int, required=True, help="descriptor of the socket to the training process")
+    parser.add_argument("--parent-pid", type=int, required=True, help="process id of the training process to watch")
     given = parser.parse_args()
     name_process("penstock writer")
     gc.disable()  # the writer makes no reference cycles, and a collection would stop all threads

@@ -50,12 +50,12 @@ LEAVE_S = 5.0
 
 
 class PendingSave:
-    """Save that was handed to the writer."""
+    """Save that was submitted to the writer process."""
 
     def __init__(self, request: dict[str, Any], buffer: StagingBuffer) -> None:
         self.request = request
         self.buffer = buffer
-        """Buffer with the data of the save. It must not change until the save has ended."""
+        """Buffer with the data of the save, which must not change until the save has ended."""
         self.step: int = request["step"]
         self.written = 0
         """Bytes that this rank has written so far."""
@@ -101,7 +101,7 @@ class WriterProcess:
         return running.process.pid if running is not None and running.alive else None
 
     def start(self) -> None:
-        """Start a writer unless one runs, and wait until it is ready. Raises CheckpointError if it cannot be
+        """Start a writer unless one runs, and wait until the writer is ready. Raises CheckpointError if it cannot be
         started."""
         with self._lock:
             self._start()
@@ -145,8 +145,8 @@ class WriterProcess:
             running.kill(why)
 
     def stop(self, *, finish: bool = False) -> None:
-        """End the writer. With `finish` it first completes the saves in flight. It is killed if it does not end in
-        time."""
+        """End the writer. With `finish` the writer first completes the saves in flight. A writer that does not end in
+        time is killed."""
         with self._lock:
             running, self._running = self._running, None
         if running is not None:
@@ -176,7 +176,7 @@ class _Running:
         try:
             self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         except OSError as error:
-            raise CheckpointError(f"rank {rank}: no writer process could be started: {error}") from error
+            raise CheckpointError(f"rank {rank}: the writer process could not be started: {error}") from error
         try:
             what = ("--socket-fd", str(theirs.fileno()), "--parent-pid", str(os.getpid()))
             # The writer gets no token, because it does not need one. It has a session of its own, so that a signal to
@@ -187,7 +187,7 @@ class _Running:
             self._sock.close()
             if not isinstance(error, OSError):  # interrupted
                 raise
-            raise CheckpointError(f"rank {rank}: no writer process could be started: {error}") from error
+            raise CheckpointError(f"rank {rank}: the writer process could not be started: {error}") from error
         ready = threading.Event()
         threading.Thread(target=self._listen, args=(ready,), name="penstock-checkpoint", daemon=True).start()
         try:
@@ -237,7 +237,7 @@ class _Running:
 
     def stop(self) -> None:
         if not self.process.wait(LEAVE_S):
-            self.kill("its writer did not leave")
+            self.kill(f"its writer did not end within {LEAVE_S:g} s")
 
     # ---- the thread that reads replies
 
@@ -253,8 +253,8 @@ class _Running:
         ready.set()  # the last action: code that waits for it finds everything cleaned up
 
     def _lines(self) -> Iterator[bytes]:
-        """Yield the writer's replies until the process ends. The end of the socket does not show that, because a child
-        that was forked during the start may also hold the writer's end of the socket."""
+        """Yield the writer's replies until the process ends. The end of the socket does not show the end of the
+        process, because a child that was forked during the start may also hold the writer's end of the socket."""
         replies, process = LineReader(self._sock.fileno()), self.process.fileno()
         # without pidfds only the socket is watched
         watched = [replies.fileno(), process] if process >= 0 else [replies.fileno()]
@@ -324,7 +324,7 @@ def wait_all(writer: WriterProcess, pendings: list[PendingSave], timeout_s: floa
         if not writer.wait(pending, left):
             raise DeadlineError(
                 f"waited {timeout_s or 0:g} s for the writer of rank {writer.rank} to save step {pending.step}: "
-                f"{pending.written:,} of {pending.total:,} bytes are written"
+                f"{pending.written:,} of {pending.total:,} bytes are written. The save continues: wait again, or longer"
             )
 
 

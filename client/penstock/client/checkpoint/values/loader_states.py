@@ -1,13 +1,13 @@
-"""A loader's state in a checkpoint: one object, which any number of ranks can load.
+"""State of a loader in a checkpoint: one object, which any number of ranks can load.
 
-torch.distributed.checkpoint saves each leaf of a nested state under a name of its own. So a state whose parts change,
-as a loader's may, could only be loaded into a state with the same parts. Here the loader's state is one value of bytes
+torch.distributed.checkpoint saves each leaf of a nested state under a name of its own. So a state with changing parts,
+such as a loader's, could only be loaded into a state with the same parts. Here the loader's state is one value of bytes
 (Penstock's own encoding, with a checksum) under one name.
 
-The state of a run with several boxes covers all of them, so only the rank with box 0 fetches and saves it. If each rank
-has a run of its own (with an embedded appliance, for example), there is a state for each rank, whose name contains the
-rank. Such states can be loaded only on the same number of ranks. A single state of this kind belongs to a run with one
-box whose model was split over several ranks; any rank can load it.
+The state of a run with several boxes (data-parallel ranks) covers all boxes, so only the rank with box 0 fetches and
+saves the state. If each rank has a run of its own (with an embedded appliance, for example), there is a state for each
+rank, and the state's name contains the rank. Such states can be loaded only on the same number of ranks. A single state
+of this kind belongs to a run with one box whose model was split over several ranks; any rank can load it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Loader = DataLoader | Lookahead
 SHARED = "all"
 """Key, below a loader's key, of a state that covers all boxes. States of single ranks have the rank in its place."""
 UNIT = 4096
-"""Multiple of bytes to which states are padded, so that their lengths rarely change. Torch's index must be made anew
-when a length changes, which takes as long as the rest of a save."""
+"""Multiple of bytes to which states are padded, so that their lengths rarely change. When a length changes, torch's
+index must be made again, which takes as long as the rest of a save."""
 LENGTH = 8
 
 

@@ -105,24 +105,28 @@ def load_object(data: bytes, name: str, where: str, *, unsafe: bool) -> Any:
         return torch.load(_stored(data), map_location="cpu", weights_only=not unsafe)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{name!r} of {where} is an object whose class could run code when it is loaded: pass restore(..., "
-            f"allow_unsafe_types=True) if you trust the program that wrote this checkpoint ({error})"
+            f"{name!r} of {where} has a class that could run code while it is loaded: pass restore(..., "
+            f"allow_unsafe_types=True) if you trust the program that wrote this checkpoint. Cause: {error}"
         ) from error
     except Exception as error:  # arbitrary bytes can raise any error
-        raise CheckpointError(f"{name!r} of {where} cannot be loaded: {type(error).__name__}: {error}") from error
+        raise CheckpointError(
+            f"{name!r} of {where} cannot be loaded: {type(error).__name__}: {error}. Restore with the code and the "
+            "version of torch that wrote the checkpoint"
+        ) from error
 
 
 def load_tensor(data: bytes, name: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> torch.Tensor:
-    """Return the tensor that torch.save wrote as `data`. Raises CheckpointCorruptError, with the name, if it is
-    anything else."""
+    """Return the tensor that torch.save wrote as `data`. Raises CheckpointCorruptError, with the name, for any other
+    data, dtype or shape."""
     try:
         tensor = torch.load(_stored(data), map_location="cpu", weights_only=True)
     except Exception as error:  # arbitrary bytes can raise any error
         raise CheckpointCorruptError(f"{name!r} cannot be loaded: {type(error).__name__}: {error}") from error
     if not isinstance(tensor, torch.Tensor) or (tensor.dtype, tuple(tensor.shape)) != (dtype, sizes):
+        is_tensor = isinstance(tensor, torch.Tensor)
+        got = f"a {tensor.dtype} tensor of shape {list(tensor.shape)}" if is_tensor else type(tensor).__name__
         raise CheckpointCorruptError(
-            f"{name!r} must be a {dtype} tensor of shape {list(sizes)}, as the checkpoint's index says, got "
-            "something else"
+            f"{name!r} must be a {dtype} tensor of shape {list(sizes)}, as in the checkpoint's index, got {got}"
         )
     return tensor
 
@@ -136,13 +140,13 @@ def _stored(data: bytes) -> io.BytesIO:
     """
     file = io.BytesIO(data)
     if data[:2] != b"PK":
-        raise ValueError("it must be a zip archive, as torch.save writes since torch 1.6")
+        raise ValueError("the data must be a zip archive, as torch.save writes since torch 1.6")
     with zipfile.ZipFile(file) as archive:
         if sum(one.file_size for one in archive.infolist()) > len(data):
-            raise ValueError("its zip archive claims more bytes than it has")
+            raise ValueError("the zip archive declares more bytes than it has")
         for one in archive.infolist():
             if one.compress_type != zipfile.ZIP_STORED:
-                raise ValueError("its zip archive has compressed parts, which torch.save does not write")
+                raise ValueError("the zip archive has compressed parts, which torch.save does not write")
             if one.filename.endswith("data.pkl"):  # without `read`, which checks a CRC32 that Penstock leaves out
                 header = data[one.header_offset : one.header_offset + HEADER]
                 begin = (

@@ -1,4 +1,4 @@
-"""An optimizer's state by the names of its parameters, and a scheduler's state by the parameters of its groups.
+"""State of an optimizer by the names of its parameters, and of a scheduler by the parameters of its groups.
 
 torch's `load_state_dict` gives the first saved state to the first parameter, and so on. If the parameters are in
 another order than at the save, a parameter gets the momentum of another one, without an error if the shapes agree. Here
@@ -54,7 +54,8 @@ def named_state(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str,
     plain = optimizer.state_dict()
     if twice := sorted(set(names) & {key for key in plain["state"] if isinstance(key, str)}):
         raise InvalidArgumentError(
-            f"the optimizer's state has the key {twice[0]!r}, which is also the name of a parameter: rename it"
+            f"the optimizer's state has the key {twice[0]!r}, which is also the name of a parameter. Rename the "
+            "parameter"
         )
     return {
         **plain,
@@ -103,7 +104,7 @@ def group_order(loaded: dict[str, Any], names: list[str], lengths: list[int]) ->
         place = next((place for place, group in enumerate(saved) if group == own and place not in taken), None)
         if place is None:
             raise CheckpointError(
-                f"param_groups[{number}] has the parameters {some(sorted(own))}, but no saved group has the same ones: "
+                f"param_groups[{number}] has the parameters {some(sorted(own))}, but no saved group has exactly these: "
                 f"the saved groups begin with {some([min(group, default='nothing') for group in saved])}. Make the "
                 "groups as they were at the save"
             )
@@ -111,7 +112,8 @@ def group_order(loaded: dict[str, Any], names: list[str], lengths: list[int]) ->
         order.append(place)
     if len(order) != len(saved):
         raise CheckpointError(
-            f"the optimizer must have the {len(saved)} param_groups that were saved, got {len(order)}"
+            f"the optimizer must have {len(saved)} param_groups, as at the save, got {len(order)}. Make the groups as "
+            "they were at the save"
         )
     return order
 
@@ -120,8 +122,9 @@ def _check_names(saved: set[str], own: set[str]) -> None:
     if strange := sorted(saved - own):
         raise CheckpointError(
             f"the checkpoint has optimizer state for the parameters {some(strange)}, which the optimizer does not "
-            f"have: it has {some(sorted(own - saved) or sorted(own))}. Parameters are matched by name if the module is "
-            "saved and restored with its optimizer, else by number"
+            f"have: it has {some(sorted(own - saved) or sorted(own))}. Give the optimizer the same parameters as at "
+            "the save. Parameters are matched by name if the module is saved and restored with its optimizer, else by "
+            "number"
         )
     if added := sorted(own - saved):
         raise CheckpointError(
@@ -131,8 +134,8 @@ def _check_names(saved: set[str], own: set[str]) -> None:
 
 
 def warn_of_numbers(key: str, value: Any) -> None:
-    """Warn of state_dicts of optimizers inside a value. They identify parameters by numbers, so they can be restored
-    only with the parameters in the same order.
+    """Warn of state_dicts of optimizers inside a value. Such state_dicts identify parameters by numbers, so a restore
+    needs the parameters in the same order.
 
     key: key of the value in the state that is saved or restored.
     """
@@ -213,7 +216,7 @@ def notes(optimizer: torch.optim.Optimizer, named: Mapping[str, Any]) -> dict[st
     Args:
         named: result of `named_state` for the optimizer.
 
-    Returns a dict. "dtypes": paths of tensors in the states of parameters whose dtype is not the parameter's. "shared":
+    Returns a dict. "dtypes": paths of tensors in the state that have another dtype than their parameter. "shared":
     lists of paths that lead to the same tensor.
     """
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
@@ -295,10 +298,10 @@ def _put(value: Any, path: Path, new: Any) -> None:
 
 
 def regrouped(loaded: Any, order: list[int]) -> Any:
-    """Return a scheduler's state whose lists with a value for each parameter group are in the optimizer's order. order:
+    """Return a scheduler's state with its lists of one value for each parameter group in the optimizer's order. order:
     see `group_order`.
 
-    Raises CheckpointError for a list of which it is unknown whether its values belong to groups.
+    Raises CheckpointError for an unknown list that may have one value for each group.
     """
     if order == sorted(order):
         return loaded

@@ -119,7 +119,7 @@ def _from_several(
         warn_user(
             f"{key!r} of the state has {count} parameters of shape {list(shape)} without names, which are identified "
             "by their order only: if the order differs at the restore, each parameter gets the state of another. Save "
-            "and restore the module with its optimizer, or make it with names: "
+            "and restore the module with its optimizer, or make the optimizer with names: "
             f"{type(optimizer).__name__}(model.named_parameters())",
         )
     return names

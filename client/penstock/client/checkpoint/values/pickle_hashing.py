@@ -1,9 +1,9 @@
 """Cost of hashing a pickle's keys, computed before Python's unpickler hashes them.
 
-Python hashes a tuple anew each time, with everything in it. A pickle of 200 bytes can contain a tuple that contains
-another one twice, which contains a third one twice, and so on. As a dict's key this tuple takes centuries to hash, and
-nothing can interrupt that. So the pickle is replayed without making its objects: only the parts of each object are
-recorded. Ordinary keys take a time to hash that is about proportional to their length in the pickle.
+Python hashes a tuple again at each use as a key, with everything in the tuple. A pickle of 200 bytes can contain a
+tuple that contains another one twice, which contains a third one twice, and so on. As a dict's key this tuple takes
+centuries to hash, and nothing can interrupt that. So the pickle is replayed without making its objects: only the parts
+of each object are recorded. Ordinary keys take a time to hash that is about proportional to their length in the pickle.
 
 Replaying takes 0.8 us an opcode: 96 ms for an index of 3,000 entries, as long as all the rest of its restore. Of the
 index that Penstock writes (proto/state/checkpoint_index.py), only the head is replayed: the values that entries share,
@@ -45,8 +45,8 @@ _ALL_INTO = {"APPENDS", "SETITEMS", "ADDITEMS"}
 
 
 def _tail() -> re.Pattern[bytes]:
-    """Return the regular expression for the tail of an index: an object whose attributes are dicts of flat objects and
-    tuples."""
+    """Return the regular expression for the tail of an index: an object with dicts of flat objects and tuples as
+    attributes."""
     get = rb"h[^\0]|j(?!\0\0\0\0).{4}"  # never position 0 of the memo, which is the list of all shared values
     text = b"\x8c(?:%s)\x94" % b"|".join(b"%s.{%d}" % (re.escape(bytes([size])), size) for size in range(256))
     long = b"\x8a(?:%s)" % b"|".join(b"%s.{%d}" % (re.escape(bytes([size])), size) for size in range(9))
@@ -79,13 +79,13 @@ def check_hashing(data: bytes, size: int) -> None:
                 if _TAIL.fullmatch(data, (position or 0) + 1, size) and play.shares_only_light():
                     break
     except (ValueError, IndexError, KeyError, TypeError) as error:
-        raise pickle.UnpicklingError(f"it cannot be read as a pickle: {error or type(error).__name__}") from error
+        raise pickle.UnpicklingError(f"the data cannot be read as a pickle: {error or type(error).__name__}") from error
     if play.cost() > FREE + COST * size:
-        raise pickle.UnpicklingError("it has a dict key of nested tuples that would take very long to hash")
+        raise pickle.UnpicklingError("the pickle has a dict key of nested tuples that would take very long to hash")
 
 
 class _Play:
-    """Replay of the unpickler's stack and memo. In place of each object it has a list of the object's parts."""
+    """Replay of the unpickler's stack and memo, with a list of the object's parts in place of each object."""
 
     def __init__(self) -> None:
         self._stack: list[_Node | None] = []
@@ -188,7 +188,7 @@ def _weight(root: _Node, known: dict[int, int]) -> int:
             known[id(node)] = 1 + len(node) - len(parts) + sum(known[id(part)] for part in parts)
             continue
         if id(node) in above:
-            raise pickle.UnpicklingError("it has a dict key that contains itself")
+            raise pickle.UnpicklingError("the pickle has a dict key that contains itself")
         above.add(id(node))
         left.append((node, True))
         left += [(part, False) for part in parts if id(part) not in known]

@@ -1,13 +1,13 @@
-"""Check of pickles that other programs may have written, before Python's unpickler allocates the memory that they
-request.
+"""Check of pickles that other programs may have written, before Python's unpickler allocates the memory that such a
+pickle requests.
 
 The unpickler allocates memory for any length, or position in its memo, that a pickle names, before it checks whether
 the data exist: five bytes make it allocate 32 GiB. A pickler never writes a length or position above the pickle's own
 length, so larger numbers are refused here. Which classes a pickle may use is not checked here; the unpickler's
 `find_class` does that.
 
-One regular expression skips the opcodes whose argument has a fixed length, or a length of at most 255 bytes. An index
-of 3,000 entries, with 120,000 opcodes, takes 3 ms; with Python's own `pickletools.genops` it takes 38 ms.
+One regular expression skips the opcodes with an argument of fixed length, or of at most 255 bytes. An index of 3,000
+entries, with 120,000 opcodes, takes 3 ms; with Python's own `pickletools.genops` it takes 38 ms.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ del _LINES[_PUT]
 
 
 def _fixed() -> re.Pattern[bytes]:
-    """Return the regular expression for a run of opcodes whose argument has a fixed length, or a length in a single
+    """Return the regular expression for a run of opcodes with an argument of fixed length, or with a length in a single
     byte."""
     kinds = []
     for size in (0, 1, 2, 4, 8):
@@ -72,13 +72,15 @@ def bounded(data: bytes) -> bytes:
             follows = 0 if code == _LONG_PUT else number
             if max(number, place + follows) > len(data):
                 raise pickle.UnpicklingError(
-                    f"it is damaged: byte {place:,} of {len(data):,} announces {number:,} bytes or entries"
+                    f"the pickle is damaged: byte {place:,} of {len(data):,} declares {number:,} bytes or entries"
                 )
             place += follows
         elif code in _LINES:
             for _ in range(_LINES[code]):
                 place = data.find(b"\n", place) + 1
                 if not place:
-                    raise pickle.UnpicklingError("it is damaged: a line does not end")
+                    raise pickle.UnpicklingError("the pickle is damaged: a line does not end")
         else:
-            raise pickle.UnpicklingError(f"it is damaged: byte {found.end():,} of {len(data):,} is not a pickle opcode")
+            raise pickle.UnpicklingError(
+                f"the pickle is damaged: byte {found.end():,} of {len(data):,} is not a pickle opcode"
+            )

@@ -1,9 +1,9 @@
 """Encoding of values of common classes as plain values: numbers, text, bytes, and lists of them.
 
 Loading an object of a class means running code that the file names, so a restore does that only on request. But random
-states contain arrays, metrics contain numpy's scalars, and configurations contain paths and dates. Each of those is
-saved as plain values, together with a *recipe* for making it again, which also consists of plain values. If the recipe
-is None, the value was saved unchanged.
+states contain arrays, metrics contain numpy's scalars, and configurations contain paths and dates. Such a value is
+saved as plain values, together with a *recipe* for making the value again, which also consists of plain values. If the
+recipe is None, the value was saved unchanged.
 """
 
 from __future__ import annotations
@@ -214,8 +214,8 @@ def decode(value: Any, recipe: Any) -> Any:
 
 
 def value_digest(value: Any) -> str:
-    """Return a digest that is the same for equal values of the same types. It depends neither on the order of dicts nor
-    on the identity of objects."""
+    """Return a digest that is the same for equal values of the same types, for any order of dicts and any identity of
+    objects."""
     hasher = xxhash.xxh3_64()
     _feed(hasher, value, 0)
     return hasher.hexdigest()

@@ -1,7 +1,7 @@
 """Private parts of torch that checkpoints need, in one place.
 
-tests/checkpoint/test_torch_private.py checks the parameters and results of each. A torch version in which one of them
-has changed fails there, by name, and not in the middle of a save.
+tests/checkpoint/test_torch_private.py checks the parameters and results of each function. With a torch version that has
+changed a function, that test fails and names the function, before a save fails.
 """
 
 from __future__ import annotations
