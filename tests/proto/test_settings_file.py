@@ -77,7 +77,7 @@ def test_one_of_another_user_is_refused(written: Path) -> None:
         ('token = "s3cret"\n', r"penstock.toml:1: this file must not hold a token"),
         ("[cluster]\ntls-ca = 1\n", r"penstock.toml:2: \[cluster\] has no setting 'tls-ca'; did you mean tls_ca\?"),
         ("[client]\nreplai = true\n", r"penstock.toml:2: \[client\] has no setting 'replai'; did you mean replay\?"),
-        ("[client]\nbox = 1\n", r"penstock.toml:2: box does not belong into \[client\]: it belongs to one job"),
+        ("[client]\nbox = 1\n", r"penstock.toml:2: box must not be in \[client\]: this setting is for one job"),
         (
             '[client]\naddress = "h:1"\n',
             r"address does not belong into \[client\]: it goes into \[cluster\], as coordinator",

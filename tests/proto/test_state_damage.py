@@ -125,7 +125,7 @@ TOO_LARGE: list[list[object]] = [
 @pytest.mark.parametrize("node", TOO_LARGE, ids=str)
 def test_sizes_are_checked_before_allocation(node: list[object]) -> None:
     for read in (decode_state, state_as_json):
-        with pytest.raises(StateCorruptError, match=r"\d bytes, but 16 are left"):
+        with pytest.raises(StateCorruptError, match=r"the 16 bytes that are left, got \d+ bytes"):
             read(seal(json.dumps({"$": node}).encode(), bytes(16)))
 
 

@@ -109,7 +109,7 @@ class Ring:
         if size > LOOKED_AT_BYTES and size > (free := int(MOST_OF_FREE * free_memory())):
             raise OSError(
                 errno.ENOMEM,
-                f"a ring (buffer for batches) of {size:,} bytes cannot be made: a ring may take {MOST_OF_FREE:.0%} of "
+                f"a ring (buffer for batches) of {size:,} bytes cannot be made: it may take {MOST_OF_FREE:.0%} of "
                 f"the free memory, {free:,} bytes. Make smaller batches, or give the process more memory",
             )
         fd = os.memfd_create("penstock-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

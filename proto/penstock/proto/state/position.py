@@ -171,7 +171,7 @@ class Position:
         """Return the position in a message. Raises InvalidArgumentError if a round robin cannot reach it."""
         if len(message.live) > len(message.slots):
             raise InvalidArgumentError(
-                f"a position must have at most {len(message.slots)} live slots, one for each slot, got {len(message.live)}"
+                f"a position of {len(message.slots)} slots must have at most as many live ones, got {len(message.live)}"
             )
         position = cls(
             message.step,

@@ -149,7 +149,7 @@ class Histories:
         self._bytes += part.ByteSize()
         if len(self.all) >= HISTORIES_MAX or self._bytes > VALUE_MAX:
             raise ProtocolError(
-                f"FetchHistories: a reply must have at most {HISTORIES_MAX} histories and {VALUE_MAX} bytes, got "
+                f"FetchHistory: a reply must have at most {HISTORIES_MAX} histories and {VALUE_MAX} bytes, got "
                 f"{len(self.all) + 1} histories and {self._bytes} bytes"
             )
         self.all.append(part.history)
