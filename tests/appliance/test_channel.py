@@ -314,7 +314,9 @@ async def test_large_loader_arguments_become_a_blob(served: RunningServer) -> No
 
 @on_server()
 async def test_message_above_the_limit_is_an_error(served: RunningServer, client: AsyncCoordinatorClient) -> None:
-    with pytest.raises(InvalidArgumentError, match=rf"the request RegisterWorker to the coordinator at {served.address} must"):
+    with pytest.raises(
+        InvalidArgumentError, match=rf"the request RegisterWorker to the coordinator at {served.address} must"
+    ):
         await client.register(pb.RegisterWorkerRequest(worker="w" * 5_000_000))
 
 

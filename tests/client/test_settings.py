@@ -205,5 +205,5 @@ def test_settings_file_ranks_below_torchrun(tmp_path: Path, monkeypatch: pytest.
     assert settings.address == "head:7070"
     assert resolve(address="").address == ""
     path.write_text("[client]\nnum_boxes = 4\n")
-    with pytest.raises(InvalidArgumentError, match="num_boxes does not belong into"):
+    with pytest.raises(InvalidArgumentError, match="num_boxes must not be in"):
         resolve()

@@ -109,7 +109,7 @@ def class_name(cls: type) -> str:
 def resolve_class(name: str, kind: RecordKind, fields: tuple[str, ...]) -> type:
     """Return the class with this name in this process, which must be of this `kind` and have exactly these `fields`.
 
-    Raises UnsupportedLeafError, with the class and the remedy, if there is no such class.
+    Raises UnsupportedLeafError, with the class and the remedy, if this process does not have the class.
     """
     found = _by_name.get(name)
     if found is None:

@@ -11,8 +11,9 @@ The stream digest is the chain of a box's digests in the order of delivery (pens
 at a step are equal streams up to it.
 
 With DigestCover.ROWS the digest is a sum over the rows of the batch, of every byte of each row in all tensors and
-arrays that have as many rows. It identifies the rows that a step delivered, on any number of boxes. It does not cover
-the order of the rows within the batch, nor values that are not rows (a number, a text, a tensor of other length).
+arrays that have as many rows. This sum identifies the rows that a step delivered, on any number of boxes. The sum does
+not cover the order of the rows within the batch, nor values that are not rows (a number, a text, a tensor of other
+length).
 
 The runner computes the digest once, when the batch is in its ring. The BATCH frame contains it, and the reader that
 delivers the batch compares it with the bytes: see penstock.client.stream.lane_reader.
@@ -78,7 +79,7 @@ WORDS: Final = 64
 
 _LAYOUTS_KEPT: Final = 1024
 _layouts: dict[tuple[int, int, tuple[int, ...]], tuple[int, bytes]] = {}
-"""Cache of `layout`: arguments -> result. It is emptied when it has _LAYOUTS_KEPT entries; a stream has few layouts."""
+"""Cache of `layout`: arguments -> result. Emptied at _LAYOUTS_KEPT entries; a stream has few layouts."""
 _DIMS_KEPT: Final = 64 << 10
 """Largest size in bytes of the packed shapes that a `Layouts` caches. As lists they take about six times as much."""
 

@@ -73,7 +73,7 @@ class Outbox:
             raise
 
     def _packet(self) -> list[bytes]:
-        """Return the first messages of the queue, as many as fit into one packet."""
+        """Return the first messages of the queue that fit into one packet."""
         packet: list[bytes] = []
         room = MAX_PACKET
         for message in islice(self._unsent, None):

@@ -1,9 +1,9 @@
 """TLS over a lane's TCP connection, with the interface of the plain socket that sender and receiver use.
 
 `TlsSocket` differs from Python's SSLSocket in four ways. If nothing can be read or written now, it raises
-BlockingIOError, as sockets do. It has `sendmsg` and `recvmsg_into`, over several buffers. If OpenSSL cannot finish
-sending some bytes, the socket keeps these bytes and sends them first in the next call, as OpenSSL requires. The caller
-may then pass the same bytes in other pieces. And `shutdown` ends the TCP direction and does not affect reading.
+BlockingIOError, as sockets do. The class has `sendmsg` and `recvmsg_into`, over several buffers. If OpenSSL cannot
+finish sending some bytes, the socket keeps these bytes and sends them first in the next call, as OpenSSL requires. The
+caller may then pass the same bytes in other pieces. And `shutdown` ends the TCP direction and does not affect reading.
 
 One receive returns at most one record of 16 KiB. Bytes of the record that did not fit stay inside OpenSSL, where poll
 does not see them; `pending` returns their number. Small buffers are sent together, because each record costs 22 bytes

@@ -327,7 +327,7 @@ class CoordinatorClient(AuthenticatedCall):
 
     def fetch_snapshot(self, header: pb.SnapshotHeader, *, deadline_s: float = TRANSFER_DEADLINE_S) -> bytes:
         """Return the bytes of a snapshot. header: the snapshot's entry in a history. Raises StateUnavailableError if
-        the snapshot is no longer kept."""
+        the snapshot was deleted."""
         request = pb.FetchHistoryRequest(snapshot=header)
         parts: list[bytes] = []
         self._read("FetchHistory", deadline_s, request, ValueParts("a snapshot", parts.append).add)

@@ -65,7 +65,7 @@ CHUNK = 512 * 1024
 """Bytes of a data part. Large values are sent in such parts, so that messages stay far below their limit."""
 
 REQUEST_MAX = 4 * 1024 * 1024
-"""Largest request in bytes that the coordinator accepts. It is gRPC's own default, made explicit."""
+"""Largest request in bytes that the coordinator accepts: gRPC's own default, made explicit."""
 REPLY_MAX = 32 * 1024 * 1024
 """Largest reply in bytes that is accepted from the coordinator. A heartbeat's reply has a loader's spec for each
 slot."""

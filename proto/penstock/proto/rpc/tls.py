@@ -10,10 +10,10 @@ A coordinator needs cert and key, and requests certificates from its callers if 
 operator's command needs the ca, and also cert and key if the coordinator requests certificates. A worker, which calls
 the coordinator and accepts lanes, needs all three files.
 
-Files are read at the start, and again at each connection (`Renewing`). They are checked each time by a handshake of
-this process with itself, because OpenSSL reliably detects a wrong key or an expired certificate. Errors that show only
-in a handshake with the other end (an unknown CA, another name, no TLS at all) become a TlsError with the remedy: see
-`explain`.
+Files are read at the start, and again at each connection (`Renewing`). Each time, the files are checked by a handshake
+of this process with itself, because OpenSSL reliably detects a wrong key or an expired certificate. Errors that show
+only in a handshake with the other end (an unknown CA, another name, no TLS at all) become a TlsError with the remedy:
+see `explain`.
 
 gRPC has its own implementation of TLS, for which `Tls` keeps the bytes of the files. Lanes use Python's ssl with TLS
 1.3 only, because both ends are Penstock.

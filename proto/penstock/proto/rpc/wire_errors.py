@@ -136,8 +136,7 @@ def _error_of_rpc(error: grpc.RpcError, address: str, method: str, deadline_s: f
 
 
 def _retry_after(trailing: tuple[Any, ...]) -> float:
-    """Return the number of seconds to wait, from the trailing metadata of an OverloadedError. It is limited to
-    LONGEST_S."""
+    """Return the number of seconds to wait, from the trailing metadata of an OverloadedError; at most LONGEST_S."""
     for key, value in trailing:
         if key == RETRY_KEY and isinstance(value, str) and value.isdecimal() and len(value) < 10:
             return min(int(value) / 1000, OverloadedError.LONGEST_S)

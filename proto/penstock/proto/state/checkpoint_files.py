@@ -272,9 +272,9 @@ def damage(path: Path, manifest: Manifest, *, contents: bool = False) -> Iterato
 def checkpoints(folder: Path, *, sizes: bool = True) -> list[FoundCheckpoint]:
     """Return the checkpoints of a folder, the newest first.
 
-    If the manifest of a checkpoint is damaged, its age is unknown. It is then listed as the newest, so that it is not
-    skipped silently, but after the checkpoint that `latest` names, if that is complete. A checkpoint whose replacement
-    stopped half way is listed under its temporary name until `put_back`.
+    A checkpoint with a damaged manifest, whose age is unknown, is listed first, so that it is not skipped silently, but
+    after the checkpoint that `latest` names, if that one is complete. A checkpoint whose replacement stopped half way
+    is listed under its temporary name until `put_back`.
 
     sizes: True: check that all files exist and have the right sizes. False: read only the manifests.
     """

@@ -1,10 +1,10 @@
 """Encoding of a user's state as a safe envelope of bytes: a JSON tree, raw aligned blobs, a version, a checksum. No
 pickle.
 
-A loader's `state_dict()` may be taken at every step. It is sent to the coordinator, stored in the journal, and decoded
-on another machine. So the encoding must be exact, cheap, and safe to decode. Pickle is not safe; plain JSON is not
-exact (tuples become lists, int keys become strings, NaN is not JSON); torch.save is pickle in a zip file, and slow for
-small states. Here the structure of a state is JSON, and large values are copied as they lie in memory.
+A loader's `state_dict()` may be taken at every step. The state is sent to the coordinator, stored in the journal, and
+decoded on another machine. So the encoding must be exact, cheap, and safe to decode. Pickle is not safe; plain JSON is
+not exact (tuples become lists, int keys become strings, NaN is not JSON); torch.save is pickle in a zip file, and slow
+for small states. Here the structure of a state is JSON, and large values are copied as they lie in memory.
 
     offset  size  field                        all integers little-endian
     0       8     magic                        b"PENSTATE"

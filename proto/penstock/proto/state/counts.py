@@ -5,7 +5,8 @@ a recovery or a resume the counts are again those of the position, even if batch
 BATCH frame contains the rows that the batch has changed, with their values after the batch. The training process keeps
 the newest row of each slot and group, so its counts are those of the delivered batches.
 
-A row is a list of integers: FIELDS counts, then BINS numbers of samples by length. A group is a pair (source, key).
+A row is a list of integers: FIELDS counts, then BINS numbers of samples by length. A group is a pair (source, key), to
+which one row belongs.
 """
 
 from __future__ import annotations

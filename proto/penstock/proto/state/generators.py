@@ -172,10 +172,10 @@ def derive_seed(seed: int, *path: int | str) -> int:
     changes, because saved runs depend on it.
 
     The seed is the lowest 63 bits, read little-endian, of a BLAKE2b digest (RFC 7693, M.-J. Saarinen and J.-P.
-    Aumasson, 2015) of 8 bytes, personalised as b"penstock.seed". It is computed over `seed` and the parts of `path` in
-    order, each as type (b"i" or b"s"), length (8 bytes, little-endian) and content (an int as format(n, "x"), a str in
-    UTF-8). Because of types and lengths, 1 and "1" give different seeds, and so do ("ab", "c") and ("a", "bc"). Raises
-    InvalidArgumentError for a part that is neither int nor str.
+    Aumasson, 2015) of 8 bytes, personalised as b"penstock.seed". The digest is computed over `seed` and the parts of
+    `path` in order, each as type (b"i" or b"s"), length (8 bytes, little-endian) and content (an int as format(n, "x"),
+    a str in UTF-8). Because of types and lengths, 1 and "1" give different seeds, and so do ("ab", "c") and ("a",
+    "bc"). Raises InvalidArgumentError for a part that is neither int nor str.
     """
     digest = hashlib.blake2b(digest_size=8, person=b"penstock.seed")
     for index, part in enumerate((seed, *path)):

@@ -1,9 +1,9 @@
 """Safe access to files in folders that other users can write to: only regular files are opened.
 
-A name in such a folder may belong to another user and lead anywhere. It may be a link to a file of this user, which
-opening for writing would truncate; a FIFO, which blocks forever; a device, which never ends; or a sparse file that is
-larger than the memory. So a file is never written through a link, or if it has several names. Anything but a regular
-file is refused before a byte is read. The size of files that are read whole is limited.
+A name in such a folder may belong to another user and lead anywhere. The name may be a link to a file of this user,
+which opening for writing would truncate; a FIFO, which blocks forever; a device, which never ends; or a sparse file
+that is larger than the memory. So a file is never written through a link, or if it has several names. Anything but a
+regular file is refused before a byte is read. The size of files that are read whole is limited.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def open_plain(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o666, *,
             why = f"the path must not be a symbolic link ({_target(path, folder)}): remove the link"
             raise OSError(errno.ELOOP, why, str(path)) from None
         if error.errno == errno.ENXIO:  # a FIFO or a socket
-            raise OSError(errno.ENXIO, "it is not a regular file", str(path)) from None
+            raise OSError(errno.ENXIO, "the path must be a regular file", str(path)) from None
         raise
     try:
         found = os.fstat(handle)
         if not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.ENXIO, "it is not a regular file", str(path))
+            raise OSError(errno.ENXIO, "the path must be a regular file", str(path))
         if written and found.st_nlink > 1:
             raise OSError(errno.EMLINK, "the file must not have a second name (hard link): remove that name", str(path))
         if flags & os.O_TRUNC:

@@ -81,7 +81,7 @@ def describe_exit(status: int | None) -> str:
         return "died of an unknown cause (its parent process does not answer)"
     how = exit_words(status)
     if -status == signal.SIGKILL:
-        return f"{how} (by the kernel for lack of memory, unless a user sent the signal)"
+        return f"{how} (by the kernel for lack of memory, unless someone sent the signal)"
     return how if status else f"{how} before the end of its input (os._exit?)"
 
 

@@ -68,7 +68,8 @@ class Process:
 
     @classmethod
     def parent(cls, pid: int) -> Self:
-        """Return the parent of this process. Raises ProcessLookupError if the parent's id is no longer `pid`."""
+        """Return the parent of this process. Raises ProcessLookupError if `pid` is not the parent's id, because the
+        parent has ended."""
         process = cls(pid)
         if os.getppid() != pid:  # the parent ended before it was opened, and its id was reused
             process.close()

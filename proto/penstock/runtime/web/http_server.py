@@ -7,7 +7,7 @@ and costs the process one sleeping thread.
 Access. On loopback every user of this machine has access, as with the pages of other developer tools. The host name in
 the request must be this machine's, so that a web site cannot reach the pages through the browser (DNS rebinding).
 Beyond loopback every page needs a token of the role admin, as a bearer token or as the password in the browser's own
-dialogue. It also needs TLS, unless `insecure` states that the network is trusted.
+dialogue. TLS is then required too, unless `insecure` states that the network is trusted.
 """
 
 from __future__ import annotations

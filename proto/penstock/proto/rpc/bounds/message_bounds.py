@@ -34,11 +34,11 @@ __all__ = [
 ]
 
 REQUEST_FIELDS = 16_384
-"""Largest number of fields in a request. It allows 1,024 reports of slots, 256 positions, 4,096 ends of epochs, and
-8,192 prefixes in a registration. Counting and parsing so many takes up to 10 ms of the event loop."""
+"""Largest number of fields in a request. This limit allows 1,024 reports of slots, 256 positions, 4,096 ends of epochs,
+and 8,192 prefixes in a registration. Counting and parsing so many takes up to 10 ms of the event loop."""
 REPLY_FIELDS = 1 << 20
-"""Largest number of fields in a reply. It allows 524,288 abandoned epochs in a history, and 100,000 workers in a
-status."""
+"""Largest number of fields in a reply. This limit allows 524,288 abandoned epochs in a history, and 100,000 workers in
+a status."""
 LEVELS = 8
 """Number of levels of nested messages in which fields are counted. Penstock's messages have four levels."""
 

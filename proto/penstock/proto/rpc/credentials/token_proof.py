@@ -7,7 +7,8 @@ without:
 1. A caller that has not called the coordinator since its start sends SCHEME alone. The call is refused with a
    *challenge*, a random number that the coordinator drew when it started.
 2. The caller makes the call again with SCHEME, the challenge, a random number of its own, and an HMAC of both under the
-   token. It sends the same line with all further calls, until a restarted coordinator refuses it with a new challenge.
+   token. The caller sends the same line with all further calls, until a restarted coordinator refuses it with a new
+   challenge.
 3. The coordinator sends an HMAC of its own with each answer. If an answer comes in parts, the HMAC is sent before the
    first part. A caller ignores an answer or an error without this HMAC.
 

@@ -32,7 +32,7 @@ _log = logging.getLogger("penstock.tokens")
 MAX_FILE = 64 << 10
 """Largest size of a token file in bytes. A larger file was named by mistake."""
 MAX_TOKEN = 4096
-"""Largest number of characters in a token. It is sent in a header, whose limit is 64 KiB."""
+"""Largest number of characters in a token, which may be sent in a header of at most 64 KiB."""
 
 
 _logged: dict[str, str] = {}
