@@ -129,7 +129,7 @@ def test_compression_is_taken_from_a_variable(monkeypatch: pytest.MonkeyPatch) -
 def test_compression_without_package_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     require.cache_clear()
     monkeypatch.setitem(sys.modules, "lz4", None)
-    with pytest.raises(InvalidArgumentError, match=r"pip install penstock\[compression\]"):
+    with pytest.raises(InvalidArgumentError, match=r"pip install 'penstock\[compression\]"):
         resolve(compression="lz4")
     assert resolve(compression="zstd").compression == "zstd"
 

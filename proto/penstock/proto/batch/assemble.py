@@ -61,8 +61,8 @@ class _Ring(np.ndarray[Any, np.dtype[np.uint8]]):
 
 
 class _Region(np.ndarray[Any, np.dtype[np.uint8]]):
-    """Base object of all views of one batch, which appends the batch's token to `release` when it is deleted. A view
-    that a user makes of this object has no `release` and appends nothing."""
+    """Base object of all views of one batch, which appends `token` (an int of the caller's for this batch) to `release`
+    when it is deleted. A view that a user makes of this object has no `release` and appends nothing."""
 
     __slots__ = ("pid", "release", "token")
 

@@ -110,7 +110,7 @@ class _Survey:
             _refuse(
                 path,
                 value,
-                f": its name is longer than {MAX_NAME} characters; give the class another one by register_class",
+                f": its name is longer than {MAX_NAME} characters; give the class a shorter name by register_class",
             )
         try:
             resolve_class(name, kind, fields)
@@ -166,7 +166,7 @@ def _leaf(value: Any, path: Path) -> Leaf:
         if cls is not np.ndarray and cls is not np.memmap:
             _refuse(path, value, ", a subclass of numpy.ndarray; pass numpy.asarray(x)")
         if value.ndim > MAX_RANK:
-            _refuse(path, value, f" of rank {value.ndim}; at most {MAX_RANK} dimensions travel")
+            _refuse(path, value, f" of rank {value.ndim}; an array must have at most {MAX_RANK} dimensions")
         return Leaf("a", _dtype_name(value, path), value.ndim)
     if cls is np.str_ or cls is np.bytes_:
         return Leaf("S" if cls is np.str_ else "B")
@@ -196,7 +196,7 @@ def _tensor(value: torch.Tensor, path: Path) -> Leaf:
     if name is None:
         _refuse(path, value, f" of {value.dtype}; pass x.view(torch.uint8) and view it back")
     if value.ndim > MAX_RANK:
-        _refuse(path, value, f" of rank {value.ndim}; at most {MAX_RANK} dimensions travel")
+        _refuse(path, value, f" of rank {value.ndim}; a tensor must have at most {MAX_RANK} dimensions")
     if value.nbytes and not value.data_ptr():
         _refuse(path, value, " whose storage has been freed (resized to 0); pass a tensor with data")
     return Leaf("t", name, value.ndim)

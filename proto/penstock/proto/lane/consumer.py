@@ -324,7 +324,7 @@ class Consumer:
         self._dirty = True
 
     def abandon(self, epoch: int) -> None:
-        """Abandon this epoch. The message is sent at once, after all earlier acks."""
+        """Tell the producer that the loop has abandoned this epoch, at once and after all earlier acks."""
         self.abandons += 1
         self._abandon = epoch + 1
         self._seal()

@@ -257,7 +257,7 @@ class Producer:
                 ack = read_ack(self._view, 0, size)
                 if ack.delivered > max(self.delivered, self._sent_total):
                     raise ProtocolError(
-                        f"the last delivered batch must be <= {self._sent_total}, the last sent, got {ack.delivered}"
+                        f"delivered batches must have been sent, at most batch {self._sent_total}, got {ack.delivered}"
                     )
                 self._apply(ack)
             except ProtocolError as error:
@@ -573,7 +573,7 @@ class Producer:
             return  # repeated, or of a ring that this producer does not have (any more)
         if total > self.delivered:
             raise ProtocolError(
-                f"released entries must hold batches <= {self.delivered}, the last delivered, got batch {total}"
+                f"a consumer may release delivered batches only, at most batch {self.delivered}, got {total}"
             )
         self._give_back(ring_id, entry)
 

@@ -417,7 +417,8 @@ def locked(
     Args:
         timeout_s: seconds to wait for the lock.
         silence_s: seconds without a sign of life from the holder after which waiting ends, because its machine may be
-            lost. None: wait until the timeout. heartbeats: give signs of life while the lock is held.
+            lost. None: wait until the timeout.
+        heartbeats: give signs of life while the lock is held.
 
     Raises DeadlineError, naming the holder. On a file system without locks nothing is locked.
     """

@@ -134,8 +134,8 @@ class Tally:
     """Counts of a loader up to its present position, and the record of rows changed since the last `take`.
 
     Args:
-        rows: counts to begin with. shares: source -> its configured share in the mixture: (millionths of the samples,
-        millionths of the tokens).
+        rows: counts to begin with.
+        shares: source -> its configured share in the mixture: (millionths of the samples, millionths of the tokens).
     """
 
     def __init__(self, rows: Mapping[Group, Sequence[int]] | None = None, shares: Shares | None = None) -> None:

@@ -112,7 +112,7 @@ class DataLoaderCheckpoint:
 
 
 class WorkerContext:
-    """Holder of the DataLoaderCheckpoint that one call of state_dict() may read once."""
+    """Holder of the DataLoaderCheckpoint that one call of state_dict() may read once by `get_worker_state()`."""
 
     def __init__(self, checkpoint: DataLoaderCheckpoint) -> None:
         self._checkpoint: DataLoaderCheckpoint | None = checkpoint

@@ -219,8 +219,8 @@ def find(section: type[Section]) -> list[ResolvedSetting]:
 
 
 def field_of(section: type[Section], place: tuple[Any, ...]) -> str:
-    """Return the field that an error of pydantic refers to. In some errors pydantic names the variable instead of the
-    field."""
+    """Return the name of the field in an error of pydantic. place: the error's location, which in some errors is the
+    variable's name."""
     name = str(place[0]) if place else "?"
     for field in section.model_fields:
         if name == field or name.upper() in variables(section, field):

@@ -104,11 +104,12 @@ def spawn(
     """Start a child process.
 
     Args:
-        command: program and arguments, made by `module` or `by_path` for example. stdout: standard output of the child:
-        a descriptor, NULL, or an end of a pipe; None: that of this process. stderr: standard error of the child, in the
-        same forms. fds: descriptors that the child has under the same numbers. env: environment of the child, see
-        `environment`; None: that of this process. session: True: the child leads a session of its own. False: it leads
-        a process group in this session.
+        command: program and arguments, made by `module` or `by_path` for example.
+        stdout: standard output of the child: a descriptor, NULL, or an end of a pipe; None: that of this process.
+        stderr: standard error of the child, in the same forms.
+        fds: descriptors that the child has under the same numbers.
+        env: environment of the child, see `environment`; None: that of this process.
+        session: True: the child leads a session of its own. False: the child leads a process group in this session.
 
     Sockets and ends of pipes are passed to the child and closed in this process, also if the child cannot be started.
     Descriptors given as numbers stay open.
