@@ -190,7 +190,7 @@ async def test_wrong_or_missing_token_is_refused(served: RunningServer, client: 
         lambda: client.put_blob(b"x" * 3 * CHUNK),
     ]
     for call in calls:
-        with pytest.raises(AuthenticationError, match=r"the token is wrong: both ends need the same PENSTOCK_TOKEN"):
+        with pytest.raises(AuthenticationError, match=r"the token is wrong: set the same PENSTOCK_TOKEN"):
             await call()
     async with connect_aio(served.address) as bare:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -266,7 +266,7 @@ async def test_own_close_differs_from_lost_peer(
     await client.close()
     with pytest.raises(LaneClosedError, match=r"was closed on this side during WatchRun"):
         await waiting
-    with pytest.raises(LaneClosedError, match="is closed: no Status"):
+    with pytest.raises(LaneClosedError, match="was closed on this side before Status"):
         await client.status()
 
     servicer.held.clear()
@@ -276,7 +276,7 @@ async def test_own_close_differs_from_lost_peer(
     blocking.close()
     with pytest.raises(LaneClosedError, match="was closed on this side during WatchRun"):
         await pending
-    with pytest.raises(LaneClosedError, match="is closed: no Status"):
+    with pytest.raises(LaneClosedError, match="was closed on this side before Status"):
         await asyncio.to_thread(blocking.status)
 
     servicer.held.clear()
@@ -314,7 +314,9 @@ async def test_large_loader_arguments_become_a_blob(served: RunningServer) -> No
 
 @on_server()
 async def test_message_above_the_limit_is_an_error(served: RunningServer, client: AsyncCoordinatorClient) -> None:
-    with pytest.raises(InvalidArgumentError, match=rf"RegisterWorker to the coordinator at {served.address} is too"):
+    with pytest.raises(
+        InvalidArgumentError, match=rf"the request RegisterWorker to the coordinator at {served.address} must"
+    ):
         await client.register(pb.RegisterWorkerRequest(worker="w" * 5_000_000))
 
 
@@ -381,19 +383,19 @@ def test_so_it_is_where_calls_are_traced(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_received_bytes_match_the_declaration() -> None:
     async def body(_: RunningServer, __: Scripted, client: AsyncCoordinatorClient) -> None:
-        with pytest.raises(ProtocolError, match="GetSnapshots: the coordinator declared 3 bytes, got 2"):
+        with pytest.raises(ProtocolError, match="GetSnapshots: a value must have the declared 3 bytes, got 2"):
             await client.get_snapshots(pb.GetSnapshotsRequest())
         with pytest.raises(
-            StateCorruptError, match="the stored value other arrived damaged, as 4 bytes with the digest"
+            StateCorruptError, match="the stored value other arrived damaged: its 4 bytes have the digest"
         ):
             await client.get_blob("other")
 
     trial(body)
     snapshots = SnapshotParts()
-    with pytest.raises(ProtocolError, match="GetSnapshots: the coordinator sent data before a header"):
+    with pytest.raises(ProtocolError, match="GetSnapshots: the coordinator must send a header before data"):
         snapshots.add(pb.SnapshotPart(data=b"x"))
     snapshots.add(pb.SnapshotPart(header=pb.SnapshotHeader(size=1)))
-    with pytest.raises(ProtocolError, match="GetSnapshots: the coordinator declared 1 bytes, got more"):
+    with pytest.raises(ProtocolError, match="GetSnapshots: a value must have the declared 1 bytes, got more"):
         snapshots.add(pb.SnapshotPart(data=b"xy"))
 
 
@@ -416,7 +418,9 @@ def test_shared_unix_socket_folder_is_refused(tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/coordinator"
     tmp_path.chmod(0o777)
     for attempt in (lambda: connect(address), lambda: asyncio.run(server_aio(address, TOKEN, lambda server: None))):
-        with pytest.raises(UnsafeBindError, match=f"{tmp_path} must be a folder of this user that others cannot write"):
+        with pytest.raises(
+            UnsafeBindError, match=f"{tmp_path} must be a folder of this user to which no other user can write"
+        ):
             attempt()
     tmp_path.chmod(0o755)
     (tmp_path / "coordinator").symlink_to("/dev/null")
@@ -429,7 +433,7 @@ def test_shared_unix_socket_folder_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("listen", "words"),
     [
-        ("0.0.0.0:0", "without TLS token and data would cross"),
+        ("0.0.0.0:0", "without TLS the token and the data would cross"),
         ("[::]:0", "can be reached from other machines"),
         ("example.org:80", "can be reached from other machines"),
         ("no-port", 'must be "host:port" or "unix:/path"'),

@@ -188,7 +188,7 @@ def test_missing_parent_prevents_start() -> None:
     ("arguments", "token", "words"),
     [
         (["--listen", "nonsense"], TOKEN, "must be"),
-        ([], "", "no token: set PENSTOCK_TOKEN"),
+        ([], "", "no token was given: set PENSTOCK_TOKEN"),
         ([], "two words", "one word of 1 to 4096 printable ASCII"),
         (["--state-dir", "/proc/penstock"], TOKEN, "/proc/penstock cannot be used: No such file or directory; choose"),
     ],

@@ -72,7 +72,7 @@ def test_a_step_by_name(tmp_path: Path) -> None:
         ("missing", r"__0_0.distcp is missing"),
         ("short", r"__0_0.distcp has [0-9,]+ bytes, but [0-9,]+ were written"),
         ("manifest", r"penstock.json is damaged"),
-        ("checksum", r"penstock.json is damaged: its checksum differs from that of its content"),
+        ("checksum", r"penstock.json is damaged: the checksum in the file differs from that of its content"),
         ("newer", r"penstock.json is damaged: its format must be <= 1, got 99 of a newer Penstock"),
         ("index", r"\.metadata has [0-9,]+ bytes, but"),
     ],

@@ -129,7 +129,7 @@ def test_compression_is_taken_from_a_variable(monkeypatch: pytest.MonkeyPatch) -
 def test_compression_without_package_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     require.cache_clear()
     monkeypatch.setitem(sys.modules, "lz4", None)
-    with pytest.raises(InvalidArgumentError, match=r"pip install penstock\[compression\]"):
+    with pytest.raises(InvalidArgumentError, match=r"pip install 'penstock\[compression\]"):
         resolve(compression="lz4")
     assert resolve(compression="zstd").compression == "zstd"
 
@@ -205,5 +205,5 @@ def test_settings_file_ranks_below_torchrun(tmp_path: Path, monkeypatch: pytest.
     assert settings.address == "head:7070"
     assert resolve(address="").address == ""
     path.write_text("[client]\nnum_boxes = 4\n")
-    with pytest.raises(InvalidArgumentError, match="num_boxes does not belong into"):
+    with pytest.raises(InvalidArgumentError, match="num_boxes must not be in"):
         resolve()

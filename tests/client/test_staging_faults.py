@@ -83,7 +83,7 @@ def test_out_of_order_batch_fails_when_due(rig: Any, total: int, epoch: int) -> 
     ("packet", "words"),
     [
         (b"\xff" * 9, "worker w0: a frame must end"),
-        (framed(a_frame(kind=BATCH, total=3, ring=1).encode()), "must lie in an entry of an announced ring"),
+        (framed(a_frame(kind=BATCH, total=3, ring=1).encode()), "must lie within an entry of a known ring"),
     ],
 )
 def test_impossible_frame_fails_when_due(rig: Any, packet: bytes, words: str) -> None:

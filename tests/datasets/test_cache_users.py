@@ -94,7 +94,7 @@ def test_a_lock_that_is_a_link_cuts_nothing(hold: Hold, tmp_path: Path, name: st
     path = tmp_path / "cache" / ".penstock" / name
     path.parent.mkdir(parents=True)
     path.symlink_to(victim)
-    with pytest.raises(ShardUnavailableError, match=rf"it is a symbolic link \(to {victim}\), which is not followed"):
+    with pytest.raises(ShardUnavailableError, match=rf"the path must not be a symbolic link \(to {victim}\)"):
         hold()
     assert victim.read_text() == "years of work"
 
@@ -139,7 +139,7 @@ def test_links_below_a_cache_are_not_followed(server: ShardServer, tmp_path: Pat
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "train").symlink_to(victim)
     cache = ShardCache(RemoteFolder(server.url, tries=1), tmp_path / "cache", limit=limit, timeout_s=10)
-    with pytest.raises(ShardUnavailableError, match=r"it must be a folder, got a link or a file: '.*train'"):
+    with pytest.raises(ShardUnavailableError, match=r"the path must be a folder, got a link or a file: '.*train'"):
         cache.hold(replace(shard, files=(replace(shard.files[0], raw=raw),)))
     cache.close()
     assert (victim / shard.name).read_text() == "years of work"
@@ -177,7 +177,7 @@ def test_second_name_of_a_file_is_not_a_lock(hold: Hold, tmp_path: Path) -> None
         path = tmp_path / "cache" / ".penstock" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.hardlink_to(victim)
-        with pytest.raises(ShardUnavailableError, match=r"it must have no second name"):
+        with pytest.raises(ShardUnavailableError, match=r"the file must not have a second name"):
             hold()
         path.unlink()
     assert victim.read_text() == "years of work"
@@ -191,7 +191,7 @@ def test_link_of_another_user_in_tmp_is_refused(hold: Hold, tmp_path: Path) -> N
     (tmp_path / "cache").symlink_to(tmp_path / "victim")
     os.lchown(tmp_path / "cache", STRANGER, STRANGER)
     with pytest.raises(
-        ShardUnavailableError, match=rf"it must not be a link of another user, got one of user {STRANGER}"
+        ShardUnavailableError, match=rf"the path must not contain a link of another user, got one of user {STRANGER}"
     ):
         hold()
     assert not any((tmp_path / "victim").iterdir())
@@ -220,7 +220,7 @@ def test_packed_link_of_another_user_is_dropped(server: ShardServer, tmp_path: P
 def test_fifo_instead_of_a_file_is_not_awaited(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     os.mkfifo(tmp_path / "data" / "index.json")
-    with pytest.raises(ShardUnavailableError, match=r"index\.json cannot be read: it is not a regular file"):
+    with pytest.raises(ShardUnavailableError, match=r"index\.json cannot be read: the path must be a regular file"):
         StreamingDataset(local=tmp_path / "data")
 
 

@@ -323,9 +323,9 @@ def test_no_byte_of_a_footer_ends_the_process(tmp_path: Path) -> None:
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     os.mkfifo(path)
-    with pytest.raises(ShardCorruptError, match="it is not a regular file"):
+    with pytest.raises(ShardCorruptError, match="the path must be a regular file"):
         index_parquet(tmp_path)
-    with pytest.raises(ShardCorruptError, match="it is not a regular file"):
+    with pytest.raises(ShardCorruptError, match="the path must be a regular file"):
         parquet_reader.ParquetReader(Shard("parquet", 0, (ShardFile(StoredFile("x.parquet", 0)),)), path)
 
 

@@ -79,7 +79,7 @@ def test_paths_in_a_file_are_relative_to_it(written: Path, monkeypatch: pytest.M
         ("[worker]\nslot = 4\n", r"penstock.toml:2: \[worker\] has no setting 'slot'; did you mean slots\?"),
         (
             '[worker]\ncoordinator = "h:1"\n',
-            r"penstock.toml:2: coordinator does not belong into \[worker\]: .*\[cluster\]",
+            r"penstock.toml:2: coordinator must not be in \[worker\]: .*\[cluster\]",
         ),
         ("[worker]\n\nslots = 0\n", r"penstock.toml:3: slots = 0: it should be greater than or equal to 1"),
         ("[client]\nbatches = 0\n", r"\[client\] has no setting 'batches'"),  # another one's section, and all the same

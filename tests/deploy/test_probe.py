@@ -80,9 +80,9 @@ def test_missing_or_foreign_target_is_named(tmp_path: Path, capsys: pytest.Captu
     assert main(["worker", "live"]) == 1
     assert "--liveness-file is missing (or the variable PENSTOCK_WORKER_LIVENESS_FILE)" in capsys.readouterr().err
     assert main(["worker", "live", "--liveness-file", str(tmp_path / "none")]) == 1
-    assert "Does a worker run with this --liveness-file?" in capsys.readouterr().err
+    assert "Pass the --liveness-file of a worker" in capsys.readouterr().err
     (tmp_path / "other").write_text("something else")
-    with pytest.raises(InvalidArgumentError, match="is not a worker's liveness file"):
+    with pytest.raises(InvalidArgumentError, match="must be a worker's liveness file"):
         read_liveness(str(tmp_path / "other"))
     assert main(["coordinator", "live", "--address", "127.0.0.1:1"]) == 1
     assert "127.0.0.1:1 cannot be reached" in capsys.readouterr().err

@@ -163,11 +163,16 @@ LONG_WINDOW = bytes.fromhex("28b52ffd 80 88") + struct.pack("<I", PIECE) + b"\x4
 @pytest.mark.parametrize(
     ("number", "size", "data", "says"),
     [
-        (lane_pb2.LZ4, 5000, table(99) + b"x" * 100, "must fill its 100 bytes, got 99"),
-        (lane_pb2.LZ4, 5000, table(1 << 31) + b"x" * 100, "must fill its"),
-        (lane_pb2.LZ4, 2 * PIECE, table(0, 100) + b"x" * 100, "must fill its"),
-        (lane_pb2.LZ4, PIECE + 10, table(50, 11) + b"x" * 61, "larger than its uncompressed"),
-        (lane_pb2.LZ4, PIECE + 5000, table(PIECE + 1, 1) + b"x" * (PIECE + 2), "larger than its uncompressed"),
+        (lane_pb2.LZ4, 5000, table(99) + b"x" * 100, "must have 100 bytes together, got 99"),
+        (lane_pb2.LZ4, 5000, table(1 << 31) + b"x" * 100, "must have 100 bytes together"),
+        (lane_pb2.LZ4, 2 * PIECE, table(0, 100) + b"x" * 100, "must have 100 bytes together"),
+        (lane_pb2.LZ4, PIECE + 10, table(50, 11) + b"x" * 61, "must not be larger than before compression"),
+        (
+            lane_pb2.LZ4,
+            PIECE + 5000,
+            table(PIECE + 1, 1) + b"x" * (PIECE + 2),
+            "must not be larger than before compression",
+        ),
         (lane_pb2.LZ4, 5000, table(100) + b"\xff" * 100, "lz4 cannot decompress"),
         (lane_pb2.ZSTD, 5000, table(100) + b"\xff" * 100, "zstd cannot decompress"),
         (lane_pb2.ZSTD, PIECE, table(len(LONG_WINDOW)) + LONG_WINDOW, "zstd cannot decompress .*memory"),
@@ -227,7 +232,7 @@ def test_the_first_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_missing_package_is_named_with_remedy(monkeypatch: pytest.MonkeyPatch, name: str, package: str) -> None:
     require.cache_clear()
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(InvalidArgumentError, match=r"pip install penstock\[compression\]"):
+    with pytest.raises(InvalidArgumentError, match=r"pip install 'penstock\[compression\]'"):
         require(name)
     monkeypatch.undo()
     assert require(name) == NAMES[name], "it was not remembered as missing"

@@ -132,7 +132,7 @@ def test_lost_runners_frames_are_sent_then_end(rig: Rig) -> None:
     assert not rig.ended.is_set(), "it stays for the last acks: closing now could destroy what is on its way"
     rig.far.close()
     assert rig.ended.wait(DEADLINE_S)
-    assert "the other end closed the connection" in rig.sender.reason
+    assert "the worker closed the connection" in rig.sender.reason
 
 
 @pytest.mark.parametrize("words", [{}, {"delivered": 2}, {"delivered": 2, "close": True}])
@@ -165,8 +165,8 @@ def test_bad_runner_loses_only_its_lane(rig: Rig, caplog: pytest.LogCaptureFixtu
     assert rig.producer._sock is not None
     rig.producer._sock.send(framed(a_frame(kind=BATCH, ring=77).encode()))
     assert rig.ended.wait(DEADLINE_S)
-    assert "must lie in an entry of an announced ring" in rig.sender.reason
-    assert "entry of an announced ring" in caplog.text
+    assert "must lie within an entry of a known ring" in rig.sender.reason
+    assert "entry of a known ring" in caplog.text
     assert rig.far.recv(1) == b""
 
 

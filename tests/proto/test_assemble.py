@@ -279,20 +279,20 @@ def test_shapes_of_any_sequence() -> None:
 @pytest.mark.parametrize(
     ("batch", "shapes", "nbytes", "match"),
     [
-        (torch.ones(4), [4, 1], 64, "must have 1 dims for the structure of the batch, got 2"),
+        (torch.ones(4), [4, 1], 64, "needs 1 dimensions in shapes, got 2"),
         (torch.ones(4), [], 64, "got 0"),
         (torch.ones(4), [-4], 64, "must be >= 0, got -4"),
         (torch.ones(2, 2), [-2, -2], 64, "must be >= 0, got -2"),
-        (torch.ones(4), [17], 64, "must end within its batch of 64 bytes, got 68"),
+        (torch.ones(4), [17], 64, "must end within its batch of 64 bytes, got one that ends at 68"),
         (torch.ones(4), [1 << 64], 64, "must end within"),
         (torch.ones(2, 2), [1 << 40, 1 << 40], 64, "must end within"),
-        (torch.ones(4), [4], 128, "must fill their batch of 128 bytes, got 64"),
-        (torch.ones(4), [0], 64, "must fill their batch of 64 bytes, got 0"),
+        (torch.ones(4), [4], 128, "must fill its 128 bytes, got leaves of 64 bytes"),
+        (torch.ones(4), [0], 64, "must fill its 64 bytes, got leaves of 0 bytes"),
         (torch.ones(4), [4], 2 * SIZE, "must lie within its buffer of"),
-        (torch.ones(2, 2), [0, 1 << 64], 0, "an array with dims .* is not possible"),
+        (torch.ones(2, 2), [0, 1 << 64], 0, "cannot make an array with the dimensions"),
         ("abc", [3], 0, "must end within"),
         (5, [0], 0, "an int must have 1 to 1048576 bytes, got 0"),
-        (1.5, [], 0, "must end within its batch of 0 bytes, got 8"),
+        (1.5, [], 0, "must end within its batch of 0 bytes, got one that ends at 8"),
     ],
 )
 def test_what_does_not_fit_is_said(batch: Any, shapes: list[int], nbytes: int, match: str) -> None:
@@ -309,7 +309,7 @@ def test_bad_bytes_of_values() -> None:
     ring = Ring(4 << 20, fill=0xFF)
     with pytest.raises(ProtocolError, match="utf-8"):
         Assembler(Flattener().flatten("abc").structure).assemble([3], ring.view, 0, 64)
-    with pytest.raises(ProtocolError, match="a bool must be 0 or 1, got 255"):
+    with pytest.raises(ProtocolError, match="a bool in a batch must be the byte 0 or 1, got 255"):
         Assembler(Flattener().flatten(True).structure).assemble([], ring.view, 0, 64)
     with pytest.raises(ProtocolError, match="an int must have 1 to 1048576 bytes, got 1048577"):
         Assembler(Flattener().flatten(1).structure).assemble([(1 << 20) + 1], ring.view, 0, (1 << 20) + 64)

@@ -150,7 +150,7 @@ def test_rows_digest_sums_over_any_split() -> None:
     swapped["label"][:2] = swapped["label"][1::-1].copy()
     assert digest(swapped) != whole, "a label belongs to its image"
     flat = Flattener().flatten(rows(0, 7))
-    with pytest.raises(ValueError, match="dims for the structure of the batch"):
+    with pytest.raises(ValueError, match="dimensions in shapes"):
         rows_digest(flat.structure, flat.shapes[1:], bytes(flat.nbytes), 0, flat.nbytes)
     with pytest.raises(ValueError, match="a leaf must end"):
         rows_digest(flat.structure, [1 << 40, *flat.shapes[1:]], bytes(flat.nbytes), 0, flat.nbytes)

@@ -146,7 +146,7 @@ def test_owned_objects_are_refused_in_children() -> None:
     owner.check("a loader")
 
     def work() -> None:
-        with pytest.raises(ForkedProcessError, match=rf"a loader: it belongs to process {owner.pid}.*spawn"):
+        with pytest.raises(ForkedProcessError, match=rf"a loader must be used in process {owner.pid}.*spawn"):
             owner.check("a loader")
 
     assert status_of(work) == 0

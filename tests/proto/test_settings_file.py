@@ -70,19 +70,22 @@ def test_one_of_another_user_is_refused(written: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("[clutser]\n", r"penstock.toml:1: there is no setting for a section \[clutser\]; did you mean cluster\?"),
-        ("x = 1\n", r"penstock.toml:1: there is no setting for 'x' outside a section"),
-        ('coordinator = "h:1"\n', r"penstock.toml:1: coordinator must be a section.*\[cluster\], as coordinator = "),
+        (
+            "[clutser]\n",
+            r"penstock.toml:1: the settings file must not have a section \[clutser\]; did you mean cluster\?",
+        ),
+        ("x = 1\n", r"penstock.toml:1: the settings file must not have 'x' outside a section"),
+        ('coordinator = "h:1"\n', r"penstock.toml:1: coordinator must be a section.*coordinator = .* in \[cluster\]"),
         ('[cluster]\n\ntoken = "s3cret"\n', r"penstock.toml:3: this file must not hold a token"),
         ('token = "s3cret"\n', r"penstock.toml:1: this file must not hold a token"),
         ("[cluster]\ntls-ca = 1\n", r"penstock.toml:2: \[cluster\] has no setting 'tls-ca'; did you mean tls_ca\?"),
         ("[client]\nreplai = true\n", r"penstock.toml:2: \[client\] has no setting 'replai'; did you mean replay\?"),
-        ("[client]\nbox = 1\n", r"penstock.toml:2: box does not belong into \[client\]: it belongs to one job"),
+        ("[client]\nbox = 1\n", r"penstock.toml:2: box must not be in \[client\]: this setting is for one job"),
         (
             '[client]\naddress = "h:1"\n',
-            r"address does not belong into \[client\]: it goes into \[cluster\], as coordinator",
+            r"address must not be in \[client\]: it goes into \[cluster\], as coordinator",
         ),
-        ("[cluster\n", r"penstock.toml is not TOML: .*line 1"),
+        ("[cluster\n", r"penstock.toml must be TOML: .*line 1"),
         ("[cluster]\ntoken_file = 7\n", r"penstock.toml:2: token_file must be the path of a file"),
     ],
 )

@@ -402,7 +402,7 @@ REFUSED: list[tuple[Any, str, str, str]] = [
     ({"a": {0: {1: print}}}, "state['a'][0][1] is", "builtin_function", "name"),
     ({"s": {("a", Colour.RED)}}, "list(state['s'])[0][1] is", "Colour", ".value"),
     ([frozenset({Colour.RED})], "list(state[0])[0] is", "Colour", ".value"),
-    ({"it": iter([1])}, "state['it'] is", "list_iterator", "how many"),
+    ({"it": iter([1])}, "state['it'] is", "list_iterator", "number of items"),
     (OrderedDict(a=[lambda: 0]), "state['a'][0] is", "function", "name"),
     ([odd_ordered()], "state[0] is an OrderedDict with attributes (note)", "", "items"),
     ([bad_metadata()], "state[0]._metadata['x'] is", "object", "plain"),

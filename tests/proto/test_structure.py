@@ -161,7 +161,7 @@ def test_register_class_checks(registry: None) -> None:
             register_class(wrong)  # type: ignore[type-var]
     register_class(Pair, "p")
     register_class(Pair, "p")
-    with pytest.raises(InvalidArgumentError, match=r"'p' is already taken by .*Pair"):
+    with pytest.raises(InvalidArgumentError, match=r"'p' is already the name of .*Pair"):
         register_class(Sample, "p")
     with pytest.raises(InvalidArgumentError, match="1 to"):
         register_class(Pair, "")

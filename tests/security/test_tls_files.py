@@ -69,7 +69,7 @@ def test_what_is_no_pem(pki: Pki, pair: Pair, tmp_path: Path) -> None:
         with pytest.raises(TlsError, match=rf"{junk} must be a PEM file"):
             load_tls(*files)
     junk.write_text("-----BEGIN CERTIFICATE-----\nnonsense\n-----END CERTIFICATE-----\n")
-    with pytest.raises(TlsError, match=f"tls_ca={junk} has no readable certificate"):
+    with pytest.raises(TlsError, match=f"tls_ca={junk} must be a PEM file with"):
         load_tls(str(junk))
     with pytest.raises(TlsError, match=f"tls_cert={junk} and tls_key={pair.key} cannot be used"):
         load_tls("", str(junk), pair.key)
@@ -91,10 +91,10 @@ def test_a_key_that_anybody_can_read(pair: Pair, tmp_path: Path) -> None:
     loose = tmp_path / "loose.key"
     loose.write_bytes(Path(pair.key).read_bytes())
     loose.chmod(0o644)
-    with pytest.raises(TlsError, match=f"other users of this machine can read the key: chmod 600 {loose}"):
+    with pytest.raises(TlsError, match=f"must not be readable by other users of this machine: run chmod 600 {loose}"):
         load_tls("", pair.cert, str(loose))
 
 
 def test_a_name_alone_means_nothing() -> None:
-    with pytest.raises(TlsError, match="tls_name=x needs tls_ca"):
+    with pytest.raises(TlsError, match="tls_name=x also needs tls_ca"):
         load_tls(name="x")

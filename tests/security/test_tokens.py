@@ -86,7 +86,7 @@ def test_invalid_token_text_is_refused_unshown(text: str) -> None:
 
 def test_where_the_token_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = secret_file(tmp_path, "from-file\n")
-    with pytest.raises(AuthenticationError, match="no token: set PENSTOCK_TOKEN, or PENSTOCK_TOKEN_FILE"):
+    with pytest.raises(AuthenticationError, match=r"no token was given: set PENSTOCK_TOKEN .*, or PENSTOCK_TOKEN_FILE"):
         read_token("client")
     monkeypatch.setenv("PENSTOCK_TOKEN_FILE", str(file))
     assert read_token("client") == "from-file"

@@ -102,8 +102,8 @@ def test_what_strangers_cause_is_cut_and_counted(caplog: pytest.LogCaptureFixtur
     (first,) = lines(*["a"] * 500)
     assert first == f"a {'x' * 398} ... 602 characters left out"
     (other,) = lines("b", "a")
-    assert other.endswith("left out (and 499 such lines before it that were left out)")
+    assert other.endswith("left out (499 similar warnings before this one were left out)")
     assert len(lines(*map(str, range(10_000)))) == log.AT_ONCE - 2
     now[0] = log.EVERY_S
     (again,) = lines("a")
-    assert again.endswith(f"(and {10_000 - log.AT_ONCE + 2} such lines before it that were left out)")
+    assert again.endswith(f"({10_000 - log.AT_ONCE + 2} similar warnings before this one were left out)")

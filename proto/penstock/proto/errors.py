@@ -128,168 +128,178 @@ class PenstockError(Exception):
 
 
 class InvalidArgumentError(PenstockError, ValueError):
-    """An argument, flag, variable or setting has an invalid value. The message names it, the allowed values and the one
-    it got."""
+    """Error for an argument, flag, variable or setting with an invalid value. The message names the argument, the
+    allowed values and the given value."""
 
 
 class UnsafeBindError(InvalidArgumentError):
-    """A server would listen where other machines can reach it, without TLS and without `insecure`."""
+    """Error for a server that other machines could reach without TLS, and that was not started with `insecure`."""
 
 
 class PortTakenError(PenstockError, OSError):
-    """The address to listen on is in use."""
+    """Error for an address to listen on that another process uses."""
 
 
 class ForkedProcessError(PenstockError, RuntimeError):
-    """An object is used in a forked child of the process that it belongs to. The message names both processes."""
+    """Error for the use of an object in a forked child of the process that made it. The message names both
+    processes."""
 
 
 class AmbiguousContextError(PenstockError, RuntimeError):
-    """Several appliances or executors are open, and none of them in this thread's context. Pass the one to use."""
+    """Error if several appliances or executors are open, but none in this thread's context. Pass the one to use."""
 
 
 class JournalError(PenstockError):
-    """The coordinator's state on disk cannot be read or written."""
+    """Error if the coordinator's state on disk cannot be read or written."""
 
 
 class UnsupportedLeafError(PenstockError, TypeError):
-    """A batch holds a value that is not a tensor, array or scalar. The message names the leaf's path and type."""
+    """Error for a batch with a value that is not a tensor, array or scalar. The message names the value's path in the
+    batch, its type and how to convert it."""
 
 
 class StructureChangedError(PenstockError):
-    """The tree or a dtype changed between two batches in strict mode. The message names both."""
+    """Error for a batch whose containers, dtypes or ranks differ from the first batch's, in strict mode. The message
+    describes both batches."""
 
 
 class BatchTooLargeError(PenstockError):
-    """A batch is larger than max_batch_bytes."""
+    """Error for a batch larger than max_batch_bytes."""
 
 
 class BatchCorruptError(PenstockError):
-    """A batch differs from the one that was made or sent, however often it is fetched."""
+    """Error for a batch that still differs from the one that was made or sent after repeated fetches."""
 
 
 class EmptyInputError(PenstockError, RuntimeError):
-    """An input yielded no batch at all."""
+    """Error for an input that yielded no batch."""
 
 
 class DatasetError(PenstockError):
-    """A dataset cannot be read. The message names its location and the cause."""
+    """Error for a dataset that cannot be read. The message names its location and the cause."""
 
 
 class ShardCorruptError(DatasetError):
-    """A shard's size, hash or content does not match the index. The message names the file, the expected and the found
-    value."""
+    """Error for a shard (file of a dataset) whose size, hash or content does not match the index. The message names the
+    file, the expected and the found value."""
 
 
 class ShardUnavailableError(DatasetError):
-    """A file of a dataset could not be fetched, or not in time. The message names its address, the attempts, and the
-    last reason."""
+    """Error for a file of a dataset that could not be fetched in time. The message names its address, the attempts, and
+    the last reason."""
 
 
 class UnsupportedStateError(PenstockError, TypeError):
-    """A state holds an object that has no safe encoding. The message names its key path and type."""
+    """Error for a state with an object that has no safe encoding. The message names the object's key path and type."""
 
 
 class StateCorruptError(PenstockError, ValueError):
-    """An encoded state fails its checksum or framing."""
+    """Error for an encoded state whose bytes are damaged."""
 
 
 class StateVersionError(PenstockError):
-    """An encoded state was written by a newer Penstock."""
+    """Error for an encoded state that a newer Penstock has written."""
 
 
 class StateMismatchError(PenstockError):
-    """A state belongs to another loader, seed or topology. The message names both values."""
+    """Error for a state of another loader, seed or topology (number of boxes and workers). The message names both
+    values."""
 
 
 class StateUnavailableError(PenstockError, RuntimeError):
-    """No state is available for this step. The message names the available steps."""
+    """Error for a step for which no state is available. The message names the available steps."""
 
 
 class NotRestartableError(PenstockError, RuntimeError):
-    """The loader cannot be saved or restored in the requested way."""
+    """Error for a loader that cannot be saved or restored in the requested way."""
 
 
 class ReplayMismatchError(PenstockError):
-    """Batches of a restored loader differ from those delivered. The message names loader and step."""
+    """Error for a restored loader whose batches differ from the delivered ones. The message names loader and step."""
 
 
 class CheckpointError(PenstockError, RuntimeError):
-    """A checkpoint could not be written or read. The message names the step, the rank, the file and the cause."""
+    """Error for a checkpoint that could not be written or read. The message names the step, the rank, the file and the
+    cause."""
 
 
 class CheckpointCorruptError(CheckpointError):
-    """A checkpoint's files do not match its manifest. The message names the file, the expected and the found value."""
+    """Error for a checkpoint whose files do not match its manifest. The message names the file, the expected and the
+    found value."""
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """A folder has no checkpoint, or not the requested one. The message names the existing checkpoints."""
+    """Error for a folder without a checkpoint, or without the requested one. The message names the existing
+    checkpoints."""
 
 
 class InputFnError(PenstockError):
-    """User code raised on a worker. The message names worker, box, slot and step."""
+    """Error that user code raised on a worker. The message names worker, box, slot and step."""
 
 
 class MemoryLimitError(PenstockError):
-    """A runner holds more memory than its worker allows, and its replacement does too. The message names both amounts
-    and the remedy."""
+    """Error for a runner (process that runs the loader) that takes more memory than its worker allows, as its
+    replacement does. The message names both amounts and the remedy."""
 
 
 class InputFnNotFoundError(PenstockError):
-    """input_fn cannot be imported on the worker."""
+    """Error for an input_fn that cannot be imported on the worker."""
 
 
 class InputFnNotAllowedError(PenstockError):
-    """input_fn's module is under none of the worker's allowed prefixes."""
+    """Error for an input_fn whose module is under none of the worker's allowed prefixes."""
 
 
 class UnknownRunError(PenstockError):
-    """The coordinator has no run of that name."""
+    """Error for the name of a run that the coordinator does not have."""
 
 
 class UnknownWorkerError(PenstockError):
-    """The coordinator has no worker of that name."""
+    """Error for the name of a worker that the coordinator does not have."""
 
 
 class BoxOutOfRangeError(PenstockError, ValueError):
-    """The box number does not lie in [0, num_boxes)."""
+    """Error for a box number outside [0, num_boxes)."""
 
 
 class BoxTakenError(PenstockError):
-    """Another live client holds this box of the same attempt."""
+    """Error for a box (data-parallel rank) of this launch that another live process already has."""
 
 
 class SupersededError(PenstockError):
-    """A newer attempt or generation has replaced this one, or it was closed. Its messages are refused."""
+    """Error for messages of an attempt (launch of a job) or of a slot's generation that was closed, or that a newer one
+    has replaced."""
 
 
 class TopologyError(PenstockError):
-    """The run was opened again with another topology, and without a state that fits it."""
+    """Error for a run that is opened again with another topology (number of boxes and workers), without a state that
+    fits."""
 
 
 class VersionSkewError(PenstockError):
-    """The two ends speak different protocol versions. The message names both versions and the remedy."""
+    """Error if the two ends use different protocol versions. The message names both versions and the remedy."""
 
 
 class AuthenticationError(PenstockError):
-    """The token is missing or wrong."""
+    """Error for a missing or wrong token."""
 
 
 class NotPermittedError(PenstockError):
-    """The token is for another role than the call requires."""
+    """Error for a token of another role than the call requires."""
 
 
 class TlsError(PenstockError):
-    """A certificate or key cannot be used or is not trusted, or only one end uses TLS. The message names the file and
-    the remedy."""
+    """Error for a certificate or key that cannot be used or is not trusted, or if only one end uses TLS. The message
+    names the file and the remedy."""
 
 
 class CoordinatorUnavailableError(PenstockError, ConnectionError):
-    """The coordinator cannot be reached. The message names the address."""
+    """Error if the coordinator cannot be reached. The message names the address."""
 
 
 class OverloadedError(CoordinatorUnavailableError):
-    """The coordinator gets too many requests at a time. Nothing was changed. Repeat the call after `retry_after_s`."""
+    """Error if the coordinator gets too many requests at a time. The call changed nothing. Repeat the call after
+    `retry_after_s`."""
 
     LONGEST_S = 60.0
     """Largest number of seconds to wait that is accepted from a peer."""
@@ -298,27 +308,27 @@ class OverloadedError(CoordinatorUnavailableError):
 
 
 class DeadlineError(PenstockError, TimeoutError):
-    """A wait has reached its deadline. The message names the awaited process and the seconds."""
+    """Error for a wait that has reached its deadline. The message names the awaited process and the seconds."""
 
 
 class NoWorkersError(DeadlineError):
-    """No worker took some slots in time. The message states the number of these slots."""
+    """Error for worker slots that no worker took in time. The message states their number."""
 
 
 class WorkerLostError(PenstockError):
-    """A worker died and its slot could not be recovered."""
+    """Error if a worker died and its slot could not be recovered."""
 
 
 class LaneClosedError(PenstockError):
-    """The lane was used after this side closed it."""
+    """Error for the use of a connection (lane, channel) that this side has closed."""
 
 
 class LaneLostError(PenstockError, ConnectionError):
-    """The other end of the lane is gone without a CLOSE frame."""
+    """Error if the other end of a lane (connection that carries batches) is gone without a CLOSE frame."""
 
 
 class ProtocolError(PenstockError):
-    """Bytes from a peer are invalid."""
+    """Error for invalid bytes from another process."""
 
 
 @dataclass(frozen=True)
@@ -386,7 +396,7 @@ CATALOGUE: dict[str, CatalogueEntry] = {
 
 
 def error_named(name: str, message: str, remote_traceback: str = "") -> PenstockError:
-    """Return an error of the class with this name, which a peer sent. For an unknown name (of a newer peer) it is a
+    """Return an error of the class with this name, which a peer sent. For an unknown name (of a newer peer) return a
     PenstockError whose message contains the name."""
     entry = CATALOGUE.get(name)
     if entry is None:

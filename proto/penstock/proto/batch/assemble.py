@@ -61,8 +61,8 @@ class _Ring(np.ndarray[Any, np.dtype[np.uint8]]):
 
 
 class _Region(np.ndarray[Any, np.dtype[np.uint8]]):
-    """Base object of all views of one batch. When it is deleted, it appends the batch's token to `release`. A view of
-    it that a user makes has no `release` and does nothing."""
+    """Base object of all views of one batch, which appends `token` (an int of the caller's for this batch) to `release`
+    when it is deleted. A view that a user makes of this object has no `release` and appends nothing."""
 
     __slots__ = ("pid", "release", "token")
 
@@ -79,12 +79,11 @@ class _Region(np.ndarray[Any, np.dtype[np.uint8]]):
 
 
 def wrap_buffer(buffer: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return the bytes of an mmap or another writable buffer as an array, the form that `Assembler.assemble` handles
+    """Return an mmap or another writable buffer as a uint8 array, the form of a ring that `Assembler.assemble` handles
     fastest.
 
-    Call it once per ring. While the result or a view of a batch exists, `mmap.close()` raises BufferError instead of
-    unmapping memory in use. Raises InvalidArgumentError for read-only memory.
-    """
+    Call this function once per ring. While the result or a view of a batch exists, `mmap.close()` raises BufferError
+    instead of unmapping memory in use. Raises InvalidArgumentError for read-only memory."""
     ring = np.frombuffer(buffer, _U8).view(_Ring)
     if not ring.flags.writeable:
         raise InvalidArgumentError("buffer must be writable memory, got read-only memory")
@@ -96,7 +95,8 @@ _TENSOR, _ARRAY, _SCALAR, _FLOAT, _BOOL, _BYTES = range(6)
 
 
 class Assembler:
-    """Assembler of batches of one structure. It is compiled once, then used for every batch with the structure.
+    """Assembler of batches of one structure. The constructor compiles the structure, and `assemble` is then called for
+    each batch that has it.
 
     Raises UnsupportedLeafError if the structure names a class that this process has not imported or registered (see
     penstock.proto.batch.classes), or a dtype that this version of torch does not have.
@@ -130,23 +130,23 @@ class Assembler:
             offset: bytes, a multiple of 64.
             nbytes: exactly FlatBatch.nbytes.
             release: deque to which `token` is appended exactly once: when the last leaf and the last view of a leaf are
-                gone, or before the return if there are none or they are copies. A forked child appends nothing.
+                gone, or before the return if the batch has no leaf that is a view. A forked child appends nothing.
             copy: make the leaves copies instead of views.
-            move: called with all leaves in order; returns those to build the batch from. The caller then keeps the
-                region in memory as long as `move` needs it, and passes no `release`.
+            move: function called with the list of all leaves in order, which returns the leaves to build the batch from
+                (for example copies on a GPU). The caller then keeps the region in memory as long as `move` needs it,
+                and passes no `release`.
 
-        Raises ProtocolError if shapes, nbytes and the bytes do not fit together; then nothing is appended.
-        """
+        Raises ProtocolError if shapes, nbytes and the bytes do not fit together; then no token is appended."""
         ring = buffer if type(buffer) is _Ring else wrap_buffer(buffer)
         if type(shapes) is not list:
             shapes = list(shapes)
         if len(shapes) != self._dims:
-            raise ProtocolError(f"shapes must have {self._dims} dims for the structure of the batch, got {len(shapes)}")
+            raise ProtocolError(f"the structure of a batch needs {self._dims} dimensions in shapes, got {len(shapes)}")
         if shapes and min(shapes) < 0:
-            raise ProtocolError(f"dims must be >= 0, got {min(shapes)}")
+            raise ProtocolError(f"the dimensions in a batch's shapes must be >= 0, got {min(shapes)}")
         if offset < 0 or nbytes < 0 or offset + nbytes > ring.size:
             raise ProtocolError(
-                f"a batch must lie within its buffer of {ring.size} bytes, got {nbytes} bytes at {offset}"
+                f"a batch must lie within its buffer of {ring.size} bytes, got {nbytes} bytes at offset {offset}"
             )
         memory = ring.data if self._scalars else None
         values: list[Any] = []
@@ -161,7 +161,9 @@ class Assembler:
                 shape = []
                 size = itemsize
             if start + size > nbytes:
-                raise ProtocolError(f"a leaf must end within its batch of {nbytes} bytes, got {start + size}")
+                raise ProtocolError(
+                    f"a leaf must end within its batch of {nbytes} bytes, got one that ends at {start + size}"
+                )
             if kind <= _ARRAY:
                 if size:
                     if region is None:
@@ -182,7 +184,7 @@ class Assembler:
                 values.append(_scalar(kind, memory, offset + start, size, dtype, extra))
             start += (size + 63) & -64
         if start != nbytes:
-            raise ProtocolError(f"the leaves must fill their batch of {nbytes} bytes, got {start}")
+            raise ProtocolError(f"the leaves of a batch must fill its {nbytes} bytes, got leaves of {start} bytes")
         if move is not None:
             values = move(values)
         batch = self._build(iter(values))
@@ -201,7 +203,9 @@ def _empty(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     try:
         return np.ndarray(shape, dtype, bytearray())  # without a buffer numpy 1 allocates an item, of any width
     except (ValueError, OverflowError) as error:
-        raise ProtocolError(f"an array with dims {str(list(shape))[:200]} is not possible: {error}") from None
+        raise ProtocolError(
+            f"numpy cannot make an array with the dimensions {str(list(shape))[:200]}: {error}"
+        ) from None
 
 
 def _scalar(kind: int, memory: Any, start: int, size: int, dtype: Any, decode: Any) -> Any:
@@ -216,9 +220,9 @@ def _scalar(kind: int, memory: Any, start: int, size: int, dtype: Any, decode: A
         try:
             return decode(data)
         except ValueError as error:
-            raise ProtocolError(f"invalid leaf: {str(error)[:200]}") from None
+            raise ProtocolError(f"a str, bytes or int in a batch cannot be decoded: {str(error)[:200]}") from None
     if data > b"\1":
-        raise ProtocolError(f"a bool must be 0 or 1, got {data[0]}")
+        raise ProtocolError(f"a bool in a batch must be the byte 0 or 1, got {data[0]}")
     return data == b"\1"
 
 

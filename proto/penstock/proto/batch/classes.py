@@ -5,7 +5,7 @@ code. The receiver looks the name up among the classes that its process has alre
 peer cannot cause an import. Access to an attribute could import a module as a side effect (a module's `__getattr__`,
 importlib's lazy modules), so only the `__dict__` of modules and classes is read.
 
-Only namedtuples and dataclasses with exactly the announced fields are accepted, so a name cannot refer to any other
+Only namedtuples and dataclasses with exactly the received field names are accepted, so a name cannot refer to any other
 object. Instances are rebuilt without running `__new__`, `__init__` or `__post_init__`.
 
 A main script has several names: `__main__` in the process that runs it, `__mp_main__` in a multiprocessing child and
@@ -77,9 +77,9 @@ def register_class(cls: T, name: str | None = None) -> T:
     """Register `name` (default "module:qualname") for a namedtuple or dataclass, so that batches may hold its
     instances.
 
-    Both processes must register a class, under the same name, if it cannot be found as an attribute of its module: it
-    is defined inside a function, or imported under different module names. Can be used as a decorator. A class that is
-    defined again (by a notebook cell that is run twice) replaces the earlier one.
+    Call this function in both processes, with the same name, for a class that is not an attribute of its module (it is
+    defined inside a function) or that the processes import under different module names. Can be used as a decorator. A
+    class that is defined again (by a notebook cell that is run twice) replaces the earlier class.
 
     Raises InvalidArgumentError if `cls` is neither a namedtuple nor a dataclass, or `name` belongs to another class.
     """
@@ -92,7 +92,9 @@ def register_class(cls: T, name: str | None = None) -> T:
     holder = _by_name.get(name)
     if holder is not None and holder is not cls:
         if (holder.__module__, holder.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise InvalidArgumentError(f"register_class: {name!r} is already taken by {qualified(holder)}")
+            raise InvalidArgumentError(
+                f"register_class: {name!r} is already the name of {qualified(holder)}; pass another name"
+            )
         _names.pop(holder, None)
     _by_name[name] = cls
     _names[cls] = name
@@ -105,9 +107,9 @@ def class_name(cls: type) -> str:
 
 
 def resolve_class(name: str, kind: RecordKind, fields: tuple[str, ...]) -> type:
-    """Return the class with this name in this process. It must be of this `kind`, with exactly these `fields`.
+    """Return the class with this name in this process, which must be of this `kind` and have exactly these `fields`.
 
-    Raises UnsupportedLeafError, with the class and the remedy, if there is no such class.
+    Raises UnsupportedLeafError, with the class and the remedy, if this process does not have the class.
     """
     found = _by_name.get(name)
     if found is None:

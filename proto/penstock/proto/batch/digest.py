@@ -1,18 +1,19 @@
 """Cheap digest of a batch: added to the stream digest, and compared at delivery and after a replay.
 
-The digest distinguishes a wrong batch from the right one; it is not a checksum of every byte. It covers the structure,
-all shapes, and data up to 64 KiB in full. Of larger data it covers the first and last 4 KiB and 64 to 127 words of 8
-bytes spread between them. A batch of other samples differs in nearly all of these words. The digest costs 1 to 2 us at
-any size; all bytes of 1 MiB would take 9 to 18 us. Data up to 64 KiB are still in the cache, where all bytes cost no
-more than the words. The words lie an odd number of words apart, so that with rows of a power of two (images, padded
-sequences) they do not all fall on one column. With DigestCover.FULL the digest covers every byte of any batch.
+The digest distinguishes a wrong batch from the right one; it is not a checksum of every byte. The structure, all
+shapes, and data up to 64 KiB are covered in full. Of larger data the digest covers the first and last 4 KiB, and 64 to
+127 words of 8 bytes spread between. A batch of other samples differs in nearly all of these words. The digest costs 1
+to 2 us at any size; all bytes of 1 MiB would take 9 to 18 us. Data up to 64 KiB are still in the cache, where all bytes
+cost no more than the words. The words lie an odd number of words apart, so that with rows of a power of two (images,
+padded sequences) they do not all fall on one column. With DigestCover.FULL the digest covers every byte of any batch.
 
 The stream digest is the chain of a box's digests in the order of delivery (penstock.proto.state.position): equal chains
 at a step are equal streams up to it.
 
 With DigestCover.ROWS the digest is a sum over the rows of the batch, of every byte of each row in all tensors and
-arrays that have as many rows. It identifies the rows that a step delivered, on any number of boxes. It does not cover
-the order of the rows within the batch, nor values that are not rows (a number, a text, a tensor of other length).
+arrays that have as many rows. This sum identifies the rows that a step delivered, on any number of boxes. The sum does
+not cover the order of the rows within the batch, nor values that are not rows (a number, a text, a tensor of other
+length).
 
 The runner computes the digest once, when the batch is in its ring. The BATCH frame contains it, and the reader that
 delivers the batch compares it with the bytes: see penstock.client.stream.lane_reader.
@@ -49,7 +50,8 @@ __all__ = [
 
 
 class DigestCover(IntEnum):
-    """Bytes of a batch that its digest covers. The values are those in a BATCH frame's flags."""
+    """Bytes of a batch that its digest covers: a SAMPLE of large batches, all bytes (FULL), or each row by itself
+    (ROWS). The values are sent in a BATCH frame's flags."""
 
     SAMPLE = 0
     FULL = 1
@@ -57,7 +59,7 @@ class DigestCover(IntEnum):
 
 
 def cover_of(options: records_pb2.Options) -> DigestCover:
-    """Return the DigestCover that a run's options select."""
+    """Return the bytes that digests must cover by a run's options."""
     if options.row_digest:
         return DigestCover.ROWS
     return DigestCover.FULL if options.full_digest else DigestCover.SAMPLE
@@ -77,7 +79,7 @@ WORDS: Final = 64
 
 _LAYOUTS_KEPT: Final = 1024
 _layouts: dict[tuple[int, int, tuple[int, ...]], tuple[int, bytes]] = {}
-"""Cache of `layout`: arguments -> result. It is emptied when it has _LAYOUTS_KEPT entries; a stream has few layouts."""
+"""Cache of `layout`: arguments -> result. Emptied at _LAYOUTS_KEPT entries; a stream has few layouts."""
 _DIMS_KEPT: Final = 64 << 10
 """Largest size in bytes of the packed shapes that a `Layouts` caches. As lists they take about six times as much."""
 
@@ -140,7 +142,9 @@ def _checked(region: Any, offset: int, nbytes: int) -> memoryview:
     if memory.format != "B" or memory.ndim != 1:
         memory = memory.cast("B")
     if offset < 0 or nbytes < 0 or offset + nbytes > len(memory):
-        raise ValueError(f"a region must lie within its buffer of {len(memory)} bytes, got {nbytes} bytes at {offset}")
+        raise ValueError(
+            f"a region must lie within its buffer of {len(memory)} bytes, got {nbytes} bytes at offset {offset}"
+        )
     return memory
 
 
@@ -164,7 +168,7 @@ def rows_digest(structure: Structure, shapes: Sequence[int], region: Any, offset
     `nbytes`.
     """
     if len(shapes) != structure.dims:
-        raise ValueError(f"shapes must have {structure.dims} dims for the structure of the batch, got {len(shapes)}")
+        raise ValueError(f"the structure of a batch needs {structure.dims} dimensions in shapes, got {len(shapes)}")
     memory = _checked(region, offset, nbytes)
     count = rows_in(structure, shapes)
     columns: list[tuple[int, int]] = []
@@ -174,7 +178,9 @@ def rows_digest(structure: Structure, shapes: Sequence[int], region: Any, offset
         at += leaf.dims
         size = prod(shape, start=leaf.itemsize)
         if start + size > nbytes:
-            raise ValueError(f"a leaf must end within its region of {nbytes} bytes, got {start + size}")
+            raise ValueError(
+                f"a leaf must end within its region of {nbytes} bytes, got one that ends at {start + size}"
+            )
         if leaf.rank and size and shape[0] == count:
             columns.append((offset + start, size // count))
         start += (size + 63) & -64

@@ -1,5 +1,5 @@
-"""Digest of a batch that is made again in a replay, and not sent. The batch is flattened into private memory instead of
-a ring."""
+"""Digest of a batch that a replay makes again to compare it with the delivered batch. The batch is flattened into
+private memory instead of a ring, and not sent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ __all__ = ["ReplayDigest"]
 
 
 class ReplayDigest:
-    """Calculator of digests of replayed batches, with a buffer that grows as needed."""
+    """Calculator of digests of replayed batches, with a buffer that grows as needed. cover: bytes that the digests
+    cover."""
 
     def __init__(self, flattener: Flattener | None = None, *, cover: DigestCover = DigestCover.SAMPLE) -> None:
         self._flattener = flattener or Flattener()
@@ -21,7 +22,7 @@ class ReplayDigest:
         self._buffer = ctypes.create_string_buffer(1 << 16)
 
     def take(self, batch: Any) -> tuple[int, int]:
-        """Return (digest, number of samples) of a batch, with the same values as when it is delivered."""
+        """Return (digest, number of samples) of a batch: the values that the batch also has when it is delivered."""
         flat = self._flattener.flatten(batch)
         if flat.nbytes > len(self._buffer):
             self._buffer = ctypes.create_string_buffer(2 * flat.nbytes)

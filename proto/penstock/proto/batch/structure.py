@@ -1,12 +1,13 @@
-"""Structure of a batch: the part that does not change from batch to batch, and how it is encoded to be sent.
+"""Structure of a batch (the part that does not change from batch to batch), and its encoding on the wire.
 
-A `Structure` is the tree of containers, and for each leaf its kind, dtype and rank. Shapes and values are not part of
-it. They are sent with each batch, so that a batch of another length, or with other strings, needs no new structure. A
-Structure is announced once, and BATCH frames name it by an id.
+A `Structure` is the tree of containers, and for each leaf its kind, dtype and rank. Shapes and values are sent with
+each batch instead, so that a batch of another length, or with other strings, needs no new structure. A Structure is
+announced once, and BATCH frames name it by an id.
 
-On the wire it is JSON: a format number and one node. JSON is safe to read from any peer, and distinguishes keys that
-are int, str, bool and None. It is read once for each structure, so its speed does not matter. `from_bytes` accepts only
-what `to_bytes` would write, so a structure has one encoding and the hash of that encoding (`key`) is its identity.
+On the wire a structure is JSON: a format number and one node. JSON is safe to read from any peer, and distinguishes
+keys that are int, str, bool and None. Each structure is read once, so the speed of JSON does not matter. `from_bytes`
+accepts only what `to_bytes` would write, so a structure has one encoding and the hash of that encoding (`key`) is its
+identity.
 
     [1,["d",["x","y"],[["t","float32",2],["a","<i8",1]]]]
 
@@ -66,11 +67,10 @@ MAX_VALUES: Final = 4 * MAX_LEAVES
 """Largest number of leaves, containers and Nones together in a batch or an announced structure."""
 
 MAX_DEPTH: Final = 64
-"""Largest number of nested containers. It is far below the interpreter's recursion limit, so neither side reaches
-that."""
+"""Largest number of nested containers, far below the interpreter's recursion limit."""
 
 MAX_RANK: Final = 32
-"""Largest number of dimensions of a leaf. Every supported version of numpy allows as many."""
+"""Largest number of dimensions of a leaf, which every supported version of numpy allows."""
 
 MAX_INT_BYTES: Final = 1 << 20
 """Largest size of a Python int in a batch, in bytes."""
@@ -101,7 +101,8 @@ _NUMPY_NAME = re.compile(
 
 Key = str | int | bool | None
 Path = tuple["Path", str] | None
-"""Path of a value in its batch: (path of the container, last step). It becomes text only if an error names it."""
+"""Path of a value in its batch: (path of the container, last step); None for the batch itself. `render_path` makes it
+text for an error."""
 
 _SCALARS = {"s": "str", "b": "bytes", "i": "int", "f": "float", "o": "bool", "S": "numpy.str_", "B": "numpy.bytes_"}
 _ONE_DIM = frozenset("sbiSB")
@@ -133,13 +134,15 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     """Return the numpy dtype for a name that was received. Raises ValueError for a name that numpy_dtype_name does not
     return."""
     if not _NUMPY_NAME.fullmatch(name):
-        raise ValueError(f"{name[:80]!r} is not the name of a dtype that batches may have")
+        raise ValueError(f"{name[:80]!r} must be the name of a numpy dtype that batches may have")
     try:
         dtype = np.dtype(name)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{name!r} is not the name of a dtype: {error}") from None
+        raise ValueError(f"{name!r} must be the name of a numpy dtype: {error}") from None
     if numpy_dtype_name(dtype) != name:
-        raise ValueError(f"{name!r} is not the canonical name of its dtype")
+        raise ValueError(
+            f"a numpy dtype must be sent under its canonical name {numpy_dtype_name(dtype)!r}, got {name!r}"
+        )
     return dtype
 
 
@@ -189,8 +192,8 @@ Tree = Leaf | Node | None
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """Part of a batch that does not change from batch to batch. Structures with equal encodings are equal. Make one
-    with `of` or `from_bytes`."""
+    """Part of a batch that does not change from batch to batch: containers, kinds, dtypes and ranks. Structures with
+    equal encodings are equal. Make a Structure with `of` or `from_bytes`."""
 
     encoded: bytes
     key: int = field(compare=False)
@@ -214,7 +217,7 @@ class Structure:
         encoded = text.encode("utf-8", "surrogatepass")
         problem = _too_long(encoded)
         if problem:
-            raise UnsupportedLeafError(f"the batch's structure takes {problem}; batch its values into fewer tensors")
+            raise UnsupportedLeafError(f"the batch's structure takes {problem}; stack its values into fewer tensors")
         leaves = tuple(_leaves(tree))
         return cls(encoded, xxhash.xxh3_64_intdigest(encoded), tree, leaves, sum(leaf.dims for leaf in leaves))
 
@@ -232,7 +235,7 @@ class Structure:
         data = bytes(data) if len(data) <= MAX_STRUCTURE_BYTES else b""
         problem = _too_long(data) if data else f"0 or more than {MAX_STRUCTURE_BYTES} bytes"
         if problem:
-            raise ProtocolError(f"invalid structure of a batch: it takes {problem}")
+            raise ProtocolError(f"the structure of a batch takes {problem}")
         try:
             raw = json.loads(data.decode("utf-8", "surrogatepass"), parse_float=_refuse, parse_constant=_refuse)
         except (ValueError, RecursionError) as error:
@@ -254,8 +257,8 @@ class Structure:
         return structure
 
     def describe(self) -> str:
-        """Return a text for messages, such as `{"x": float32[rank 2], "y": int64[rank 1]}`, with at most 2,000
-        characters."""
+        """Return the structure as a text for messages, such as `{"x": float32[rank 2], "y": int64[rank 1]}`, with at
+        most 2,000 characters."""
         text = _describe(self.tree, [MAX_TEXT])
         return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 3] + "..."
 
@@ -266,9 +269,9 @@ def required_nbytes(structure: Structure, shapes: Sequence[int]) -> int:
     Raises ProtocolError if a dimension, or the number of dimensions, is invalid.
     """
     if len(shapes) != structure.dims:
-        raise ProtocolError(f"shapes must have {structure.dims} dims for the structure of the batch, got {len(shapes)}")
+        raise ProtocolError(f"the structure of a batch needs {structure.dims} dimensions in shapes, got {len(shapes)}")
     if structure.dims and min(shapes) < 0:
-        raise ProtocolError(f"dims must be >= 0, got {min(shapes)}")
+        raise ProtocolError(f"the dimensions in a batch's shapes must be >= 0, got {min(shapes)}")
     at = total = 0
     for leaf in structure.leaves:
         total += padded(prod(shapes[at : at + leaf.dims], start=leaf.itemsize))
@@ -278,9 +281,9 @@ def required_nbytes(structure: Structure, shapes: Sequence[int]) -> int:
 
 def _too_long(encoded: bytes) -> str:
     if len(encoded) > MAX_STRUCTURE_BYTES:
-        return f"{len(encoded)} bytes to describe, above {MAX_STRUCTURE_BYTES}"
+        return f"{len(encoded)} bytes to describe, above the limit of {MAX_STRUCTURE_BYTES}"
     brackets = encoded.count(b"[") + encoded.count(b"{")
-    return f"{brackets} brackets to describe, above {MAX_BRACKETS}" if brackets > MAX_BRACKETS else ""
+    return f"{brackets} brackets to describe, above the limit of {MAX_BRACKETS}" if brackets > MAX_BRACKETS else ""
 
 
 def _refuse(text: str) -> None:
@@ -316,34 +319,34 @@ def _tree(raw: Any, path: Path, depth: int, count: list[int]) -> Tree:
     numbers of leaves and of all values so far."""
     count[1] += 1
     if count[1] > MAX_VALUES:
-        raise _wrong(path, f"more than {MAX_VALUES} values")
+        raise _wrong(path, f"a batch must have at most {MAX_VALUES} values, got more")
     if raw is None:
         return None
     if type(raw) is str and raw in _SCALARS:
         return _counted(Leaf(raw), path, count)
     if type(raw) is not list or not raw or type(raw[0]) is not str:
-        raise _wrong(path, f"it must be a list that begins with its kind, got {raw!r:.100}")
+        raise _wrong(path, f"a node must be a list that begins with its kind, got {raw!r:.100}")
     kind, *rest = raw
     if kind in ("t", "a", "n"):
         return _counted(_array_leaf(kind, rest, path), path, count)
     if depth >= MAX_DEPTH:
-        raise _wrong(path, f"deeper than {MAX_DEPTH}")
+        raise _wrong(path, f"containers must be nested at most {MAX_DEPTH} deep, got more")
     shape = {"l": 1, "u": 1, "d": 2, "od": 2, "nt": 3, "dc": 3}.get(kind)
     if shape != len(rest) or any(type(part) is not list for part in rest[-min(shape, 2) :]):
-        raise _wrong(path, f"the wrong parts for the kind {kind!r:.100}")
+        raise _wrong(path, f"the kind is unknown, or has other parts: {kind!r:.100}")
     nodes, keys = rest[-1], rest[-2] if shape != 1 else []
     name = rest[0] if shape == 3 else ""
     if shape != 1 and len(keys) != len(nodes):
-        raise _wrong(path, f"{len(keys)} keys for {len(nodes)} values")
+        raise _wrong(path, f"each value must have a key, got {len(keys)} keys for {len(nodes)} values")
     for key in keys:
         if type(key) is not str and (shape == 3 or not allowed_key(key)):
-            raise _wrong(path, f"a key of type {type(key).__name__}")
+            raise _wrong(path, f"a key must be a str, a bool, None or an int of 64 bits, got {type(key).__name__}")
     if len(set(keys)) != len(keys):
-        raise _wrong(path, "two equal keys")
+        raise _wrong(path, "keys must differ, got two equal ones")
     if shape == 3 and (type(name) is not str or not 0 < len(name) <= 1024):
-        raise _wrong(path, "a missing or too long class name")
+        raise _wrong(path, "a class name must have 1 to 1024 characters")
     if shape == 3 and not all(key.isidentifier() for key in keys):
-        raise _wrong(path, "a field name that is not an identifier")
+        raise _wrong(path, "field names must be Python identifiers")
     steps = path_steps(kind, keys, len(nodes))
     children = tuple(_tree(node, (path, step), depth + 1, count) for node, step in zip(nodes, steps, strict=True))
     return Node(kind, children, tuple(keys), name)
@@ -363,27 +366,29 @@ def allowed_key(key: object) -> bool:
 
 def _array_leaf(kind: str, rest: list[Any], path: Path) -> Leaf:
     if len(rest) != (1 if kind == "n" else 2) or type(rest[0]) is not str:
-        raise _wrong(path, "not a leaf")
+        raise _wrong(path, f"a leaf must have its kind, dtype and rank, got {[kind, *rest]!r:.100}")
     name, rank = rest[0], 0 if kind == "n" else rest[1]
     if type(rank) is not int or not 0 <= rank <= MAX_RANK:
-        raise _wrong(path, f"a rank outside 0 to {MAX_RANK}")
+        raise _wrong(path, f"a rank must be an int from 0 to {MAX_RANK}, got {rank!r:.100}")
     if kind == "t":
         if name not in TORCH_DTYPES:
-            raise _wrong(path, f"{name[:80]!r} is not a tensor dtype that may travel")
+            raise _wrong(path, f"{name[:80]!r} must be the name of a torch dtype that batches may have")
     else:
         try:
             dtype = numpy_dtype(name)
         except ValueError as error:
             raise _wrong(path, str(error)) from None
         if kind == "n" and (dtype.kind in "SU" or dtype.byteorder == (">" if sys.byteorder == "little" else "<")):
-            raise _wrong(path, f"a scalar cannot have dtype {name!r}")
+            raise _wrong(
+                path, f"a numpy scalar must be a number, bool or time in native byte order, got dtype {name!r}"
+            )
     return Leaf(kind, name, rank)
 
 
 def _counted(leaf: Leaf, path: Path, count: list[int]) -> Leaf:
     count[0] += 1
     if count[0] > MAX_LEAVES:
-        raise _wrong(path, f"more than {MAX_LEAVES} leaves")
+        raise _wrong(path, f"a batch must have at most {MAX_LEAVES} leaves, got more")
     return leaf
 
 
@@ -392,8 +397,8 @@ def _wrong(path: Path, what: str) -> ProtocolError:
 
 
 def _describe(tree: Tree, budget: list[int]) -> str:
-    """Return a text for a tree. budget: characters left. It limits the work for a huge structure, whose text is cut
-    anyway."""
+    """Return a text for a tree. budget: list with the number of characters left, which limits the work for a huge
+    structure, whose text is cut anyway."""
     if isinstance(tree, Leaf):
         text = (
             _SCALARS.get(tree.kind)

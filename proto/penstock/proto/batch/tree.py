@@ -43,7 +43,7 @@ _PLAIN = {str: Leaf("s"), bytes: Leaf("b"), float: Leaf("f"), bool: Leaf("o")}
 
 
 def survey(batch: Any, max_leaves: int, max_depth: int) -> Tree:
-    """Return the tree of a batch. It may have at most `max_leaves` leaves, four times as many values (containers
+    """Return the tree of a batch, which may have at most `max_leaves` leaves, 4 * max_leaves values (containers
     included), and `max_depth` nested containers.
 
     Raises UnsupportedLeafError with the path and type of the first unsupported value.
@@ -65,7 +65,11 @@ class _Survey:
     def tree(self, value: Any, path: Path, depth: int) -> Tree:
         self._values += 1
         if self._values > 4 * self._max_leaves:
-            _refuse(path, value, f": value number {self._values}; stack values into tensors or arrays")
+            _refuse(
+                path,
+                value,
+                f": value {self._values}, above the limit of {4 * self._max_leaves}; stack values into tensors",
+            )
         if value is None:
             return None
         cls = type(value)
@@ -76,7 +80,11 @@ class _Survey:
             return self._record(value, *record, path, depth)
         self._leaves += 1
         if self._leaves > self._max_leaves:
-            _refuse(path, value, f": leaf number {self._leaves} of {self._max_leaves}; stack values into tensors")
+            _refuse(
+                path,
+                value,
+                f": leaf {self._leaves}, above the limit of {self._max_leaves}; stack values into tensors",
+            )
         return _leaf(value, path)
 
     def _container(self, value: Any, path: Path, depth: int) -> Node:
@@ -86,7 +94,7 @@ class _Survey:
                 if type(key) is not str and not allowed_key(key):
                     _refuse(
                         path, value, f" with a key {repr(key)[:80]} of type {qualified(type(key))}; "
-                        "keys are str, bool, None or an int of 64 bits"
+                        "a key must be a str, a bool, None or an int of 64 bits"
                     )  # fmt: skip
             keys: tuple[Key, ...] = tuple(value)
             kind = "d" if type(value) is dict else "od"
@@ -99,7 +107,11 @@ class _Survey:
         self._check_depth(value, path, depth)
         name = class_name(type(value))
         if len(name) > MAX_NAME:
-            _refuse(path, value, f": its name is longer than {MAX_NAME} characters; give it one by register_class")
+            _refuse(
+                path,
+                value,
+                f": its name is longer than {MAX_NAME} characters; give the class a shorter name by register_class",
+            )
         try:
             resolve_class(name, kind, fields)
         except UnsupportedLeafError:
@@ -110,11 +122,15 @@ class _Survey:
         if kind == "nt":
             values = list(value)
             if len(values) != len(fields):
-                _refuse(path, value, f" of {len(values)} values for {len(fields)} fields")
+                _refuse(
+                    path,
+                    value,
+                    f" that has {len(values)} values for its {len(fields)} fields; give each field one value",
+                )
         else:
             missing = [field for field in fields if not hasattr(value, field)]
             if missing:
-                _refuse(path, value, f" without a value for its field {missing[0]!r}")
+                _refuse(path, value, f" without a value for its field {missing[0]!r}; set the field")
             values = [getattr(value, field) for field in fields]
         return Node(kind, self._children(kind, fields, values, path, depth), fields, name)
 
@@ -126,7 +142,11 @@ class _Survey:
 
     def _check_depth(self, value: Any, path: Path, depth: int) -> None:
         if depth >= self._max_depth:
-            _refuse(path, value, f" nested in {depth} containers, which is the limit; does the batch contain itself?")
+            _refuse(
+                path,
+                value,
+                f" nested in {depth} containers, which is the limit; does the batch contain itself?",
+            )
 
 
 def _leaf(value: Any, path: Path) -> Leaf:
@@ -136,7 +156,9 @@ def _leaf(value: Any, path: Path) -> Leaf:
         return plain
     if cls is int:
         if value.bit_length() >= 8 * MAX_INT_BYTES:
-            _refuse(path, value, f" of {value.bit_length()} bits; at most {8 * MAX_INT_BYTES - 1} travel")
+            _refuse(
+                path, value, f" of {value.bit_length()} bits; an int must have at most {8 * MAX_INT_BYTES - 1} bits"
+            )
         return Leaf("i")
     if isinstance(value, torch.Tensor):
         return _tensor(value, path)
@@ -144,7 +166,7 @@ def _leaf(value: Any, path: Path) -> Leaf:
         if cls is not np.ndarray and cls is not np.memmap:
             _refuse(path, value, ", a subclass of numpy.ndarray; pass numpy.asarray(x)")
         if value.ndim > MAX_RANK:
-            _refuse(path, value, f" of rank {value.ndim}; at most {MAX_RANK} dimensions travel")
+            _refuse(path, value, f" of rank {value.ndim}; an array must have at most {MAX_RANK} dimensions")
         return Leaf("a", _dtype_name(value, path), value.ndim)
     if cls is np.str_ or cls is np.bytes_:
         return Leaf("S" if cls is np.str_ else "B")
@@ -153,7 +175,7 @@ def _leaf(value: Any, path: Path) -> Leaf:
         if cls is not np.dtype(name).type:
             _refuse(path, value, ", a subclass of a numpy scalar; pass it as its base type")
         return Leaf("n", name)
-    _refuse(path, value, f", which cannot travel; {_remedy(value)}")
+    _refuse(path, value, f", which a batch must not contain; {_remedy(value)}")
 
 
 def _tensor(value: torch.Tensor, path: Path) -> Leaf:
@@ -174,9 +196,9 @@ def _tensor(value: torch.Tensor, path: Path) -> Leaf:
     if name is None:
         _refuse(path, value, f" of {value.dtype}; pass x.view(torch.uint8) and view it back")
     if value.ndim > MAX_RANK:
-        _refuse(path, value, f" of rank {value.ndim}; at most {MAX_RANK} dimensions travel")
+        _refuse(path, value, f" of rank {value.ndim}; a tensor must have at most {MAX_RANK} dimensions")
     if value.nbytes and not value.data_ptr():
-        _refuse(path, value, " whose storage has been freed (resized to 0)")
+        _refuse(path, value, " whose storage has been freed (resized to 0); pass a tensor with data")
     return Leaf("t", name, value.ndim)
 
 
@@ -190,7 +212,7 @@ def _dtype_name(value: Any, path: Path) -> str:
         name = numpy_dtype_name(dtype)
         numpy_dtype(name)
     except (TypeError, ValueError):
-        _refuse(path, value, f" of dtype {str(dtype)[:200]}, which cannot travel; convert it with astype")
+        _refuse(path, value, f" of dtype {str(dtype)[:200]}, which a batch must not contain; convert it with astype")
     return name
 
 
@@ -200,11 +222,11 @@ def _remedy(value: Any) -> str:
     if isinstance(value, defaultdict):
         return "its default_factory is code; pass dict(x)"
     if isinstance(value, dict) or hasattr(value, "keys"):
-        return "only dict and OrderedDict themselves travel; pass dict(x)"
+        return "no subclass of dict but OrderedDict is allowed; pass dict(x)"
     if isinstance(value, (set, frozenset)):
         return "pass sorted(x) or list(x)"
     if isinstance(value, (list, tuple)):
-        return "only list, tuple and namedtuples travel; pass list(x) or tuple(x)"
+        return "of its kind only list, tuple and namedtuples are allowed; pass list(x) or tuple(x)"
     if isinstance(value, complex):
         return "pass numpy.complex128(x)"
     if isinstance(value, (bytearray, memoryview)):

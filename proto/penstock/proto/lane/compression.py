@@ -7,8 +7,8 @@ into its entry, and decompression runs while the rest is being received. The rat
 compress as well as 8 MiB.
 
 Some data are sent uncompressed: batches smaller than SMALLEST, and batches and pieces that do not shrink to ENOUGH of
-their size. If a batch does not shrink enough, the next batch is sent without a try; after the next failure 2 batches
-are, then 4, and up to MOST_SKIPPED. A batch that shrinks resets this number.
+their size. If a batch does not shrink enough, the next batch is sent without a try. After each further failure twice as
+many batches are: 2, 4, up to MOST_SKIPPED. A batch that shrinks resets this number to 1.
 
 A piece is copied before it is compressed, because user code can write into the ring at any time, and compressors may
 write outside their memory if their input changes meanwhile. The copy runs at 20 GB/s, the compressor below 1 GB/s.
@@ -60,8 +60,8 @@ class Codec:
     number: int
     compress: Callable[[Buffer], bytes]
     decompress: Callable[[Buffer, int], bytes]
-    """Function that decompresses a piece. Its arguments are the compressed bytes and the number of bytes that they
-    must decompress to; it allocates no more than these. Raises ProtocolError if the piece is damaged."""
+    """Function that decompresses a piece, called with the compressed bytes and the number of decompressed bytes. It
+    allocates no more than this number of bytes, and raises ProtocolError if the piece is damaged."""
 
 
 def _lz4() -> Codec:
@@ -103,8 +103,8 @@ _MAKERS = {lane_pb2.LZ4: _lz4, lane_pb2.ZSTD: _zstd}
 
 
 def load(number: int) -> Codec | None:
-    """Return the codec with this number, for one lane and one thread. Return None if it is unknown, or its package is
-    not installed."""
+    """Return the codec with this number (a value of NAMES), for one lane and one thread. Return None if the number is
+    unknown, or the codec's package is not installed."""
     maker = _MAKERS.get(number)  # type: ignore[call-overload]  # a peer may name any number
     try:
         return None if maker is None else maker()
@@ -113,21 +113,21 @@ def load(number: int) -> Codec | None:
 
 
 def first_of(numbers: Iterable[int]) -> Codec | None:
-    """Return the first of these codecs that this process can load."""
+    """Return the first codec among these numbers that this process can load; None if it can load none."""
     return next((codec for codec in map(load, numbers) if codec is not None), None)
 
 
 @cache
 def require(name: str) -> int:
-    """Return the number of the codec with this name. Raises InvalidArgumentError, with the remedy, if it is not
-    available."""
+    """Return the number of the codec "lz4" or "zstd". Raises InvalidArgumentError, with the remedy, if its package is
+    not installed or the name is another one."""
     number = NAMES.get(name)
     if number is None:
         raise InvalidArgumentError(f"compression must be one of {', '.join(map(repr, NAMES))} or None, got {name!r}")
     if load(number) is None:
         raise InvalidArgumentError(
-            f"compression={name!r} needs a package that is not installed here: pip install penstock[compression], "
-            "on the workers too; or leave compression out"
+            f"compression={name!r} needs a package that is not installed here: run pip install 'penstock[compression]' "
+            "here and on the workers, or leave compression out"
         )
     return number
 
@@ -142,8 +142,8 @@ class Packer:
         self._next_skip = 1  # the same, after the next failed try
 
     def pack(self, payload: memoryview) -> tuple[int, list[bytes | memoryview]] | None:
-        """Return the number of bytes to send and the buffers with them. Return None if the payload is to be sent
-        uncompressed."""
+        """Return the number of compressed bytes and the buffers that contain them. Return None if the payload is to be
+        sent uncompressed."""
         size = len(payload)
         if size < SMALLEST:
             return None
@@ -177,8 +177,8 @@ def check_claim(wire: int, size: int) -> None:
 
 
 class Unpacker:
-    """Decompressor of the batches of one lane, used by the receiver. It provides buffers to fill, and decompresses
-    pieces as they arrive.
+    """Decompressor of the batches of one lane, used by the receiver. An Unpacker provides buffers to fill, and
+    decompresses pieces as they arrive.
 
     Call `begin` and fill the buffer that it returns. Then call `step` and fill the buffer that it returns, until it
     returns None.
@@ -239,11 +239,11 @@ class Unpacker:
         self._table = self._buffer[:0]
         if not all(lengths) or sum(lengths) != self.left:
             raise ProtocolError(
-                f"the pieces of a compressed batch must fill its {self.left} bytes, got {sum(lengths)} bytes"
+                f"the pieces of a compressed batch must have {self.left} bytes together, got {sum(lengths)} bytes"
             )
         last = size - (len(lengths) - 1) * PIECE
         if lengths[-1] > last or (len(lengths) > 1 and max(lengths[:-1]) > PIECE):
-            raise ProtocolError("a piece of a compressed batch is larger than its uncompressed bytes")
+            raise ProtocolError("a piece of a compressed batch must not be larger than before compression")
         self._lengths = lengths
 
 

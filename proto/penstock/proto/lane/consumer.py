@@ -2,17 +2,16 @@
 host, the sender has one in its place.
 
 The hot path is one `recv_into` for a packet of frames, and for each frame one `unpack` and the checks that keep a
-faulty peer from causing reads outside its ring. Rarer cases are handled further below. A peer may stop reading or
-sending at any time. Two rules follow:
+faulty peer from causing reads outside its ring. A peer may stop reading or sending at any time. Two rules follow:
 
 A ring's descriptor comes in the packet after its RING frame. The producer may send the first packet, and then be in
-user code for minutes before it sends the second. So this end never blocks for the second packet; it only records that
-the next packet must hold the descriptor.
+user code for minutes before it sends the second. So the consumer never blocks for the second packet; it only records
+that the next packet must hold the descriptor.
 
 Acks are collected in one message until `flush`. While an earlier message waits for the socket, acks are still added to
 the same message, so a producer that does not read costs no memory here. Only the abandonment of an epoch ends the
-message at once, because its order among the other acks matters. The sender, which forwards another process's acks,
-limits them by `backlog`.
+message at once, because the order of the abandonment among the other acks matters. The sender, which forwards another
+process's acks, limits their number by `backlog`.
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ _log = logging.getLogger(__name__)
 _length = HEAD.unpack_from
 _ANNOUNCEMENTS = frozenset((RING, STRUCTURE))
 _GROUP = 2048
-"""Largest number of values of one kind in one ack, so that the ack stays far below MAX_FRAME. It is even, because
-values come in pairs."""
+"""Largest number of values of one kind in one ack, so that the ack stays far below MAX_FRAME; even, because values come
+in pairs."""
 
 
 class Consumer:
@@ -67,11 +66,12 @@ class Consumer:
         self.name = name
         """Name for messages: worker, box and slot of the producer."""
         self.rings: dict[int, Ring] = {}
-        """Id -> ring, for the rings that a frame may still name: the ring of the last batch, and newer ones."""
+        """Id of a ring -> ring, for the rings that a frame may still name: the ring of the last batch, and newer
+        rings."""
         self.structures: dict[int, bytes] = {}
         self.compiled: dict[int, Any] = {}
-        """Id of a structure -> object that the reader keeps for it. It is dropped when the structure is dropped or
-        announced again."""
+        """Id of a structure -> object that the reader keeps for the structure (an Assembler). Dropped when the
+        structure is dropped or announced again."""
         self.closed = False
         self.abandons = 0
         """Number of epochs abandoned so far, over all connections of this worker slot. Copy it from the previous
@@ -112,8 +112,8 @@ class Consumer:
         The producer sends END and ERROR again after a reconnect, until a later batch is delivered.
 
         Raises:
-            LaneLostError: the peer is gone. Raised after everything that it sent has been read.
-            ProtocolError: the peer sent invalid frames.
+            LaneLostError: the peer is gone. Raised after all frames that the peer sent have been read. ProtocolError:
+            the peer sent invalid frames.
         """
         while True:
             frame = self.receive_any()
@@ -130,7 +130,7 @@ class Consumer:
         while self._coming is None:
             if self._unused > MAX_UNUSED:
                 raise ProtocolError(
-                    f"{self.name}: the other end must send at most {MAX_UNUSED} frames in a row without a batch, got "
+                    f"{self.name}: a worker must send at most {MAX_UNUSED} frames in a row without a batch, got "
                     f"{self._unused}"
                 )
             begin = self._at
@@ -165,10 +165,13 @@ class Consumer:
                 # `size` is the number of dims after the batch in its entry.
                 if ring is None or frame.entry >= ring.entries or frame.nbytes + 8 * frame.size > ring.entry_bytes:
                     raise ProtocolError(
-                        f"{self.name}: a batch of {frame.nbytes} bytes must lie in an entry of an announced ring"
+                        f"{self.name}: a batch of {frame.nbytes} bytes must lie within an entry of a known ring, got "
+                        f"entry {frame.entry} of ring {frame.ring}"
                     )
                 if frame.structure not in self.structures:
-                    raise ProtocolError(f"{self.name}: structure {frame.structure} of a batch was not announced")
+                    raise ProtocolError(
+                        f"{self.name}: a batch's structure must be announced before it, got structure {frame.structure}"
+                    )
                 self._unused = 0
                 return frame
             if kind == RING:
@@ -187,7 +190,9 @@ class Consumer:
             elif kind in (ERROR, CLOSE):
                 return frame
             else:
-                raise ProtocolError(f"{self.name}: the other end sent a frame of unknown kind {kind}")
+                raise ProtocolError(
+                    f"{self.name}: a frame must have a known kind, got {kind}; install one release on both ends"
+                )
         return self._take_ring(self._coming)
 
     @property
@@ -213,7 +218,7 @@ class Consumer:
             size = again
         self._begin = self._at = self._end = 0
         if not size:
-            raise LaneLostError(f"{self.name}: the other end closed the connection")
+            raise LaneLostError(f"{self.name}: the worker closed the connection")
         if size > MAX_PACKET:
             raise ProtocolError(f"{self.name}: a packet must have at most {MAX_PACKET} bytes, got {size}")
         self._end = size
@@ -232,8 +237,8 @@ class Consumer:
             raise LaneLostError(f"{self.name}: the connection was lost: {error}") from error
 
     def _turn_to(self, ring_id: int) -> Ring | None:
-        """Return the ring of a batch, and make it the present one. Older rings are dropped, because producers never
-        return to them."""
+        """Return the ring with this id, and make this ring the current one. Older rings are dropped, because producers
+        never return to an older ring."""
         ring = self.rings.get(ring_id)
         if ring is not None:
             self._ring_id, self._ring = ring_id, ring
@@ -244,7 +249,7 @@ class Consumer:
     def _expect_ring(self, frame: Frame) -> None:
         if frame.ring <= self._newest or len(self.rings) >= MAX_RINGS:
             raise ProtocolError(
-                f"{self.name}: a new ring must have a number above {self._newest} while at most {MAX_RINGS} are in "
+                f"{self.name}: a new ring must have a number above {self._newest}, and at most {MAX_RINGS} may be in "
                 f"use, got ring {frame.ring} with {len(self.rings)} in use"
             )
         self._coming = frame
@@ -266,7 +271,7 @@ class Consumer:
         try:
             if not data:
                 raise LaneLostError(
-                    f"{self.name}: the other end closed the connection before the file descriptor of its ring arrived"
+                    f"{self.name}: the worker closed the connection before the file descriptor of its ring arrived"
                 )
             if len(fds) != 1:
                 raise ProtocolError(f"{self.name}: a ring must come with one file descriptor, got {len(fds)}")
@@ -291,7 +296,9 @@ class Consumer:
         if whole is None:
             return
         if self.structures.pop(frame.structure, whole) != whole:
-            raise ProtocolError(f"{self.name}: structure {frame.structure} was announced twice with different contents")
+            raise ProtocolError(
+                f"{self.name}: structure {frame.structure} must have the same contents each time, got others"
+            )
         self.structures[frame.structure] = whole
         forget_oldest(self.structures)
         self.compiled = {number: kept for number, kept in self.compiled.items() if number in self.structures}
@@ -299,14 +306,15 @@ class Consumer:
     # ---- acks
 
     def delivered(self, total: int) -> None:
-        """Record that all batches up to number `total` are delivered. The next flush sends it."""
+        """Record that all batches up to number `total` (counted over all epochs) are delivered. The next flush sends
+        this number."""
         self._delivered = total
         self._dirty = True
 
     def release(self, entries: Iterable[int]) -> None:
-        """Release the entries of delivered batches whose last view is gone: ring, entry, ring, entry ... The next flush
-        sends them. Do not release the entries of batches that were abandoned before delivery, because the producer has
-        taken these back already."""
+        """Release the ring entries of delivered batches whose last view is gone. entries: ring, entry, ring, entry ...
+        The next flush sends the numbers. Do not release the entries of batches that were abandoned before delivery,
+        because the producer has taken these entries back already."""
         self._released += entries
         self._dirty = True
 
@@ -316,25 +324,25 @@ class Consumer:
         self._dirty = True
 
     def abandon(self, epoch: int) -> None:
-        """Abandon this epoch. The message is sent at once, after all earlier acks."""
+        """Tell the producer that the loop has abandoned this epoch, at once and after all earlier acks."""
         self.abandons += 1
         self._abandon = epoch + 1
         self._seal()
         self.flush()
 
     def want(self, pairs: Iterable[int]) -> None:
-        """Request snapshots, as step, number of the slot's batches up to it, step, number ... The next flush sends
-        them."""
+        """Request snapshots (states of the loader) at steps. pairs: step, number of the slot's batches up to this step,
+        step, number ... The next flush sends the request."""
         self._wanted += pairs
         self._dirty = True
 
     @property
     def backlog(self) -> int:
-        """Number of unsent messages, plus the numbers in the message that is still being collected."""
+        """Number of unsent messages, plus the count of values in the message that is still being collected."""
         return len(self._unsent) + len(self._released) + len(self._wanted)
 
     def flush(self) -> bool:
-        """Send the collected acks, without blocking. Return False if some do not fit into the socket's buffer."""
+        """Send the collected acks, without blocking. Return False if some acks do not fit into the socket's buffer."""
         unsent = self._unsent
         if self.closed:
             return True
@@ -348,7 +356,11 @@ class Consumer:
                     # If the peer is gone, receive() raises after its last frames. After any other error acks are lost,
                     # and with them free entries: close the lane, because the next lane sends everything again.
                     if error.errno not in LOST:
-                        _log.warning("%s: an ack could not be sent, the lane is closed: %s", self.name, error)
+                        _log.warning(
+                            "%s: an acknowledgement could not be sent, so the lane is closed and opened again: %s",
+                            self.name,
+                            error,
+                        )
                         self._sock.shutdown(socket.SHUT_RDWR)
                     unsent.clear()
                     self._begin_ack()
@@ -359,8 +371,8 @@ class Consumer:
             self._seal()
 
     def _seal(self) -> None:
-        """Complete the message of collected acks and begin a new one. If it has too many numbers, they are split over
-        several messages."""
+        """Complete the message of collected acks, and begin a new one. Too many numbers for one message are split over
+        several."""
         unsent, released, wanted = self._unsent, self._released, self._wanted
         while len(released) > _GROUP or len(wanted) > _GROUP:
             first = Ack(self._delivered, released=released[:_GROUP], wanted=wanted[:_GROUP])
@@ -380,8 +392,8 @@ class Consumer:
         self._leaving = self._dirty = False
 
     def close(self, *, say_so: bool = True) -> None:
-        """Close the lane. say_so: tell the producer that this is on purpose. Rings stay mapped while views of them
-        exist."""
+        """Close the lane. say_so: tell the producer that this is on purpose. A ring stays mapped while views of the
+        ring exist."""
         if self.closed:
             return
         if say_so:

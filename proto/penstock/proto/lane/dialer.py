@@ -1,8 +1,8 @@
-"""Connections to workers' hosts. The timeout is short if the host has just stopped answering.
+"""Connections to workers' hosts, with a short timeout if the host has just stopped answering.
 
 A first connection may have a long round trip, so its timeout is `CONNECT_S`, in which the kernel sends two SYNs. If a
 host has acknowledged nothing for two seconds, or has not answered an attempt, each lane to it makes one short attempt
-before it requests another worker. A short attempt lasts three of the host's round trips. It starts a few connections,
+before it requests another worker. A short attempt lasts three of the host's round trips, and starts a few connections,
 `AGAIN_S` apart, so that one lost packet does not move a slot. After `SOON_S` seconds, attempts have the long timeout
 again.
 """
@@ -23,7 +23,7 @@ CONNECT_S = 1.25
 """Timeout of a connection to a daemon in seconds. The kernel repeats a SYN after one second, and a consumer retries at
 once after a timeout."""
 LOOK_S = 0.45
-"""Smallest timeout of a short attempt in seconds, used if three round trips take less."""
+"""Smallest timeout of a short attempt in seconds, used if three round trips take less time."""
 AGAIN_S = 0.12
 """Seconds between the connections that a short attempt starts."""
 SOON_S = 1.0
@@ -50,7 +50,8 @@ class Dialer:
             self._silent.pop(old, None)
 
     def connect(self, where: tuple[str, int]) -> socket.socket:
-        """Return a new blocking connection. Raises OSError, and TimeoutError if the host does not answer."""
+        """Return a new blocking connection to (host, port). Raises OSError, and TimeoutError if the host does not
+        answer."""
         look_s, until = self._silent.get(where, (0.0, 0.0))
         if time.monotonic() < until:
             return _look(where, look_s)
@@ -62,7 +63,7 @@ class Dialer:
 
 
 class LaneDialer(Dialer):
-    """Maker of connections to workers' lanes, over TLS if the cluster uses it. tls: TLS files; None: no TLS."""
+    """Maker of connections to workers' lanes. tls: TLS files of this process; None: connections without TLS."""
 
     def __init__(self, tls: Tls | None) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""Both ends of a lane: the producer, which fills a ring, and the consumer, which reads it.
+"""Ends of a lane (the connection that carries one worker slot's batches to the training process): the producer, which
+fills a ring, and the consumer, which reads the ring.
 
 Both ends speak the frames of lane.proto over a SEQPACKET Unix socket, which keeps each frame whole, while the payload
 stays in the ring. `Producer` is the runner's end (and, on another host, the receiver's); `Consumer` is the training
@@ -6,7 +7,7 @@ loop's end (and, for another host, the sender's). So the same two classes serve 
 TCP lane is two local lanes with TCP between them.
 
 Neither end has threads or locks: the caller's thread does everything, and blocks only where documented. A producer
-exists longer than its consumers, and keeps each batch until it is delivered. So a consumer that reconnects gets
+exists longer than its consumers, and keeps each batch until the batch is delivered. So a consumer that reconnects gets
 undelivered batches from the ring, and no batch is computed again.
 
 Three rules prevent deadlock. A consumer sends its acks before it waits for anything. A producer that waits for a free

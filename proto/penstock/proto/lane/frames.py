@@ -5,7 +5,7 @@ the time of a protobuf message, and without memory that stays allocated. (A prot
 parsing grows with every message: by 57 bytes for a batch with one dim, by 1,000 for one with 120.)
 
 The limits bound the memory that a peer can cause this process to allocate: for a frame, for the pieces of a structure,
-for rings and structures. They are the same on the Unix socket and over TCP, so that a process between the two can
+for rings and structures. The same limits hold on the Unix socket and over TCP, so that a process between the two can
 forward frames unchanged.
 """
 
@@ -65,8 +65,8 @@ __all__ = [
 
 LANE_PROTOCOL = 6
 MAX_FRAME = 64 << 10
-"""Largest size of a frame in bytes. The default buffer of a Unix socket holds 208 KiB, so three of the largest fit into
-it."""
+"""Largest size of a frame in bytes. The default buffer of a Unix socket holds 208 KiB, so three of the largest frames
+fit."""
 HEAD = struct.Struct("<I")
 """Format of the length that precedes each frame, on local lanes and over TCP."""
 MAX_PACKET = HEAD.size + MAX_FRAME
@@ -83,10 +83,11 @@ MAX_RINGS = 64
 """Largest number of rings in use at a time. The entries of each new ring are at least twice as large as those of the
 last, so no correct peer reaches this number."""
 KNOWN_STRUCTURES = 64
-"""Largest number of structures that both ends keep. Both drop the one that was announced longest ago."""
+"""Largest number of structures that each end keeps. Above this number, both drop the structure that was announced
+longest ago."""
 KNOWN_BYTES = 8 << 20
-"""Largest size of all kept structures in bytes: that of two of the largest. Compiled structures take up to sixty times
-as much. An ordinary structure has some hundred bytes."""
+"""Largest size of all kept structures together in bytes: that of two of the largest structures. Compiled structures
+take up to sixty times as much memory. An ordinary structure has some hundred bytes."""
 MAX_UNUSED = 1 << 16
 """Largest number of frames in a row without a batch, so that a peer cannot keep its reader busy forever. After a
 reconnect there are a few thousand at most: 64 structures in 128 pieces each."""
@@ -95,9 +96,10 @@ BATCH, RING, STRUCTURE, END, ERROR, CLOSE = range(1, 7)
 """Kinds of frames."""
 
 COVER = 0x03
-"""Bits of a BATCH frame's flags that hold the DigestCover."""
+"""Bits of a BATCH frame's flags that hold the digest's cover (penstock.proto.batch.digest.DigestCover)."""
 COUNTED = 0x80
-"""Flag of a BATCH frame that ends with counts (penstock.proto.state.counts) and their length, a u32."""
+"""Flag of a BATCH frame that ends with counts of the user's (penstock.proto.state.counts) and the length of the counts,
+a u32."""
 
 LOST = frozenset({errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF})
 """Errors of a send that show that the peer is gone. Data that the peer sent before may still be read."""
@@ -111,14 +113,16 @@ def framed(message: bytes) -> bytes:
 
 
 def pack_shapes(shapes: Sequence[int]) -> bytes:
-    """Return shapes in the form in which they are sent: little-endian u64."""
+    """Return shapes in the form in which frames contain shapes: little-endian u64."""
     return struct.pack(f"<{len(shapes)}Q", *shapes)
 
 
 def unpack_shapes(packed: bytes) -> list[int]:
-    """Return shapes from the form in which they are sent."""
+    """Return the shapes that `pack_shapes` has packed. Raises ProtocolError for a wrong length."""
     if len(packed) & 7:
-        raise ProtocolError(f"dims must be whole numbers of 8 bytes, got {len(packed)} bytes")
+        raise ProtocolError(
+            f"the packed shapes of a batch must have 8 bytes for each dimension, got {len(packed)} bytes"
+        )
     return list(struct.unpack(f"<{len(packed) >> 3}Q", packed))
 
 
@@ -133,7 +137,7 @@ class Frame(NamedTuple):
     """Frame that a producer sends. The fields are those of the header, in order; lane.proto documents them for each
     kind.
 
-    A Frame is immutable, and each received one is a new object, so the caller may keep it.
+    A Frame is immutable, and each received frame is a new object, so the caller may keep it.
     """
 
     kind: int = 0
@@ -157,7 +161,7 @@ class Frame(NamedTuple):
 
     @property
     def shapes(self) -> list[int]:
-        """Shapes of a BATCH frame. If the shapes are in the ring entry instead, use `dims_of`."""
+        """Shapes of a BATCH frame's batch. For shapes that are in the ring entry instead, use `dims_of`."""
         return unpack_shapes(self.dims)
 
     @property
@@ -177,11 +181,13 @@ class Frame(NamedTuple):
 
     @property
     def error(self) -> records_pb2.ErrorDetail:
-        """Error in an ERROR or CLOSE frame. Raises ProtocolError if it cannot be read."""
+        """Error in an ERROR or CLOSE frame. Raises ProtocolError if the error cannot be decoded."""
         try:
             return records_pb2.ErrorDetail.FromString(self.rest)
         except DecodeError as error:
-            raise ProtocolError(f"the other end sent an error that cannot be decoded: {error}") from error
+            raise ProtocolError(
+                f"the worker sent an error that cannot be decoded ({error}): install one release on both ends"
+            ) from error
 
 
 _pack_framed = struct.Struct("<I" + _FRAME.format.removeprefix("<")).pack
@@ -201,8 +207,9 @@ def framed_batch(
     rest: bytes,
     counts: bytes = b"",
 ) -> bytes:
-    """Return a BATCH frame of the local lane preceded by its length, made in one call because there is one for each
-    batch. rest: packed shapes, and counts if `flags` has COUNTED. counts: counts to add to the frame."""
+    """Return a BATCH frame of the local lane, preceded by its length. The parameters are the fields of Frame; one call
+    makes the whole frame, because each batch needs one. rest: packed shapes, and counts if `flags` has COUNTED. counts:
+    counts to add to the frame."""
     if counts:
         flags, rest = flags | COUNTED, rest + counts + HEAD.pack(len(counts))
     return (
@@ -223,13 +230,13 @@ def counts_of(frame: Frame) -> bytes:
     size = HEAD.unpack_from(rest, end)[0] if end >= 0 else 0
     if not 0 < size <= end:
         raise ProtocolError(
-            f"the counts of a batch must fill the end of its frame of {len(rest)} bytes, got {size} bytes"
+            f"the counts of a batch must have 1 to {end} bytes at the end of its frame, got {size} bytes"
         )
     return rest[end - size : end]
 
 
 def read_frame(view: memoryview, start: int, stop: int) -> Frame:
-    """Return the frame in the bytes `start` to `stop` of `view`. Raises ProtocolError if they are too few."""
+    """Return the frame in the bytes `start` to `stop` of `view`. Raises ProtocolError if there are too few bytes."""
     if stop - start < FRAME_BYTES:
         raise ProtocolError(
             f"a frame must have at least {FRAME_BYTES} bytes, the size of its header, got {stop - start}"
@@ -238,25 +245,25 @@ def read_frame(view: memoryview, start: int, stop: int) -> Frame:
 
 
 class Ack(NamedTuple):
-    """Acknowledgement that a consumer sends. A field that is 0 or empty has no news."""
+    """Acknowledgement that a consumer sends to a producer. A field that is 0 or empty has no news."""
 
     delivered: int = 0
     """Number of the last batch (total) delivered to the training loop."""
     open_epochs: int = 0
-    """Number of the last epoch that the producer may begin."""
+    """Number of the last epoch (from 0) that the producer may begin."""
     abandon_epoch: int = 0
     """Number of the abandoned epoch, plus 1. The producer abandons it after batch `delivered`, and continues with the
     next epoch."""
     released: Sequence[int] = ()
-    """Released entries: ring, entry, ring, entry ..."""
+    """Ring entries that the producer may fill again: id of the ring, index of the entry, ring, entry ..."""
     wanted: Sequence[int] = ()
-    """Requested snapshots: step, number of the slot's batches up to it, step, number ..."""
+    """Requested snapshots of the loader: step, number of the slot's batches up to this step, step, number ..."""
     close: bool = False
     """True if the consumer closes the lane on purpose."""
 
     def encode(self) -> bytes:
-        """Return the ack as bytes. Return b"" if no field has news; then nothing must be sent, because an empty packet
-        means the end of the lane."""
+        """Return the ack as bytes. Return b"" if no field has news; the caller must not send b"", because an empty
+        packet means the end of the lane."""
         if not any(self):
             return b""
         released, wanted = self.released, self.wanted
@@ -265,8 +272,8 @@ class Ack(NamedTuple):
 
 
 def read_ack(view: memoryview, start: int, stop: int) -> Ack:
-    """Return the ack in the bytes `start` to `stop` of `view`. Raises ProtocolError if it does not fill them
-    exactly."""
+    """Return the ack in the bytes `start` to `stop` of `view`. Raises ProtocolError if the ack has more or fewer
+    bytes."""
     size = stop - start
     if size < _ACK.size:
         raise ProtocolError(
@@ -275,7 +282,7 @@ def read_ack(view: memoryview, start: int, stop: int) -> Ack:
     close, released, wanted, delivered, open_epochs, abandon_epoch = _ACK.unpack_from(view, start)
     if size != _ACK.size + 4 * released + 8 * wanted:
         raise ProtocolError(
-            f"an acknowledgement with {released} and {wanted} numbers must have "
+            f"an acknowledgement of {released} released and {wanted} wanted numbers must have "
             f"{_ACK.size + 4 * released + 8 * wanted} bytes, got {size}"
         )
     start += _ACK.size
@@ -289,15 +296,19 @@ def dims_of(frame: Frame, ring: Ring) -> bytes:
     if not frame.size:
         return frame.dims
     if frame.size > MAX_DIMS:
-        raise ProtocolError(f"a batch must have <= {MAX_DIMS} dims, got {frame.size}")
+        raise ProtocolError(f"a batch must have <= {MAX_DIMS} dimensions in its shapes, got {frame.size}")
     if frame.entry >= ring.entries or frame.nbytes + 8 * frame.size > ring.entry_bytes:
-        raise ProtocolError(f"the {frame.size} dims of a batch must lie within its ring entry")
+        raise ProtocolError(
+            f"the {frame.size} dimensions and {frame.nbytes} bytes of a batch must lie within one ring entry of "
+            f"{ring.entry_bytes} bytes, got entry {frame.entry} of {ring.entries}"
+        )
     start = frame.entry * ring.entry_bytes + frame.nbytes
     return ring.view[start : start + 8 * frame.size].tobytes()
 
 
 def forget_oldest(structures: dict[int, bytes]) -> None:
-    """Drop the oldest announced structures until the rest is within the limits. The newest one is never dropped."""
+    """Drop the oldest announced structures until the rest is within KNOWN_STRUCTURES and KNOWN_BYTES. The newest
+    structure is never dropped. structures: id -> encoded structure, oldest first."""
     held = sum(map(len, structures.values()))
     while len(structures) > KNOWN_STRUCTURES or (held > KNOWN_BYTES and len(structures) > 1):
         held -= len(structures.pop(next(iter(structures))))
@@ -312,19 +323,19 @@ class StructurePieces:
         self._data = bytearray()
 
     def add(self, frame: Frame) -> bytes | None:
-        """Add a piece. Return the structure if this is its last piece, else None.
+        """Add the piece in a STRUCTURE frame. Return the encoded structure after its last piece, else None.
 
         Raises ProtocolError for an invalid piece.
         """
         size, piece, data = frame.size, frame.rest, self._data
         if data and frame.structure != self._structure:
             raise ProtocolError(
-                f"all pieces of structure {self._structure} must arrive before other ones, got one of {frame.structure}"
+                f"all pieces of structure {self._structure} must arrive before others, got one of {frame.structure}"
             )
         if size > MAX_STRUCTURE or len(data) + len(piece) > size or (size and not piece):
             raise ProtocolError(
-                f"the pieces of a structure must have {size} bytes in all, at most {MAX_STRUCTURE}, got {len(data)} + "
-                f"{len(piece)} bytes"
+                f"the pieces of a structure must have {size} bytes together (at most {MAX_STRUCTURE}), got "
+                f"{len(data) + len(piece)} bytes"
             )
         self._structure = frame.structure
         data += piece
@@ -335,7 +346,8 @@ class StructurePieces:
 
 
 def connect_local(address: str, timeout: float) -> socket.socket:
-    """Return a SEQPACKET connection to an abstract Unix socket. The peer must run as this user or as root."""
+    """Return a SEQPACKET connection to an abstract Unix socket. timeout: seconds for the connection. Raises
+    ProtocolError unless the peer runs as this user or as root."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         sock.settimeout(timeout)
@@ -348,9 +360,11 @@ def connect_local(address: str, timeout: float) -> socket.socket:
 
 
 def check_peer(sock: socket.socket) -> int:
-    """Return the pid of the peer, which must run as this user or as root. The check is needed because an abstract name
+    """Return the pid of the peer. Raises ProtocolError unless the peer runs as this user or as root: an abstract name
     has no file permissions."""
     pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     if uid not in (0, os.getuid()):
-        raise ProtocolError(f"the peer of a Unix socket must run as user {os.getuid()} or root, got user {uid}")
+        raise ProtocolError(
+            f"the other end of a lane's Unix socket must run as user {os.getuid()} or root, got user {uid}"
+        )
     return int(pid)

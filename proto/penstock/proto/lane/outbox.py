@@ -1,8 +1,8 @@
 """Queue of frames to a consumer on a local lane. Several frames are sent in one packet.
 
 The largest cost of a small batch on the local lane is waking the consumer: 5 us of the producer's time for each packet
-to a sleeping peer (2-core AMD EPYC, a virtual machine), against 7 us for everything else. So frames are collected here
-until `flush`, and sent as one packet: one system call, one wake-up.
+to a sleeping peer (2-core AMD EPYC, a virtual machine), against 7 us for everything else. So frames are collected here,
+and `flush` sends all of them as one packet: one system call, one wake-up.
 
 A packet contains whole frames, each preceded by its length as over TCP, with at most MAX_PACKET bytes in all. A
 descriptor is sent in a packet of its own, after the packet that ends with its RING frame.
@@ -21,7 +21,8 @@ __all__ = ["Outbox"]
 
 
 class Outbox:
-    """Queue of framed messages and file descriptors, in order. `len()` is the number of those not sent yet."""
+    """Queue of framed messages and file descriptors, in order. `len()` is the number of unsent messages and
+    descriptors."""
 
     __slots__ = ("_unsent",)
 
@@ -47,8 +48,8 @@ class Outbox:
     def flush(self, sock: socket.socket) -> None:
         """Send as many messages as fit into the socket's buffer, without blocking.
 
-        Raises OSError if the peer is gone, or if the socket fails for another reason. The queue is then cleared,
-        because the order of messages cannot be kept.
+        Raises OSError if the peer is gone, or if the socket fails for another reason. The queue is then empty, because
+        the order of messages cannot be kept.
         """
         unsent = self._unsent
         try:
@@ -72,7 +73,7 @@ class Outbox:
             raise
 
     def _packet(self) -> list[bytes]:
-        """Return the first messages of the queue, as many as fit into one packet."""
+        """Return the first messages of the queue that fit into one packet."""
         packet: list[bytes] = []
         room = MAX_PACKET
         for message in islice(self._unsent, None):

@@ -5,9 +5,9 @@ A ring entry is in one of four states. Only this module changes the state:
     free ── reserve ──> reserved ── publish ──> kept ── Ack.delivered ──> lent ── Ack.released ──> free
                             └─ return_unused ─> free       └─ Ack.abandon_epoch, or a stale epoch ──> free
 
-A *kept* batch was sent and is not delivered to the training loop yet. It is sent again to a consumer that reconnects,
-without being computed again. A *lent* batch belongs to the loop, which may have written into it. It is never sent
-again, and its entry is not reused until the consumer releases it, or reconnects without naming it in Hello.held.
+A *kept* batch was sent and is not delivered to the training loop yet. A consumer that reconnects gets the kept batches
+again from the ring. A *lent* batch belongs to the loop, which may have written into it, and is never sent again. Its
+entry is not reused until the consumer releases it, or reconnects without it in Hello.held.
 
 Ring ids start at a random number, so that a ring of another producer (an older generation of the runner, or a
 receiver's earlier connection) is never mistaken for a ring of this producer.
@@ -57,15 +57,14 @@ __all__ = ["FreeEntry", "Producer", "check_size"]
 _log = logging.getLogger(__name__)
 
 GROUPS = 4
-"""Smallest number of packets of a ring's batches. With four, one is released while one is read, one sent, one
-filled."""
+"""Smallest number of packets per full ring, of which one is released, one read, one sent and one filled at a time."""
 CROWD = 1024
-"""Largest number of frames that are queued for a consumer that does not read. A ring has at most 32 entries, so more
+"""Largest number of frames that are queued for a consumer that does not read. A ring has at most 32 entries, so further
 frames are pieces of a large structure, or come from a peer that sends without end."""
 MOST_WANTED = 4096
 """Largest number of requested snapshots that are not taken yet. A correct consumer requests at most 200."""
 MOST_ABANDONED = 1 << 16
-"""Largest number of abandoned epochs that the runner has not processed yet. It may be in user code for a long time."""
+"""Largest number of abandoned epochs that the runner, which may be in user code for long, has not processed yet."""
 MOST_ABANDONS = (1 << 32) - 1
 """Largest value of Frame.abandons."""
 _RESERVED = 1 << 64
@@ -83,7 +82,7 @@ def check_size(nbytes: int, most: int) -> None:
 
 @dataclass(slots=True)
 class FreeEntry:
-    """Ring entry that the producer's owner may fill."""
+    """Ring entry that the producer's owner (a runner or receiver) may fill."""
 
     ring_id: int
     entry: int
@@ -103,7 +102,7 @@ class FreeEntry:
 
 @dataclass(slots=True)
 class _Kept:
-    """Frame that was sent, and is sent again if the consumer reconnects."""
+    """Frame that was sent, and that a consumer gets again if it reconnects."""
 
     total: int
     epoch: int
@@ -113,12 +112,12 @@ class _Kept:
     """Ring entry of a BATCH frame; None for END and ERROR."""
     structure: int
     last: bool = False
-    """True for an ERROR frame. It is the last frame of the lane, so it is kept even if its epoch is abandoned."""
+    """True for an ERROR frame: the last frame of the lane, which is kept even if its epoch is abandoned."""
 
 
 class Producer:
-    """End of a lane that owns the rings. There is one for each generation of a worker slot, which serves its consumers
-    one after another.
+    """End of a lane that owns the rings. Each generation of a worker slot (each runner that the slot has had) has one
+    Producer, which serves its consumers one after another.
 
     max_batch_bytes: largest size of a batch. ring_bytes: target size of a ring (see ring.entries_for). budget: limit
     for all rings of the process together; None: no limit.
@@ -131,8 +130,8 @@ class Producer:
         self.open_epochs = 0
         """Number of the last epoch that the runner may begin."""
         self.abandoned: deque[int] = deque()
-        """Epochs that the consumer has abandoned. The runner removes them, continues with the epoch after the last of
-        them, and ignores those that it has finished already."""
+        """Epochs that the consumer has abandoned. The runner empties this list, continues after the last of these
+        epochs, and ignores epochs that it has finished already."""
         self.wanted: dict[int, list[int]] = {}
         """Number of a batch (`total`) -> steps for which the consumer will request the state after this batch."""
         self.delivered = 0
@@ -140,8 +139,8 @@ class Producer:
         self.closed = False
         """True once the consumer has closed the lane on purpose."""
         self.abandons = 0
-        """Number of abandoned epochs so far. Each frame contains it, so that frames of abandoned epochs are
-        recognised."""
+        """Number of abandoned epochs so far. Each frame contains this number, so that the consumer recognises frames of
+        abandoned epochs."""
         self.on_ack: Callable[[Ack], None] | None = None
         """Function called with each ack after the ack was applied, for a process that forwards acks."""
         self._sent_total = 0
@@ -185,7 +184,7 @@ class Producer:
     def attach(self, sock: socket.socket, hello: lane_pb2.Hello) -> None:
         """Attach a new consumer in place of the previous one, and send it the undelivered batches that are in the ring.
 
-        A consumer that requests batches that were delivered already gets an ERROR frame and is not attached.
+        A consumer that requests batches that were already delivered gets an ERROR frame and is not attached.
         """
         self.detach()
         sock.setblocking(False)
@@ -237,7 +236,7 @@ class Producer:
         self._unsent.clear()
 
     def take_acks(self) -> None:
-        """Read the consumer's acks, without blocking. If the consumer is gone or sends invalid acks, detach it."""
+        """Read the consumer's acks, without blocking. Detach a consumer that is gone or sends invalid acks."""
         tries = 2
         while (sock := self._sock) is not None:
             try:
@@ -258,14 +257,13 @@ class Producer:
                 ack = read_ack(self._view, 0, size)
                 if ack.delivered > max(self.delivered, self._sent_total):
                     raise ProtocolError(
-                        f"it reports batch {ack.delivered} as delivered, but batch {self._sent_total} was the last "
-                        "one sent"
+                        f"delivered batches must have been sent, at most batch {self._sent_total}, got {ack.delivered}"
                     )
                 self._apply(ack)
             except ProtocolError as error:
                 # Only the consumer failed: keep the batches for the next one.
                 _log.warning(
-                    "a connection that reads batches was closed, because it sent an invalid acknowledgement: %s",
+                    "a consumer of batches sent an invalid acknowledgement, and its connection was closed: %s",
                     str(error),
                 )
                 self.detach()
@@ -285,7 +283,7 @@ class Producer:
                 return  # its last acks may still be readable; take_acks sees the end of file after them
             # For example no buffers, or too many descriptors in flight. Frames are lost, so close the lane: the next
             # one sends everything again.
-            _log.warning("a connection that reads batches was closed, because a frame could not be sent: %s", error)
+            _log.warning("a frame could not be sent to a consumer of batches, and its connection was closed: %s", error)
             self.detach()
 
     # ---- batches
@@ -293,8 +291,8 @@ class Producer:
     def reserve(self, nbytes: int, dims: int = 0) -> FreeEntry | None:
         """Return a free entry for a batch of `nbytes` whose shapes have `dims` numbers; None if no entry is free.
 
-        If the batch is larger than an entry, this starts a ring with larger entries. Publish or return the entry before
-        the next `reserve`.
+        For a batch larger than an entry, `reserve` starts a ring with larger entries. Publish or return the entry
+        before the next `reserve`.
 
         Raises BatchTooLargeError if the batch is larger than max_batch_bytes.
         """
@@ -309,7 +307,7 @@ class Producer:
     def reserve_current(self) -> FreeEntry | None:
         """Return a free entry of the current ring; None if no entry is free, or before the first batch.
 
-        Use it for a batch that is built in the entry before its size is known. Another entry may be reserved meanwhile.
+        Used for a batch that is built in the entry before its size is known. Another entry may be reserved meanwhile.
         """
         ring = self._rings.get(self._current)
         if ring is None or not self._free:
@@ -344,10 +342,10 @@ class Producer:
         return structure in self._structures
 
     def know_structure(self, structure: int, data: bytes) -> None:
-        """Register a structure under an id, before a batch that uses it.
+        """Register an encoded structure under an id, before a batch that has this structure.
 
-        Call it before each `publish`; it takes almost no time. Above KNOWN_STRUCTURES the oldest structures that no
-        batch needs are dropped, so that a loader with a new structure for every batch does not fill the memory.
+        Must be called before each `publish`, and takes almost no time. Above KNOWN_STRUCTURES the oldest structures
+        that no batch needs are dropped, so that a loader with a new structure for every batch does not fill the memory.
         """
         known = self._structures
         if structure not in known and (
@@ -360,7 +358,7 @@ class Producer:
                     break
                 held -= len(known.pop(old))
         if known.setdefault(structure, data) != data:
-            raise ProtocolError(f"structure {structure} was announced twice with different contents")
+            raise ProtocolError(f"structure {structure} must be announced with the same contents each time, got others")
 
     def publish(
         self,
@@ -377,15 +375,15 @@ class Producer:
     ) -> None:
         """Send the batch in the entry `reserved`, and keep it until it is delivered.
 
-        dims: packed shapes of the batch (frames.pack_shapes). more: True if another `publish` or a `flush` follows at
-        once, so that the batch may share a packet with the next one. cover: bytes that `digest` covers. counts:
-        those that the batch has changed.
+        total: number of the batch, counted over all epochs. dims: packed shapes (frames.pack_shapes). more: True if
+        another `publish` or a `flush` follows at once, so that the batch may share a packet with the next one. cover:
+        bytes that `digest` covers. counts: encoded counts that the batch has changed.
         """
         count = len(dims) >> 3
         if count > LONG_SHAPES:
             if nbytes + len(dims) > reserved.ring.entry_bytes:
                 what = f"the {count} dimensions of a batch of {nbytes} bytes"
-                raise InvalidArgumentError(f"{what} must fit into the reserved entry: pass `dims` to reserve(), too")
+                raise InvalidArgumentError(f"{what} must fit into the reserved entry: pass `dims` to reserve() too")
             start = reserved.offset + nbytes
             reserved.ring.map[start : start + len(dims)] = dims
             dims = b""
@@ -396,8 +394,8 @@ class Producer:
         self._keep_and_send(reserved, total, epoch, structure, message, more)
 
     def forward(self, reserved: FreeEntry, frame: Frame, more: bool = False) -> None:
-        """Send a BATCH frame that another producer has made. The entry in the frame is replaced by `reserved`, which
-        contains the uncompressed batch. more: as for `publish`."""
+        """Send a BATCH frame that another producer has made. `reserved`, which contains the uncompressed batch,
+        replaces the entry that the frame names. more: as for `publish`."""
         _, _, flags, _, _, structure, abandons, size, total, epoch, nbytes, digest, _, dims = frame
         message = framed_batch(
             flags, reserved.ring_id, reserved.entry, structure, abandons, size, total, epoch, nbytes, digest, dims
@@ -423,7 +421,7 @@ class Producer:
         self.forward_end(Frame(END, epoch=epoch, total=total, abandons=self.abandons))
 
     def fail(self, epoch: int, total: int, error: records_pb2.ErrorDetail) -> None:
-        """Send an ERROR frame, which is the last frame: the input has failed after batch `total`."""
+        """Send the error with which the input has failed after batch `total`. This ERROR frame is the last frame."""
         self.forward_end(
             Frame(ERROR, epoch=epoch, total=total, abandons=self.abandons, rest=_that_fits(error).SerializeToString())
         )
@@ -436,8 +434,8 @@ class Producer:
         self._send(message)
 
     def close(self, timeout: float = 1.0, *, say_so: bool = True) -> None:
-        """Close the lane for good. say_so: tell the consumer. Waits at most `timeout` seconds until it has taken all
-        frames."""
+        """Close the lane for good. say_so: tell the consumer. Waits at most `timeout` seconds until the consumer has
+        taken all frames."""
         if self._sock is not None and say_so:
             self.forward_end(Frame(CLOSE))
             deadline = time.monotonic() + timeout
@@ -506,11 +504,11 @@ class Producer:
         sock.close()
 
     def _catch_up(self, hello: lane_pb2.Hello) -> None:
-        """Take over from a Hello the number of abandoned epochs, which may have risen since the last ack.
+        """Take over the number of abandoned epochs from a Hello, which may exceed that of the last ack.
 
-        Usually the lane broke before the message arrived. Then all kept frames belong to an abandoned epoch or to one
-        after it, and are dropped. But if this is the producer's first consumer, the producer may have started after all
-        of these epochs. Then its batches are needed.
+        Usually the lane broke before the ack with the abandonment arrived. Then all kept frames belong to an abandoned
+        epoch or to one after it, and are dropped. But if this is the producer's first consumer, the producer may have
+        started after all of these epochs. Then its batches are needed.
         """
         left = hello.abandon_epoch - 1
         fresh = not self._met and all(kept.epoch > left for kept in self._kept)
@@ -535,7 +533,7 @@ class Producer:
         if ack.abandon_epoch:
             if self.abandons >= MOST_ABANDONS or len(self.abandoned) >= MOST_ABANDONED:
                 raise ProtocolError(
-                    f"it must abandon at most {MOST_ABANDONED} epochs before the runner handles them, and "
+                    f"a consumer must abandon at most {MOST_ABANDONED} epochs that the runner has not processed, and "
                     f"{MOST_ABANDONS} in all, got one more after {len(self.abandoned)} and {self.abandons}"
                 )
             self.abandons += 1
@@ -545,7 +543,7 @@ class Producer:
         if wanted:
             under_way = sum(map(len, self.wanted.values())) + len(wanted) // 2
             if under_way > MOST_WANTED:
-                raise ProtocolError(f"it must request at most {MOST_WANTED} snapshots at once, got {under_way}")
+                raise ProtocolError(f"a consumer may request {MOST_WANTED} snapshots at a time, got {under_way}")
         for index in range(0, len(wanted) - 1, 2):
             steps = self.wanted.setdefault(wanted[index + 1], [])
             if wanted[index] not in steps:
@@ -574,7 +572,9 @@ class Producer:
         if total is None:
             return  # repeated, or of a ring that this producer does not have (any more)
         if total > self.delivered:
-            raise ProtocolError(f"it released the ring entry of batch {total}, which it has not delivered")
+            raise ProtocolError(
+                f"a consumer may release delivered batches only, at most batch {self.delivered}, got {total}"
+            )
         self._give_back(ring_id, entry)
 
     def _give_back(self, ring_id: int, entry: int) -> None:
@@ -585,14 +585,14 @@ class Producer:
             self._retire(ring_id)
 
     def _retire(self, ring_id: int) -> None:
-        """Drop a ring that was replaced by a larger one, if none of its entries is lent."""
+        """Drop a ring that a larger ring has replaced, if none of its entries is in use."""
         if ring_id in self._rings and ring_id != self._current and not self._lent[ring_id]:
             self._rings.pop(ring_id).close_fd()
             del self._lent[ring_id]
 
 
 def _that_fits(error: records_pb2.ErrorDetail) -> records_pb2.ErrorDetail:
-    """Return the error, shortened so that its frame is below MAX_FRAME. Of a long traceback the end is kept."""
+    """Return the error, shortened so that its frame is below MAX_FRAME. The end of a long traceback is kept."""
     return records_pb2.ErrorDetail(
         name=error.name[:256],
         message=error.message.encode()[:16384].decode(errors="ignore"),

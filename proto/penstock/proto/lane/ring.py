@@ -1,17 +1,17 @@
 """Ring: shared memory divided into entries of one size, which one process fills and another reads in place.
 
-A ring is one `memfd`: it has no name, so nothing is left under /dev/shm and nothing collides, and the kernel frees it
-with the last process that holds it. Before it is sent to another process, it is sealed against shrinking, growing and
-further seals. The reader checks the seals before it maps the ring, because a peer that truncated a mapped ring would
-kill the reader with SIGBUS.
+A ring is one `memfd`, which has no name: nothing is left under /dev/shm, no names collide, and the kernel frees the
+memory with the last process that holds the memfd. Before a ring is sent to another process, it is sealed against
+shrinking, growing and further seals. The reader checks the seals before it maps the ring, because a peer that truncated
+a mapped ring would kill the reader with SIGBUS.
 
 The process that makes a ring allocates all its pages, so that a lack of memory is an error at once and not a SIGBUS
 later. The pages are faulted in when the ring is mapped: page faults on fresh shared memory, not the copy, make torch's
 own DataLoader slow at large batches. The reader checks that the pages exist. A peer could announce a large ring without
 pages, which costs the peer nothing, and the reader's accesses would allocate every page.
 
-A mapping is never closed explicitly: tensors that the training loop still holds are views of it, and it ends with the
-last of them. `Ring` only drops its own reference.
+A mapping is never closed explicitly, because tensors that the training loop still holds are views of the mapping. It
+ends with the last view. `Ring` only drops its own reference.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ FEWEST_ENTRIES = 3
 """Smallest number of entries of a ring if memory is short. With fewer, a loop that keeps its last batch would leave no
 entry to fill."""
 GIANT_BYTES = 512 << 20
-"""Size of a batch in bytes from which on a ring has a single entry, and the loop gets a copy of the batch. Three
-entries here and three in the receiver would take six times the batch's size."""
+"""Size in bytes from which a batch is so large that its ring has a single entry, and the loop gets a copy of the batch.
+Three entries here and three in the receiver would take six times the batch's size."""
 RING_BYTES = 8 << 20
-"""Target size of a ring in bytes. It is small enough for the last-level cache, from which the reader then reads."""
+"""Target size of a ring in bytes, small enough for the last-level cache, from which the reader then reads."""
 LOOKED_AT_BYTES = 64 << 20
-"""Largest ring in bytes that is made without a check of free memory. The check takes 0.1 to 0.4 ms."""
+"""Size in bytes up to which a ring is made without a check of free memory, which takes 0.1 to 0.4 ms."""
 MOST_OF_FREE = 0.75
 BOX_BYTES = 512 << 20
 """Target size of all rings of a box together in bytes: that of 64 worker slots with 8 MiB each."""
@@ -60,15 +60,15 @@ def grown(nbytes: int, previous: int, most: int) -> int:
 
 
 def ring_bytes(rings: int) -> int:
-    """Return the bytes that each ring may take if a box has `rings` of them. A ring with FEWEST_ENTRIES entries may
-    take more."""
+    """Return the bytes that each ring may take if a box has `rings` rings. A ring with FEWEST_ENTRIES entries may take
+    more."""
     return BOX_BYTES // max(rings, 1)
 
 
 def entries_for(entry_bytes: int, limit: int = BOX_BYTES) -> int:
-    """Return the number of entries of this size in a ring: as many as fit into RING_BYTES, but from MIN_ENTRIES to
-    MAX_ENTRIES. It is smaller, down to FEWEST_ENTRIES, if the ring would exceed `limit` bytes, and 1 from GIANT_BYTES
-    on."""
+    """Return the number of entries of `entry_bytes` bytes in a ring. RING_BYTES decides the number, between MIN_ENTRIES
+    and MAX_ENTRIES. If the ring would then exceed `limit` bytes, the number is smaller, down to FEWEST_ENTRIES. From
+    GIANT_BYTES on it is 1."""
     size = max(entry_bytes, 1)
     if size >= GIANT_BYTES:
         return 1
@@ -77,7 +77,7 @@ def entries_for(entry_bytes: int, limit: int = BOX_BYTES) -> int:
 
 
 class Ring:
-    """Ring that is mapped in this process. It has `entries` entries of `entry_bytes` bytes each, a multiple of the page
+    """Ring that is mapped in this process, with `entries` entries of `entry_bytes` bytes each, a multiple of the page
     size.
 
     Attributes: fd: descriptor of the memfd; -1 once it is closed. map: the shared, writable mapping, of which batches
@@ -102,15 +102,15 @@ class Ring:
         """Return a new ring, which is sealed and filled with zeros. `entry_bytes` is rounded up to whole pages.
 
         Raises OSError if memory is short. Free memory is checked first. All pages are allocated at once, and too many
-        would make the kernel kill a process. (In the receiver a peer chooses the size.)
+        would make the kernel kill a process. (In the receiver process a peer chooses the size.)
         """
         entry_bytes = max(PAGE, (entry_bytes + PAGE - 1) // PAGE * PAGE)
         size = entry_bytes * entries
         if size > LOOKED_AT_BYTES and size > (free := int(MOST_OF_FREE * free_memory())):
             raise OSError(
                 errno.ENOMEM,
-                f"a ring (buffer for batches) of {size:,} bytes cannot be made: it may take {MOST_OF_FREE:.0%} of the "
-                f"free memory, {free:,} bytes. Make smaller batches, or give the process more memory",
+                f"a ring (buffer for batches) of {size:,} bytes cannot be made: it may take {MOST_OF_FREE:.0%} of "
+                f"the free memory, {free:,} bytes. Make smaller batches, or give the process more memory",
             )
         fd = os.memfd_create("penstock-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -120,7 +120,9 @@ class Ring:
             return cls(fd, entry_bytes, entries)
         except OSError as error:
             os.close(fd)
-            raise OSError(error.errno, f"a ring of {size:,} bytes cannot be made: {error.strerror}") from error
+            raise OSError(
+                error.errno, f"a ring (buffer for batches) of {size:,} bytes cannot be made: {error.strerror}"
+            ) from error
         except BaseException:
             os.close(fd)
             raise
@@ -135,7 +137,7 @@ class Ring:
         try:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         except OSError as error:
-            raise ProtocolError(f"the ring that the other end passed is not a memfd: {error}") from error
+            raise ProtocolError(f"the ring that the other end passed must be a memfd: {error}") from error
         if seals & _SEALS != _SEALS:
             raise ProtocolError(
                 "the ring that the other end passed must be sealed, or it could be truncated while read"
@@ -148,7 +150,7 @@ class Ring:
         size = status.st_size
         if entry_bytes <= 0 or entries <= 0 or entry_bytes % PAGE or size != entry_bytes * entries:
             raise ProtocolError(
-                f"a ring of {entries} entries of {entry_bytes} bytes was announced, got one of {size} bytes"
+                f"a ring announced with {entries} entries of {entry_bytes} bytes must have as many bytes, got {size}"
             )
         if entries > MAX_ENTRIES:
             raise ProtocolError(f"a ring must have <= {MAX_ENTRIES} entries, got {entries}")
@@ -180,10 +182,10 @@ class Ring:
 
 
 class RingBudget:
-    """Limit on the bytes of all rings of a process together, as long as views of them exist. It is for rings whose
-    sizes peers choose: each alone may fit into the free memory, but not all together.
+    """Limit on the bytes of all rings of a process together, each counted until its last view is gone. Used for rings
+    whose sizes peers choose: each alone may fit into the free memory, but not all together.
 
-    limit: bytes; by default a part of the memory that is free now.
+    limit: bytes; 0 for a part of the memory that is free now.
     """
 
     def __init__(self, limit: int = 0) -> None:
@@ -191,13 +193,14 @@ class RingBudget:
         self._used = 0
 
     def create(self, entry_bytes: int, entries: int) -> Ring:
-        """Return a new ring as Ring.create does. Raises OSError also if it would exceed the limit."""
+        """Return a new ring as Ring.create does. Raises OSError also if the ring would exceed the limit."""
         size = max(PAGE, (entry_bytes + PAGE - 1) // PAGE * PAGE) * entries
         if self._used + size > self._limit:
             raise OSError(
                 errno.ENOMEM,
-                f"a ring of {size:,} bytes cannot be made: the rings of all lanes of this process must have at most "
-                f"{self._limit:,} bytes, and have {self._used:,}; make batches smaller, or give it more memory",
+                f"a ring (buffer for batches) of {size:,} bytes cannot be made: all rings of this process must have at "
+                f"most {self._limit:,} bytes, and have {self._used:,} now. Make smaller batches, or give the process "
+                "more memory",
             )
         ring = Ring.create(entry_bytes, entries)
         self._used += size

@@ -2,17 +2,18 @@
 
 Frames and payloads are sent to the consumer; one Hello and then acks are sent to the producer. The sender and the
 receiver share only this framing. TCP has no packet borders, so both read into a `SealedInbox`: one large receive takes
-in many small messages, and whole messages are returned without a copy.
+in many small messages, and `SealedInbox.take` returns whole messages without a copy.
 
 **Damage is detected.** TCP's own checksum has 16 bits, and a switch or a proxy that damages a packet recomputes it. So
-before each message its length is sent twice, and an xxh3 of its bytes. (With a damaged length the reader would wait for
-bytes that never come.) A payload is followed by an xxh3, unless the batch's digest covers every byte. Any difference is
-a BatchCorruptError: the connection is closed, and the consumer fetches again what it has not received. xxh3 takes 16 us
-for 1 MiB (60 GB/s from a cache, 33 from memory, on a 2-core AMD EPYC); crc32c in hardware takes 37.
+each message is preceded by a *seal*: its length, sent twice, and an xxh3 of its bytes. (With a damaged length the
+reader would wait for bytes that never come.) A payload is followed by an xxh3, unless the batch's digest covers every
+byte. Any difference is a BatchCorruptError: the connection is closed, and the consumer fetches again what it has not
+received. xxh3 takes 16 us for 1 MiB (60 GB/s from a cache, 33 from memory, on a 2-core AMD EPYC); crc32c in hardware
+takes 37.
 
-**Dead peers are detected** by keepalive while the lane is idle, and by TCP_USER_TIMEOUT if they do not acknowledge
-data. TCP_USER_TIMEOUT is set at the receiver's end only. The kernel also counts a closed window as silence, and a
-receiver closes its window while its training loop pauses. A sender whose peer is gone only keeps its own memory until
+**Dead peers are detected** by keepalive while the lane is idle, and by TCP_USER_TIMEOUT while sent data is not
+acknowledged. TCP_USER_TIMEOUT is set at the receiver's end only. The kernel also counts a closed window as silence, and
+a receiver closes its window while its training loop pauses. A sender whose peer is gone only keeps its own memory until
 the kernel gives up, after a quarter of an hour at most.
 """
 
@@ -87,11 +88,13 @@ def unreachable(address: str, error: OSError) -> DeadlineError | LaneLostError:
 
 
 def silence(address: str, error: OSError) -> DeadlineError | None:
-    """Return the error if the kernel ended a connection because acknowledgements were missing; None if it ended for
-    another reason."""
+    """Return a DeadlineError if the kernel ended a connection because acknowledgements were missing; None if the
+    connection ended for another reason."""
     if error.errno not in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH):
         return None
-    return DeadlineError(f"{address} has acknowledged nothing for {USER_TIMEOUT_S} s: {error}")
+    return DeadlineError(
+        f"{address} has not acknowledged data for {USER_TIMEOUT_S} s, so the connection was closed: {error}"
+    )
 
 
 def sealed(message: bytes | memoryview) -> bytes:
@@ -108,8 +111,8 @@ def length_of(seal: bytes | bytearray | memoryview, at: int = 0) -> int:
     size, complement, _ = SEAL.unpack_from(seal, at)
     if size ^ complement != _ALL:
         raise BatchCorruptError(
-            f"a message gives its length as {size} and as {complement ^ _ALL} bytes: it was damaged in transit, or is "
-            "of another protocol"
+            f"a message gives its length as {size} and as {complement ^ _ALL} bytes: it was damaged in transit, or its "
+            "sender is not Penstock"
         )
     if size > MAX_FRAME:
         raise ProtocolError(f"a message must have at most {MAX_FRAME} bytes, got {size}")
@@ -119,23 +122,23 @@ def length_of(seal: bytes | bytearray | memoryview, at: int = 0) -> int:
 def check_message(seal: bytes | bytearray | memoryview, at: int, message: bytes | memoryview) -> None:
     """Raise BatchCorruptError if the message does not match its seal."""
     if SEAL.unpack_from(seal, at)[2] != xxh3_64_intdigest(message):
-        raise BatchCorruptError(f"a message of {len(message)} bytes was damaged in transit (checksum)")
+        raise BatchCorruptError(f"a message of {len(message)} bytes was damaged in transit: its checksum differs")
 
 
 def is_checked(frame: Frame) -> bool:
-    """Return whether a check of CHECK_BYTES follows the payload of this BATCH frame. It does if the payload is
-    compressed, or if the batch's digest does not cover every byte."""
+    """Return whether a check of CHECK_BYTES follows the payload of this BATCH frame: True if the payload is compressed,
+    or if the batch's digest does not cover every byte."""
     return frame.codec != 0 or frame.nbytes > FULL_BELOW or frame.flags & COVER == DigestCover.ROWS
 
 
 def check_of(hasher: xxh3_64) -> bytes:
-    """Return the check to send after a payload. hasher: has hashed the payload."""
+    """Return the check to send after a payload. hasher: hash of all bytes of the payload."""
     return hasher.intdigest().to_bytes(CHECK_BYTES, "little")
 
 
 def read_hello(sock: socket.socket, timeout: float) -> lane_pb2.Hello:
-    """Return the Hello that opens a TCP lane. No byte after it is read. timeout: seconds for all of it, however slowly
-    it arrives.
+    """Return the Hello, the consumer's request that opens a TCP lane. No byte after the Hello is read. timeout: seconds
+    for the whole Hello, however slowly it arrives.
 
     Raises:
         DeadlineError: the Hello did not arrive in time.
@@ -153,9 +156,13 @@ def read_hello(sock: socket.socket, timeout: float) -> lane_pb2.Hello:
             sock.settimeout(left)
             piece = sock.recv(reading.missing)
         except TimeoutError:
-            raise DeadlineError(f"waited {timeout:g} s for the other end's request (Hello)") from None
+            raise DeadlineError(
+                f"the other end did not send a request to read batches (Hello) within {timeout:g} s"
+            ) from None
         except OSError as error:
-            raise LaneLostError(f"the connection was lost before a request arrived: {error}") from error
+            raise LaneLostError(
+                f"the connection was lost before a request to read batches (Hello) arrived: {error}"
+            ) from error
         reading.add(piece)
     return reading.hello()
 
@@ -170,16 +177,16 @@ class HelloReader:
         self._seal = b""
 
     def add(self, piece: bytes) -> None:
-        """Add received bytes; b"" means that the peer is gone."""
+        """Add received bytes; b"" if the peer has closed the connection."""
         if not piece:
-            raise LaneLostError("the other end closed the connection before it sent a request")
+            raise LaneLostError("the other end closed the connection before it sent a request to read batches (Hello)")
         self._data += piece
         self.missing -= len(piece)
         if not self._seal and not self.missing:
             self._seal, self._data = self._data, b""
             self.missing = length_of(self._seal)
             if not self.missing:
-                raise ProtocolError("the request to read batches (Hello) must not be empty, got 0 bytes")
+                raise ProtocolError("a request to read batches (Hello) must not be empty, got 0 bytes")
 
     def hello(self) -> lane_pb2.Hello:
         check_message(self._seal, 0, self._data)
@@ -187,7 +194,9 @@ class HelloReader:
         try:
             hello.ParseFromString(self._data)
         except DecodeError as error:
-            raise ProtocolError(f"the request to read batches (Hello) cannot be decoded: {error}") from error
+            raise ProtocolError(
+                f"a request to read batches (Hello) cannot be decoded ({error}): install one release on both ends"
+            ) from error
         return hello
 
 
@@ -195,7 +204,7 @@ def fit_send_buffer(sock: socket.socket) -> None:
     """Limit the unsent data of a connection to a near peer to the size of a processor's cache. sock: a connected
     socket.
 
-    By default the kernel keeps 4 MiB in flight, which do not fit into the cache. On the loopback, 8 MiB batches then
+    By default the kernel keeps 4 MiB in flight, which does not fit into the cache. On the loopback, 8 MiB batches then
     took 1,370 us of the sender's processor time instead of 1,050. A bounded buffer also limits the speed to its size
     per round trip: 3 GB/s at NEAR_US, more than a lane needs. The kernel's default is kept for more distant peers.
     """
@@ -226,16 +235,16 @@ class SealedInbox:
         return self._end - self._start
 
     def take_check(self, hasher: xxh3_64) -> bool:
-        """Compare the check after a payload with the hash of the payload in `hasher`. Return False if the check has not
-        arrived completely.
+        """Compare the check after a payload with the payload's hash. hasher: hash of all bytes of the payload. Return
+        False if the check has not arrived completely.
 
-        Raises BatchCorruptError if they differ.
+        Raises BatchCorruptError if check and hash differ.
         """
         stop = self._start + CHECK_BYTES
         if stop > self._end:
             return False
         if self._buffer[self._start : stop] != check_of(hasher):
-            raise BatchCorruptError("the bytes of the batch were damaged in transit (checksum)")
+            raise BatchCorruptError("a batch was damaged in transit: its checksum differs")
         self._start = stop
         return True
 

@@ -1,9 +1,9 @@
 """TLS over a lane's TCP connection, with the interface of the plain socket that sender and receiver use.
 
 `TlsSocket` differs from Python's SSLSocket in four ways. If nothing can be read or written now, it raises
-BlockingIOError, as sockets do. It has `sendmsg` and `recvmsg_into`, over several buffers. It keeps bytes that OpenSSL
-has begun to send but could not, and sends them first in the next call, as OpenSSL requires. The caller may then pass
-the same bytes in other pieces. And `shutdown` ends the TCP direction and does not affect reading.
+BlockingIOError, as sockets do. The class has `sendmsg` and `recvmsg_into`, over several buffers. If OpenSSL cannot
+finish sending some bytes, the socket keeps these bytes and sends them first in the next call, as OpenSSL requires. The
+caller may then pass the same bytes in other pieces. And `shutdown` ends the TCP direction and does not affect reading.
 
 One receive returns at most one record of 16 KiB. Bytes of the record that did not fit stay inside OpenSSL, where poll
 does not see them; `pending` returns their number. Small buffers are sent together, because each record costs 22 bytes
@@ -36,15 +36,15 @@ __all__ = [
 
 
 def check_damage(error: OSError, *, heard: bool) -> None:
-    """Raise BatchCorruptError if an error of TLS means that data were damaged. heard: True if data arrived before; then
-    any error of TLS means damage."""
+    """Raise BatchCorruptError if an error of TLS means that data was damaged. heard: True if data arrived before this
+    error; then any error of TLS means damage."""
     ended = isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError | ssl.SSLSyscallError)
     if is_damage(error) or (heard and isinstance(error, ssl.SSLError) and not ended):
-        raise BatchCorruptError(f"TLS data was damaged in transit: {error}") from error
+        raise BatchCorruptError(f"data of a TLS connection was damaged in transit: {error}") from error
 
 
 JOINED = 16 << 10
-"""Size in bytes up to which small buffers are joined and sent together: that of one record."""
+"""Size in bytes up to which small buffers are joined and sent together: the size of one TLS record."""
 AT_ONCE = 256 << 10
 """Bytes passed to OpenSSL in one call. OpenSSL makes several records of them without returning to Python in between."""
 PEEKED = 3
@@ -68,7 +68,7 @@ class TlsSocket(WrappedSocket):
     def recvmsg_into(  # type: ignore[override]  # Python has left it out
         self, buffers: Iterable[Any], *_: Any
     ) -> tuple[int, list[Any], int, Any]:
-        """Receive into the first buffer only. The next receive gets further bytes."""
+        """Receive into the first buffer only. Further bytes stay for the next call."""
         return self.recv_into(next(iter(buffers))), [], 0, None
 
     def send(self, data: Any, flags: int = 0) -> int:
@@ -114,7 +114,7 @@ def connect_tls(sock: socket.socket, tls: Tls, host: str) -> TlsSocket:
     """Start TLS on a connection that this process opened, and return the TLS socket. The socket's timeout applies to
     each message of the handshake.
 
-    On failure, closes the socket and raises OSError, for which `tls.explain` gives the reason.
+    On failure, closes the socket and raises OSError. Pass the error to `tls.explain` for the reason.
     """
     wrapped = _wrapped(tls.client_context(), sock, server_hostname=tls.expected("worker") or host)
     try:
@@ -133,7 +133,7 @@ def looks_like_tls(first: bytes) -> bool:
 async def accept_tls(sock: socket.socket, context: ssl.SSLContext) -> TlsSocket:
     """Start TLS on an accepted non-blocking connection, and return the TLS socket. The caller must set a deadline.
 
-    On refusal of the peer, closes the socket and raises TlsError.
+    If the handshake fails, closes the socket and raises TlsError.
     """
     wrapped = _wrapped(context, sock, server_side=True)
     try:
@@ -148,7 +148,7 @@ async def accept_tls(sock: socket.socket, context: ssl.SSLContext) -> TlsSocket:
     except ssl.SSLError as error:
         wrapped.close()
         raise TlsError(
-            f"the TLS handshake of a connection to read batches failed: {error.reason or error}: see docs/security.md"
+            f"the TLS handshake of a connection to read batches failed ({error.reason or error}): see docs/security.md"
         ) from error
     except BaseException:
         wrapped.close()

@@ -36,7 +36,7 @@ def socket_path(address: str) -> Path | None:
 def refuse_strangers(address: str) -> None:
     """Raise UnsafeBindError if an address is a Unix socket that another user made, or could replace.
 
-    A missing socket is not refused, but its folder is checked nevertheless.
+    A missing socket is not refused, but the check of its folder is the same.
     """
     path = socket_path(address)
     if path is None:
@@ -46,11 +46,13 @@ def refuse_strangers(address: str) -> None:
         folder = path.parent.stat()
         if folder.st_uid not in trusted or stat.S_IMODE(folder.st_mode) & 0o022:
             raise UnsafeBindError(
-                f"{path.parent} must be a folder of this user that others cannot write to, because they could pose as "
-                f"the coordinator: chmod 700 {path.parent}, or choose another"
+                f"{path.parent} must be a folder of this user to which no other user can write, because a writer could "
+                f"pose as the coordinator: run chmod 700 {path.parent}, or choose another folder"
             )
         if path.lstat().st_uid not in trusted:
-            raise UnsafeBindError(f"{path} belongs to another user, who could pose as the coordinator")
+            raise UnsafeBindError(
+                f"{path} belongs to another user, who could pose as the coordinator: choose another path"
+            )
     except FileNotFoundError:
         return
 
@@ -70,21 +72,21 @@ def is_local(address: str) -> bool:
 
 def refuse_unsafe(listen: str, *, encrypted: bool, insecure: bool) -> None:
     """Raise UnsafeBindError if other machines can reach the address and its traffic would not be encrypted. insecure:
-    allow that."""
+    raise no error."""
     if encrypted or insecure or is_local(listen):
         return
     raise UnsafeBindError(
-        f"{listen} can be reached from other machines, and without TLS token and data would cross the network in clear "
-        "text: listen on 127.0.0.1, pass --tls-cert and --tls-key, or --insecure on a network that you trust"
+        f"{listen} can be reached from other machines, and without TLS the token and the data would cross the network "
+        "unencrypted: listen on 127.0.0.1, or pass --tls-cert and --tls-key, or --insecure on a network that you trust"
     )
 
 
 def host_id() -> str:
-    """Return an id that two processes share exactly if one can reach an abstract Unix socket of the other: they share a
-    running kernel and a network namespace.
+    """Return an id that is equal in two processes exactly if they share a running kernel and a network namespace, so
+    that each can reach the other's abstract Unix sockets.
 
-    A hostname does not show that. Two containers of one pod share a network and may have two names. Two containers of
-    one machine may have one name and two networks.
+    A hostname is not enough. Two containers of one pod share a network and may have two names. Two containers of one
+    machine may have one name and two networks.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

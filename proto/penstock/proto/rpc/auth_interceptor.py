@@ -4,8 +4,8 @@ number.
 The metadata of every call have the keys "authorization" and "penstock-protocol" (a number). The first is a proof that
 the caller knows a token (see penstock.proto.rpc.credentials.token_proof), or "Bearer TOKEN" from programs that cannot
 make the proof. Both are checked before the request's body is read, so a call without a token costs only its headers.
-Calls that only read (roles.READ_ONLY) need no protocol number. Health checks need no token, because probes have none;
-the reply is only "serving".
+Calls that only read (roles.READ_ONLY) need no protocol number. Health checks need no token, because Kubernetes' probes
+have none; the reply is only "serving".
 
 The clients of penstock.proto.rpc.calls add the metadata to each call themselves. On asyncio channels a client
 interceptor would cost a task for each call, and hide cancellation.
@@ -45,23 +45,22 @@ __all__ = ["SERVICE", "AuthInterceptor", "alone", "credential"]
 SERVICE = "penstock.proto.v1.Coordinator"
 _OURS = f"/{SERVICE}/"
 _HEALTH = f"/{health.SERVICE_NAME}/Check"
-"""Method of the health check, which needs no token. Its method Watch is refused, because any caller could leave that
-stream open."""
+"""Method of the health check, which needs no token. The service's other method, Watch, is refused, because any caller
+could leave that stream open."""
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
-"""Method of gRPC's server reflection. It is served if grpcio-reflection is installed: see reflection.py."""
+"""Method of gRPC's server reflection, served if grpcio-reflection is installed: see reflection.py."""
 _Context = grpc.aio.ServicerContext[Any, Any]
 _SHOWN_NAMES = "x509_subject_alternative_name"
-"""Property of a gRPC call with the names in the caller's certificate."""
+"""Key in a call's auth_context() of the names in the caller's certificate."""
 MAX_SHOWN = 200
 """Largest number of characters of a peer's text that an error quotes."""
 
 
 class AuthInterceptor(grpc.GenericRpcHandler):
-    """Handler around every method except health checks. It checks token, role and protocol number, and translates
-    errors.
+    """Handler around every method of the server, which checks token, role and protocol number, and translates errors.
 
-    Services are added to it as to a server, and it is the server's only handler. gRPC's own interceptors would take a
-    task and several awaits for each call: 40 us, a third of the time that gRPC itself takes.
+    Services are added to the interceptor as to a server, and the interceptor is the server's only handler. gRPC's own
+    interceptors would take a task and several awaits for each call: 40 us, a third of the time that gRPC itself takes.
 
     verifier: verifier of tokens. calls: counters of answered calls. connections: record of connections, and of whether
     a call on them had a token. tls: names that callers' certificates must have, if certificates are requested.
@@ -84,7 +83,7 @@ class AuthInterceptor(grpc.GenericRpcHandler):
     def _refusal(self, method: str, sent: Mapping[str, Any], caller: Caller | None) -> PenstockError | None:
         if caller is None:
             said = "the token is wrong" if "authorization" in sent else "no token was sent"
-            return AuthenticationError(f"{said}: both ends need the same PENSTOCK_TOKEN or PENSTOCK_TOKEN_FILE")
+            return AuthenticationError(f"{said}: set the same PENSTOCK_TOKEN or PENSTOCK_TOKEN_FILE at both ends")
         if method == REFLECTION:  # any role may read the .proto files
             return None
         if method not in METHODS or _OURS + method not in self._handlers:
@@ -120,8 +119,8 @@ class AuthInterceptor(grpc.GenericRpcHandler):
     def _accept(self, name: str, connection: Callable[[str], None], context: _Context) -> None:
         """Record the caller of an accepted call, and send this server's proof that it knows the token.
 
-        Raises NotPermittedError if the caller's certificate is for another role; gRPC does not report the certificate
-        earlier.
+        Raises NotPermittedError if the caller's certificate is for another role. This check is here because gRPC does
+        not report the certificate earlier.
         """
         connection(context.peer())
         caller = self._caller(dict(context.invocation_metadata() or ()))
@@ -152,7 +151,10 @@ class AuthInterceptor(grpc.GenericRpcHandler):
             caller = self._caller(sent)
             if isinstance(caller, Challenged):  # the challenge is part of the proof, not a call: do not count it
                 asked = ((CHALLENGE_KEY, caller.challenge),)
-                return _refusing(AuthenticationError("the token must be proven: answer the challenge"), asked)
+                return _refusing(
+                    AuthenticationError("the caller must prove its token: answer the challenge in the metadata"),
+                    asked,
+                )
             refusal = self._refusal(called, sent, caller)
             if refusal is not None:
                 if called in METHODS:  # a caller could send any number of other names
@@ -170,7 +172,8 @@ _alone: ContextVar[bool] = ContextVar("penstock-alone", default=True)
 
 
 def alone() -> bool:
-    """Return whether all training jobs use one token. A limit for each token then does not separate jobs."""
+    """Return whether all training jobs use the token of the call that is being answered, so that a limit for each token
+    cannot separate jobs."""
     return _alone.get()
 
 
@@ -189,8 +192,8 @@ def _short(said: object) -> str:
 
 
 def _refusing(error: PenstockError, trailing: tuple[tuple[str, str], ...]) -> grpc.RpcMethodHandler[Any, Any]:
-    """Return a handler that refuses a call with an error. It is of the kind stream to stream for any method, because
-    that kind can answer before the request is read."""
+    """Return a handler that refuses a call with an error. For any method the handler is of the kind stream to stream,
+    which can answer before the request is read."""
 
     async def refuse(_: Any, context: _Context) -> AsyncIterator[None]:
         context.set_trailing_metadata(trailing)
@@ -201,8 +204,8 @@ def _refusing(error: PenstockError, trailing: tuple[tuple[str, str], ...]) -> gr
 
 
 def _serialised(serialise: Callable[[Any], bytes], said: Any) -> bytes:
-    """Return the serialised reply. If a handler has serialised one reply for many callers, it yields bytes, which are
-    returned unchanged."""
+    """Return the serialised reply. A reply that is bytes is returned unchanged: its handler has serialised one reply
+    for many callers."""
     return said if isinstance(said, bytes) else serialise(said)
 
 
@@ -214,7 +217,7 @@ class _Call:
 
 @contextmanager
 def _counted(calls: CallCounters, method: str) -> Iterator[_Call]:
-    """Count a call when it has ended. A call that was neither answered nor refused counts as cancelled."""
+    """Count a call when it has ended. A call that ends without an answer or a refusal counts as cancelled."""
     began, call = time.perf_counter(), _Call()
     try:
         yield call
@@ -230,8 +233,8 @@ def _counted(calls: CallCounters, method: str) -> Iterator[_Call]:
 def _translated(
     name: str, handler: Any, calls: CallCounters, on_call: Callable[[_Context], None], large: LargeRequests
 ) -> grpc.RpcMethodHandler[Any, Any]:
-    """Return `handler` with its errors converted to gRPC status and trailing metadata. on_call: called before each
-    call."""
+    """Return `handler` with its errors converted to gRPC status and trailing metadata. on_call: function called with
+    the context before each call."""
     parse = handler.request_deserializer
 
     def read(request: Any, count: Callable[[int], None]) -> Any:

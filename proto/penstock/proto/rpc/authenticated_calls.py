@@ -34,9 +34,9 @@ from penstock.proto.rpc.wire_errors import ERROR_KEY
 __all__ = ["Answer", "AuthenticatedCall", "Call", "Metadata", "Streams"]
 
 SHOWN = 200
-"""Largest number of characters that an error quotes from a server that has not proven that it knows the token."""
+"""Largest number of characters that an error quotes from a server that has not proven its token."""
 DIAGNOSE_S = 2.0
-"""Seconds to find out whether TLS is the reason why calls to a listening coordinator fail."""
+"""Time limit in seconds of the search for a TLS error if calls to a listening coordinator fail."""
 
 Metadata = tuple[tuple[str, str], ...]
 Trailing = Iterable[tuple[str, str | bytes]] | None
@@ -80,8 +80,8 @@ class AuthenticatedCall:
             self._open()
 
     def renew_token(self) -> bool:
-        """Read the token file again after a call was refused. Return whether it has another token, which is used from
-        now on."""
+        """Read the token file again after a call was refused. Return True if the file has another token, which is used
+        from now on."""
         token = read_again(self._token)
         if token == self._token:
             return False
@@ -89,13 +89,13 @@ class AuthenticatedCall:
         return True
 
     def wrong_server_error(self, words: str = "") -> PenstockError:
-        """Return the error for an answer of a process that does not know the token. It is a CoordinatorUnavailableError
-        if the coordinator has answered before, because it may come back. words: text of the error that the process
-        sent."""
+        """Return the error for an answer of a process that does not know the token: a CoordinatorUnavailableError if
+        the coordinator has answered before, because it may come back, else an AuthenticationError. words: text of the
+        error that the process sent."""
         kind = CoordinatorUnavailableError if self._reached else AuthenticationError
         return kind(
             f"the process that answers at {self.address} does not prove that it has the token, so it is not the "
-            f"coordinator: the coordinator may be down and another process may use its port{words}"
+            f"coordinator{words}: start the coordinator there, or pass its address"
         )
 
     def _tls_trouble(self, error: CoordinatorUnavailableError) -> TlsError | None:
@@ -107,7 +107,7 @@ class AuthenticatedCall:
 
 
 class Call:
-    """Call that is made again until its answer has a proof of the token; see
+    """State of one call, which is made again until its answer has a proof of the token; see
     penstock.proto.rpc.credentials.token_proof."""
 
     def __init__(self, client: AuthenticatedCall) -> None:
@@ -122,8 +122,8 @@ class Call:
         self.metadata: Metadata = (("authorization", self._shown.header), *_RELEASE)
 
     def again(self, error: grpc.RpcError) -> bool:
-        """Return True if the caller must make the call again. It was then refused with a challenge, and `metadata` has
-        the response now."""
+        """Return True if the caller must make the call again, because `error` refused the call with a challenge.
+        `metadata` then has the response to the challenge."""
         if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
             return False
         trailing = error.trailing_metadata() or ()
@@ -148,7 +148,7 @@ class Call:
 
 
 def _words(error: grpc.Call | grpc.aio.AioRpcError) -> str:
-    """Return the escaped text of an error that has no proof. It may be gRPC's own text, which helps if, for example, a
+    """Return the escaped text of an error without a proof. The text may be gRPC's own, which helps if, for example, a
     reply is too large."""
     return f" (it says {error.code().name}: {ascii((error.details() or '')[:SHOWN])[1:-1]})"
 
@@ -158,7 +158,7 @@ def _found(trailing: Trailing, name: str) -> Any:
 
 
 class Streams(grpc.UnaryStreamClientInterceptor):
-    """Interceptor that records the last streamed call of each thread, for its metadata. It is below OpenTelemetry's
+    """Interceptor that records the last streamed call of each thread, for its metadata. Must be below OpenTelemetry's
     interceptor, which passes on only the parts."""
 
     def __init__(self) -> None:

@@ -2,8 +2,8 @@
 daemon.
 
 Both wrap the generated stub, add the metadata and a deadline, translate errors (penstock.proto.rpc.channel.translating)
-and divide large values into parts. They keep no state and do not retry. Only the caller knows whether it may wait for a
-coordinator that restarts, and what it must send again. Every call is idempotent, so a caller may repeat any of them
+and divide large values into parts. The clients keep no state and do not retry. Only the caller knows whether to wait
+for a coordinator that restarts, and what to send again. Every call is idempotent, so a caller may repeat any of them
 after CoordinatorUnavailableError or DeadlineError. `deadline_s` is a number of seconds in all methods. For long polls
 `hold_s` is added to it, for state queries their own deadline.
 
@@ -56,8 +56,8 @@ milliseconds."""
 TRANSFER_DEADLINE_S = 120.0
 """Seconds that a call with a state or a snapshot may take: 1 GiB at 10 MB/s."""
 ARGUMENTS_INLINE = 4 * 1024
-"""Size in bytes above which a loader's arguments are sent as a blob, because otherwise they would be repeated in the
-spec of every slot."""
+"""Size in bytes above which a loader's arguments are sent as a blob, because otherwise every slot's spec would repeat
+the arguments."""
 
 
 @dataclass
@@ -65,7 +65,7 @@ class FetchedState:
     """State of a run at a step."""
 
     records: list[tuple[pb.WorkerRecord, bytes]] = field(default_factory=list)
-    """Record and envelope of each worker of all boxes, by global_worker_id."""
+    """Record and encoded state of each worker of all boxes, by global_worker_id."""
     positions: dict[int, records_pb2.BoxPosition] = field(default_factory=dict)
     """Box -> position of the box at the step."""
 
@@ -74,15 +74,15 @@ class FetchedState:
 
 
 def pieces(data: bytes) -> Iterator[bytes]:
-    """Yield `data` in pieces of CHUNK bytes. Yield nothing if it is empty."""
+    """Yield `data` in pieces of CHUNK bytes. Empty data has no pieces."""
     view = memoryview(data)
     for start in range(0, len(view), CHUNK):
         yield bytes(view[start : start + CHUNK])
 
 
 def _first(data: bytes) -> tuple[bytes, Iterator[bytes]]:
-    """Return the bytes to send together with the header, and the remaining pieces. So a small value is sent in one
-    message."""
+    """Return the bytes to send in the same message as the header, and the remaining pieces. So a small value is sent in
+    one message."""
     if len(data) <= CHUNK:
         return data, iter(())
     return b"", pieces(data)
@@ -119,8 +119,7 @@ def _sendable(address: str, method: str, request: Any) -> Any:
     a request without a proof of the token, and the refusal would look like that of another server."""
     if isinstance(request, Message) and (size := request.ByteSize()) > REQUEST_MAX:
         raise InvalidArgumentError(
-            f"{method} to the coordinator at {address} is too large: a request must have at most {REQUEST_MAX} bytes, "
-            f"got {size}"
+            f"the request {method} to the coordinator at {address} must have at most {REQUEST_MAX} bytes, got {size}"
         )
     return request
 
@@ -134,12 +133,12 @@ _Part = TypeVar("_Part")
 _Reply = TypeVar("_Reply")
 
 _unusable: ForkedProcessError | None = None
-"""Error that calls raise in a forked child of a connected process; None elsewhere."""
+"""Error that all calls raise in a forked child of a process with a client; None in other processes."""
 
 
 class CoordinatorClient(AuthenticatedCall):
-    """Client with blocking calls, for training jobs and the command line. It is thread-safe. `close`, from any thread,
-    ends pending calls with LaneClosedError."""
+    """Thread-safe client with blocking calls, for training jobs and the command line. `close`, from any thread, ends
+    pending calls with LaneClosedError."""
 
     def __init__(self, address: str, token: str, *, tls: Tls | None = None, deadline_s: float = DEADLINE_S) -> None:
         if _unusable is not None:
@@ -234,8 +233,8 @@ class CoordinatorClient(AuthenticatedCall):
     def reach(self, timeout_s: float) -> bool:
         """Wait until the channel is connected. Return False after `timeout_s` seconds.
 
-        Call it instead of sleeping after a CoordinatorUnavailableError. A blocking channel reconnects only while a call
-        waits for it, and would otherwise stay disconnected for 5 s.
+        Call `reach` instead of sleeping after a CoordinatorUnavailableError. A blocking channel reconnects only while a
+        call waits for it, and would otherwise stay disconnected for 5 s.
         """
         try:
             self._health.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s, wait_for_ready=True)
@@ -293,8 +292,8 @@ class CoordinatorClient(AuthenticatedCall):
     def get_blob_into(
         self, name: str, write: Callable[[bytes], None], *, deadline_s: float = TRANSFER_DEADLINE_S
     ) -> None:
-        """Fetch a blob, and pass its bytes to `write` as they arrive. They are verified only at the end: use them after
-        the return."""
+        """Fetch a blob, and pass its bytes to `write` as they arrive. Use the bytes only after the return, because the
+        check of the whole blob comes last. Raises StateCorruptError if the blob is damaged."""
         blob = BlobParts(name, write)
         self._read("GetBlob", deadline_s, pb.GetBlobRequest(blob=name), blob.add)
         blob.check()
@@ -304,7 +303,8 @@ class CoordinatorClient(AuthenticatedCall):
         return self._ask("Status", deadline_s, lambda: pb.StatusRequest(), pb.StatusReply)
 
     def drain(self, worker: str, *, undo: bool = False, look: bool = False) -> pb.DrainWorkerReply:
-        """Drain a worker. undo: end the drain instead. look: only return the progress."""
+        """Drain a worker: move its slots to other workers. undo: end the drain instead. look: only return the
+        progress."""
         request = pb.DrainWorkerRequest(worker=worker, undo=undo, look=look)
         return self._ask("DrainWorker", self.deadline_s, lambda: request, pb.DrainWorkerReply)
 
@@ -313,12 +313,12 @@ class CoordinatorClient(AuthenticatedCall):
         return self._ask("EndRun", self.deadline_s, lambda: pb.EndRunRequest(run=run), pb.EndRunReply)
 
     def open_dashboard(self) -> str:
-        """Return the URL of the dashboard, which an embedded coordinator starts now. Raises InvalidArgumentError if the
-        coordinator serves none."""
+        """Return the URL of the dashboard, which an embedded coordinator starts at this call. Raises
+        InvalidArgumentError if the coordinator serves none."""
         return self._ask("OpenDashboard", self.deadline_s, lambda: pb.OpenDashboardRequest(), pb.OpenDashboardReply).url
 
     def fetch_histories(self, run: str, box: int) -> list[pb.History]:
-        """Return the histories of a box in all attempts that are kept, oldest first; empty for an unknown run or
+        """Return the histories of a box (one for each kept attempt of the run), oldest first; [] for an unknown run or
         box."""
         request = pb.FetchHistoryRequest(run=run, box=box)
         histories = Histories()
@@ -326,8 +326,8 @@ class CoordinatorClient(AuthenticatedCall):
         return histories.all
 
     def fetch_snapshot(self, header: pb.SnapshotHeader, *, deadline_s: float = TRANSFER_DEADLINE_S) -> bytes:
-        """Return the bytes of a snapshot. header: from a history. Raises StateUnavailableError if the snapshot is no
-        longer kept."""
+        """Return the bytes of a snapshot. header: the snapshot's entry in a history. Raises StateUnavailableError if
+        the snapshot was deleted."""
         request = pb.FetchHistoryRequest(snapshot=header)
         parts: list[bytes] = []
         self._read("FetchHistory", deadline_s, request, ValueParts("a snapshot", parts.append).add)
@@ -423,7 +423,7 @@ class AsyncCoordinatorClient(AuthenticatedCall):
         await self._ask("DeregisterWorker", self.deadline_s, lambda: request, pb.DeregisterWorkerReply)
 
     async def drain(self, worker: str, *, undo: bool = False) -> pb.DrainWorkerReply:
-        """Drain a worker. undo: end the drain instead."""
+        """Drain a worker: move its slots to other workers. undo: end the drain instead."""
         return await self._ask(
             "DrainWorker", self.deadline_s, lambda: pb.DrainWorkerRequest(worker=worker, undo=undo), pb.DrainWorkerReply
         )
@@ -433,7 +433,7 @@ class AsyncCoordinatorClient(AuthenticatedCall):
         return await self._ask("EndRun", self.deadline_s, lambda: pb.EndRunRequest(run=run), pb.EndRunReply)
 
     async def open_dashboard(self) -> str:
-        """Return the URL of the dashboard, which an embedded coordinator starts now."""
+        """Return the URL of the dashboard, which an embedded coordinator starts at this call."""
         reply = await self._ask(
             "OpenDashboard", self.deadline_s, lambda: pb.OpenDashboardRequest(), pb.OpenDashboardReply
         )
@@ -443,8 +443,8 @@ class AsyncCoordinatorClient(AuthenticatedCall):
         self, header: pb.SnapshotHeader, data: bytes, *, deadline_s: float = TRANSFER_DEADLINE_S
     ) -> pb.PutSnapshotReply:
         """Send a snapshot, and wait until it is on the coordinator's disk or is refused because space is short. In the
-        second case reply.refused has the reason, and older snapshots stay. Raises SupersededError for a snapshot of an
-        old generation."""
+        second case reply.refused has the reason, and older snapshots are kept. Raises SupersededError for a snapshot of
+        an old generation."""
         return await self._ask(
             "PutSnapshot", deadline_s, lambda: _async(snapshot_parts(header, data)), pb.PutSnapshotReply
         )

@@ -1,4 +1,4 @@
-"""Channels and servers of gRPC. Only this module opens them.
+"""Channels and servers of gRPC, which only this module opens.
 
 Four settings must match between the two ends of every connection, and a mismatch gives no clear error: keepalive (a
 server disconnects a client that pings more often than it allows), message limits, authentication (token, certificate)
@@ -65,7 +65,7 @@ CHUNK = 512 * 1024
 """Bytes of a data part. Large values are sent in such parts, so that messages stay far below their limit."""
 
 REQUEST_MAX = 4 * 1024 * 1024
-"""Largest request in bytes that the coordinator accepts. It is gRPC's own default, made explicit."""
+"""Largest request in bytes that the coordinator accepts: gRPC's own default, made explicit."""
 REPLY_MAX = 32 * 1024 * 1024
 """Largest reply in bytes that is accepted from the coordinator. A heartbeat's reply has a loader's spec for each
 slot."""
@@ -152,7 +152,7 @@ def _options(tls: Tls | None) -> tuple[tuple[str, int | str], ...]:
 
 
 def connect(address: str, tls: Tls | None = None, *below: Any) -> grpc.Channel:
-    """Return a blocking channel to the coordinator. It opens no connection yet; use it through calls.CoordinatorClient.
+    """Return a blocking channel to the coordinator, which opens no connection yet, for calls.CoordinatorClient.
 
     below: interceptors between OpenTelemetry's interceptor and the network.
 
@@ -169,7 +169,7 @@ def connect(address: str, tls: Tls | None = None, *below: Any) -> grpc.Channel:
 
 
 def connect_aio(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
-    """Return a channel to the coordinator for the running event loop; use it through calls.AsyncCoordinatorClient."""
+    """Return a channel to the coordinator for the running event loop, for calls.AsyncCoordinatorClient."""
     check_address(address)
     refuse_strangers(address)
     interceptors = tracing.aio_client_interceptors()
@@ -187,7 +187,7 @@ class RunningServer:
 
     server: grpc.aio.Server
     address: str
-    """Address at which the server listens, with its real port. Pass this one to `connect`."""
+    """Address at which the server listens, with its real port. Pass this address to `connect`."""
     health: health.aio.HealthServicer
     tasks: Sequence[asyncio.Task[None]] = ()
     """Tasks that end connections without a token, and that load new tokens."""
@@ -224,8 +224,8 @@ async def server_aio(
         calls: counters of answered calls.
         inner: second address to listen on, "unix:/path" in a private folder of this process.
 
-    Raises InvalidArgumentError if the address is invalid, UnsafeBindError if it needs TLS, PortTakenError if it is in
-    use.
+    Raises InvalidArgumentError if the address is invalid, UnsafeBindError if the address needs TLS, PortTakenError if
+    it is in use.
     """
     check_address(listen)
     connections = Connections()
@@ -234,7 +234,7 @@ async def server_aio(
     refuse_unsafe(listen, encrypted=tls is not None, insecure=insecure)
     refuse_strangers(listen)
     if _answers(listen):
-        raise PortTakenError(f"{listen} is in use by another process")
+        raise PortTakenError(f"{listen} is in use by another process: choose another path")
     server = grpc.aio.server(
         handlers=(interceptor,), options=_SERVER_OPTIONS, interceptors=tracing.aio_server_interceptors()
     )
@@ -302,7 +302,7 @@ def _why_not_bound(listen: str) -> PenstockError:
     """Return the error for gRPC's "failed to bind". The reason is found by trying to bind once more."""
     if (path := socket_path(listen)) is not None:
         return InvalidArgumentError(
-            f"{path} must be at most 107 bytes long and in a folder that exists, to listen there"
+            f"cannot listen on {path}: the path must have at most 107 bytes, and its folder must exist"
         )
     host, _, port = listen.rpartition(":")
     try:

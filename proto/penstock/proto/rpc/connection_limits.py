@@ -5,10 +5,10 @@ gRPC accepts connections without a limit. Each costs a descriptor and some 50 Ki
 thousand silent ones stopped a coordinator. So this module checks the process's own sockets, at most twice a second. A
 connection without a call in `DEADLINE_S` is shut down, which gRPC treats like a peer that has closed it. If connections
 without a token exceed their share of the descriptors, the oldest connections of the address with most connections are
-closed, until the rest is within the share. So a flood of connections loses its own. The log gets one line in
-`LOG_EVERY_S`.
+closed, until the rest is within the share. So a flood of connections from one address costs that address its
+connections. The log gets at most one line in `LOG_EVERY_S` seconds.
 
-After a call with a token, a connection counts as proven until it ends. A health check needs no token; it only shows
+After a call with a token, a connection counts as proven until it ends. A health check needs no token, and shows only
 that the connection is not silent. gRPC itself ends proven connections that make no calls (channel.py).
 """
 
@@ -31,16 +31,15 @@ from urllib.parse import unquote
 __all__ = ["Connection", "Connections", "raise_file_limit", "surplus"]
 
 DEADLINE_S = 10.0
-"""Seconds after which a connection without a call is ended. gRPC's own limit for the handshakes of TLS and HTTP/2 is as
-long."""
+"""Seconds after which a connection without a call is ended: the same as gRPC's own limit for the handshakes of TLS and
+HTTP/2."""
 EVERY_S = 0.5
 """Smallest number of seconds between two checks. A flood can take all descriptors within this time."""
 COST_SHARE = 0.01
 """Largest share of one core's time that checks take. With 10,000 connections a check takes some 30 ms."""
 LOG_EVERY_S = 10.0
 SHARE = 0.25
-"""Share of all descriptors that connections without a token may take. It is enough for a whole cluster that
-reconnects."""
+"""Share of all descriptors that connections without a token may take: enough for a whole cluster that reconnects."""
 UNPROVEN_MAX = 8192
 """Largest number of connections without a token, however many descriptors are allowed: gRPC takes about 50 KiB for
 each."""
@@ -55,7 +54,7 @@ Peer = tuple[str, int]
 
 
 def raise_file_limit() -> None:
-    """Raise this process's limit of open descriptors as far as allowed, because each connection takes one."""
+    """Raise this process's limit of open descriptors as far as allowed, because each connection takes a descriptor."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = FILES_MAX if hard == resource.RLIM_INFINITY else min(hard, FILES_MAX)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -76,7 +75,7 @@ class Connection:
 
 
 def surplus(unproven: Iterable[Connection], silent: set[Peer], now: float, most: int) -> list[Connection]:
-    """Return the connections that must be ended to stay within the limits.
+    """Return the connections to end, so that the remaining ones are within the limits.
 
     Args:
         unproven: connections that have shown no token.
@@ -128,7 +127,7 @@ def _peer_of(said: str) -> Peer | None:
 class Connections:
     """Connections to a server in this process, and which of them have shown a token.
 
-    clock: returns a monotonic time in seconds.
+    clock: function that returns a monotonic time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -146,8 +145,8 @@ class Connections:
         """Address -> number of its connections ended since the last line in the log."""
 
     def note_call(self, peer: str, *, proven: bool) -> None:
-        """Record a call on a connection. proven: True if the call had a valid token. It runs for each call, so it does
-        only one look-up in a dict."""
+        """Record a call on a connection. proven: True if the call had a valid token. Called for each call, so a known
+        peer costs only one look-up in a dict."""
         if peer not in self._callers:
             self._callers[peer] = _peer_of(peer)
         if proven:

@@ -1,7 +1,7 @@
-"""gRPC's server reflection, by which programs such as grpcurl and Postman list the methods without the .proto files.
+"""Server reflection of gRPC, by which programs such as grpcurl and Postman list the methods without the .proto files.
 
-It is optional: it needs the package grpcio-reflection, `pip install 'penstock[reflection]'`. It returns the content of
-coordinator.proto to callers with a token of any role.
+The service is optional: it needs the package grpcio-reflection (`pip install 'penstock[reflection]'`), and returns the
+content of coordinator.proto to callers with a token of any role.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ __all__ = ["add_reflection"]
 
 
 def add_reflection(service: str, server: Any) -> bool:
-    """Add gRPC's reflection service to a server. It describes `service` and itself. Return False if its package is not
-    installed."""
+    """Add gRPC's reflection service, which describes `service` and itself, to a server. Return False if the package
+    grpcio-reflection is not installed."""
     try:
         from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
     except ImportError:

@@ -10,10 +10,10 @@ A coordinator needs cert and key, and requests certificates from its callers if 
 operator's command needs the ca, and also cert and key if the coordinator requests certificates. A worker, which calls
 the coordinator and accepts lanes, needs all three files.
 
-Files are read at the start, and again at each connection (`Renewing`). They are checked each time by a handshake of
-this process with itself, because OpenSSL reliably detects a wrong key or an expired certificate. Errors that show only
-in a handshake with the other end (an unknown CA, another name, no TLS at all) become a TlsError with the remedy: see
-`explain`.
+Files are read at the start, and again at each connection (`Renewing`). Each time, the files are checked by a handshake
+of this process with itself, because OpenSSL reliably detects a wrong key or an expired certificate. Errors that show
+only in a handshake with the other end (an unknown CA, another name, no TLS at all) become a TlsError with the remedy:
+see `explain`.
 
 gRPC has its own implementation of TLS, for which `Tls` keeps the bytes of the files. Lanes use Python's ssl with TLS
 1.3 only, because both ends are Penstock.
@@ -61,7 +61,7 @@ _UNKNOWN_CA = (2, 18, 19, 20, 21, 24)
 
 @dataclass(frozen=True)
 class Tls:
-    """Checked contents of the certificate files. Made by `load_tls`."""
+    """Checked contents of the certificate files, made by `load_tls`."""
 
     ca_file: str = ""
     cert_file: str = ""
@@ -90,15 +90,15 @@ class Tls:
             )
 
     def roles_named(self, names: Iterable[str], roles: Iterable[_Role]) -> frozenset[_Role]:
-        """Return those of `roles` for which a certificate with these names is valid: all of them if certificates do not
-        name roles."""
+        """Return the roles among `roles` for which a certificate with these names is valid: all roles if certificates
+        do not name roles."""
         if not self.by_role:
             return frozenset(roles)
         shown = set(names)
         return frozenset(role for role in roles if self.expected(role) in shown)
 
     def for_server(self) -> Tls:
-        """Return this object. Raises TlsError if it has no certificate to show to callers."""
+        """Return this object. Raises TlsError without a certificate (tls_cert) to show to callers."""
         if not self.cert:
             raise TlsError(
                 f"a server with tls_ca={self.ca_file} also needs tls_cert and tls_key: pass --tls-cert and "
@@ -107,7 +107,7 @@ class Tls:
         return self
 
     def for_client(self) -> Tls:
-        """Return this object. Raises TlsError if it has no CA with which to check the other end."""
+        """Return this object. Raises TlsError without a CA (tls_ca) with which to check the other end."""
         if not self.ca:
             raise TlsError(
                 "TLS without a CA would trust every server: pass tls_ca, the file of the CA that signed the other "
@@ -116,7 +116,7 @@ class Tls:
         return self
 
     def server_context(self) -> ssl.SSLContext:
-        """Return an SSLContext for accepting lanes. It requests certificates if there is a CA."""
+        """Return an SSLContext for accepting lanes, which requests certificates if there is a CA."""
         context = _context(ssl.PROTOCOL_TLS_SERVER)
         # Lanes do not resume sessions, so session tickets would only cost a write.
         context.num_tickets = 0
@@ -136,11 +136,14 @@ class Tls:
 
 
 def load_tls(ca: str = "", cert: str = "", key: str = "", name: str = "") -> Tls | None:
-    """Return the contents of the certificate files, checked; None if none is given. "" stands for a file that is not
-    given. Raises TlsError with the file and the remedy."""
+    """Return the checked contents of the certificate files; None if no file is given. ca, cert, key: paths, "" for a
+    file that is not given. name: name expected in the other end's certificate; "": the address that is called. Raises
+    TlsError with the file and the remedy."""
     if not (ca or cert or key):
         if name:
-            raise TlsError(f"tls_name={name} needs tls_ca too: without it no certificate is checked for the name")
+            raise TlsError(
+                f"tls_name={name} also needs tls_ca, with which certificates are checked for the name: pass --tls-ca"
+            )
         return None
     if bool(cert) != bool(key):
         has, lacks = ("tls_cert", "tls_key") if cert else ("tls_key", "tls_cert")
@@ -156,7 +159,7 @@ def load_tls(ca: str = "", cert: str = "", key: str = "", name: str = "") -> Tls
 class Renewing:
     """Certificate files that may be replaced while the process runs. Invalid new files are logged and not used.
 
-    role: role of this process as a server; "" if it is not one.
+    role: role of this process as a server; "" for a process without a server.
     """
 
     def __init__(self, tls: Tls, role: str = "") -> None:
@@ -215,7 +218,9 @@ def _read(what: str, file: str) -> bytes:
     try:
         with Path(file).open("rb") as opened:
             if what == "tls_key" and os.fstat(opened.fileno()).st_mode & stat.S_IRWXO:
-                raise TlsError(f"{what}={file}: other users of this machine can read the key: chmod 600 {file}")
+                raise TlsError(
+                    f"{what}={file} must not be readable by other users of this machine: run chmod 600 {file}"
+                )
             data = opened.read(MAX_FILE + 1)
     except OSError as error:
         raise TlsError(f"{what}={file} cannot be read: {error.strerror}") from error
@@ -225,8 +230,8 @@ def _read(what: str, file: str) -> bytes:
 
 
 class WrappedSocket(ssl.SSLSocket):
-    """TLS socket that the SSLContexts of this module create. It works around a leak: if the other end has reset the
-    connection, Python's `wrap_socket` fails and does not close the new socket."""
+    """TLS socket that the SSLContexts of this module create. The class works around a leak: if the other end has reset
+    the connection, Python's `wrap_socket` fails and does not close the new socket."""
 
     def getpeername(self) -> Any:
         try:
@@ -250,7 +255,9 @@ def _trust(context: ssl.SSLContext, tls: Tls) -> None:
     try:
         context.load_verify_locations(cadata=tls.ca.decode("ascii", "replace"))
     except (ssl.SSLError, ValueError) as error:
-        raise TlsError(f"tls_ca={tls.ca_file} has no readable certificate: {_reason(error)}") from error
+        raise TlsError(
+            f"tls_ca={tls.ca_file} must be a PEM file with the CA's certificate: {_reason(error)}"
+        ) from error
 
 
 def _show(context: ssl.SSLContext, tls: Tls) -> None:
@@ -317,7 +324,9 @@ def _verification(error: ssl.SSLCertVerificationError) -> str:
     if error.verify_code in _EXPIRED:
         return f"the certificate has expired (it is {now:%Y-%m-%d %H:%M} UTC here): make a new one"
     if error.verify_code in _NOT_YET:
-        return f"the certificate is not valid yet (it is {now:%Y-%m-%d %H:%M} UTC here): is the clock right?"
+        return (
+            f"the certificate is not valid yet (it is {now:%Y-%m-%d %H:%M} UTC here): check the clock of this machine"
+        )
     return f"the certificate is invalid: {error.verify_message}"
 
 
@@ -330,22 +339,22 @@ def _reason(error: Exception) -> str:
 
 
 def no_tls_here(what: str) -> TlsError:
-    """Return the error for a connection to `what`, which uses TLS although this process does not."""
+    """Return the error for a connection of this process, which does not use TLS, to `what`, which does."""
     return TlsError(
         f"{what} uses TLS, and this end does not: pass the CA, --tls-ca FILE (PENSTOCK_TLS_CA, Appliance(tls_ca=...))"
     )
 
 
 _DAMAGED = ("BAD_RECORD_MAC", "DECODE_ERROR", "BAD_SIGNATURE", "DIGEST_CHECK_FAILED")
-"""OpenSSL's reasons for errors that damaged bytes cause, at this end or reported by the other. DECRYPT_ERROR is not one
-of them, because it also occurs if a CA was made anew under its old name."""
+"""OpenSSL's reasons for errors that damaged bytes cause, at this end or reported by the other. DECRYPT_ERROR is not
+listed, because it also occurs if a CA was made anew under its old name."""
 
 
 def explain(error: OSError, what: str, tls: Tls) -> TlsError | None:
     """Return the TlsError for an error of a connection to `what`; None if TLS is not the cause.
 
-    Call it also for an error of the first read after the handshake. With TLS 1.3 the other end's refusal of this end's
-    certificate arrives only then.
+    Call `explain` also for an error of the first read after the handshake. With TLS 1.3 the other end's refusal of this
+    end's certificate arrives only then.
     """
     if isinstance(error, ssl.SSLCertVerificationError):
         if error.verify_code in _OTHER_NAME:

@@ -57,7 +57,7 @@ def start(service: str) -> None:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         raise InvalidArgumentError(
-            f"traces need OpenTelemetry, of which {error.name} is not installed: pip install 'penstock[otel]'"
+            f"traces need OpenTelemetry, but its module {error.name} is not installed: pip install 'penstock[otel]'"
         ) from error
     about = {"service.name": service, "service.version": VERSION, "host.name": socket.gethostname()}
     # The resource in the environment has priority.
@@ -128,7 +128,7 @@ def _instrumentation() -> Any:
 
 
 def traced(channel: grpc.Channel) -> grpc.Channel:
-    """Return a channel whose calls get spans if this process traces calls; else the channel itself."""
+    """Return a channel whose calls get spans if this process traces calls; else `channel` unchanged."""
     if _provider is None:
         return channel
     theirs = _instrumentation()

@@ -45,8 +45,8 @@ default of 8 KiB."""
 NAME_KEEP = 256
 MESSAGE_KEEP = 8 * 1024
 TRACEBACK_KEEP = 24 * 1024
-"""Largest size in bytes of the remote traceback of an error. With the message, and in base64, it stays below
-METADATA_MAX."""
+"""Largest size in bytes of the remote traceback of an error, which then stays below METADATA_MAX with the message and
+in base64."""
 
 ERROR_KEY = "penstock-error-bin"
 RETRY_KEY = "penstock-retry-after-ms"
@@ -131,13 +131,12 @@ def _error_of_rpc(error: grpc.RpcError, address: str, method: str, deadline_s: f
     if code is grpc.StatusCode.UNAUTHENTICATED:
         return AuthenticationError(f"{where} refused {method}: {details}")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return InvalidArgumentError(f"{method} to {where} is too large: {details}")
+        return InvalidArgumentError(f"the request {method} to {where} is too large: {details}")
     return PenstockError(f"{method} at {where} failed with {code.name}: {details}")
 
 
 def _retry_after(trailing: tuple[Any, ...]) -> float:
-    """Return the number of seconds to wait, from the trailing metadata of an OverloadedError. It is limited to
-    LONGEST_S."""
+    """Return the number of seconds to wait, from the trailing metadata of an OverloadedError; at most LONGEST_S."""
     for key, value in trailing:
         if key == RETRY_KEY and isinstance(value, str) and value.isdecimal() and len(value) < 10:
             return min(int(value) / 1000, OverloadedError.LONGEST_S)
@@ -162,7 +161,9 @@ def translating(address: str, method: str, deadline_s: float, closed: Callable[[
     except (grpc.aio.UsageError, ValueError) as error:
         if isinstance(error, PenstockError) or not closed():
             raise
-        raise LaneClosedError(f"the connection to the coordinator at {address} is closed: no {method}") from error
+        raise LaneClosedError(
+            f"the connection to the coordinator at {address} was closed on this side before {method}"
+        ) from error
     except asyncio.CancelledError as error:
         # A closed aio channel cancels its pending calls, which looks like a cancellation of this task.
         task = asyncio.current_task()
@@ -194,8 +195,8 @@ async def answer_of(call: grpc.aio.StreamUnaryCall[Any, _Reply]) -> _Reply:
 
 
 class ErrorInterceptor(grpc.aio.StreamUnaryClientInterceptor):
-    """Interceptor that applies `answer_of`. It must be below OpenTelemetry's interceptors, which return a call only
-    after its end, when it is too late."""
+    """Interceptor that applies `answer_of`. Must be below OpenTelemetry's interceptors, which return a call only after
+    its end, when it is too late."""
 
     async def intercept_stream_unary(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
         call = await continuation(client_call_details, request_iterator)
@@ -212,13 +213,13 @@ def _ended_with(call: Any) -> grpc.aio.AioRpcError:
 
 
 def _at_once(asked: Coroutine[Any, Any, Any]) -> Any:
-    """Return the result of a coroutine that never waits."""
+    """Return the result of a coroutine that never waits. Raises RuntimeError if the coroutine waits."""
     try:
         asked.send(None)
     except StopIteration as done:
         return done.value
     asked.close()
-    raise RuntimeError("a call that is over made its status wait")
+    raise RuntimeError("the status of a call that has ended must be available at once, but gRPC waits for it")
 
 
 def status_of(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Prefixes of modules whose functions a worker may run as input_fn. The operator lists them.
+"""Prefixes of modules whose functions a worker may run as input_fn (`--allow`), listed by the operator.
 
 The worker enforces the list. The coordinator checks it too, so that it does not assign a slot to a worker that must
 refuse the slot.

@@ -1,12 +1,13 @@
-"""Assignment of this process, which `current_assignment()` returns inside a user's input_fn.
+"""Assignment of this process (its worker's number, box and seed), which `current_assignment()` returns inside a user's
+input_fn.
 
-A runner sets it once, before it calls input_fn. The training job sets it while it builds a local instance of a loader.
-Elsewhere the assignment is that of the only worker of the only box, so that an input_fn also works there.
+A runner sets the assignment once, before it calls input_fn. The training job sets one while it builds a local instance
+of a loader. Elsewhere the assignment is that of the only worker of the only box, so that an input_fn also works there.
 
 The assignment is a module global, not a context variable, because input_fn may start threads, and a new thread begins
-with an empty context. A byte of shared memory records whether the assignment was read. It is shared because the process
-that reads the assignment is often a worker process that torch's DataLoader forked. If an input never reads its
-assignment, the runner warns, because every worker then streams the whole data set.
+with an empty context. A byte of shared memory records whether the assignment was read, because the process that reads
+the assignment is often a worker process that torch's DataLoader forked. If an input never reads its assignment, the
+runner warns, because every worker then streams the whole data set.
 """
 
 from __future__ import annotations
@@ -43,13 +44,12 @@ class Assignment:
     """Number of the box (data-parallel rank) that this worker feeds, in [0, num_boxes)."""
     num_boxes: int
     slot: int
-    """Number of this worker among those of its box, in [0, num_workers_per_box)."""
+    """Number of this worker among the workers of its box, in [0, num_workers_per_box)."""
     num_workers_per_box: int
     seed: int
-    """Seed of the run, the same on all workers. Example of its use: shuffle a list with it, then take this worker's
-    share."""
+    """Seed of the run, the same on all workers, for example to shuffle a list before each worker takes its share."""
     first_step: int
-    """Number of the box's next step, from 1. It is above 1 after a resume."""
+    """Number of the box's next step, from 1; above 1 after a resume."""
 
     @property
     def global_worker_id(self) -> int:
@@ -66,14 +66,14 @@ NEUTRAL = Assignment(box=0, num_boxes=1, slot=0, num_workers_per_box=1, seed=0, 
 
 _current = NEUTRAL
 _alone = replace(NEUTRAL)
-"""Assignment for code that must not divide its data (see `step_aside`). It is a copy, because NEUTRAL itself means
-"outside a run"."""
+"""Assignment for code that must not divide its data (see `step_aside`): a copy, because NEUTRAL itself means "outside a
+run"."""
 _looked = mmap.mmap(-1, 1)  # shared with forked children
 
 
 def current_assignment() -> Assignment:
     """Return the assignment of the worker that runs this code: its number, its box, the numbers of boxes and workers,
-    and the run's seed. Outside a worker it is that of worker 0 of 1, with seed 0.
+    and the run's seed. Outside a worker, return the assignment of worker 0 of 1, with seed 0.
 
     Sharding inside input_fn: `data[a.global_worker_id :: a.total_num_workers]` with `a = current_assignment()`.
     """
@@ -82,15 +82,15 @@ def current_assignment() -> Assignment:
 
 
 def get_streaming_batch_size(effective_batch_size: int, global_rank: int | None = None) -> int:
-    """Return the number of rows in a worker's batches, for a given number of rows in the batches of all boxes together.
-    It is the whole share of the worker's box, because each batch of a box is made by one worker.
+    """Return the number of rows in a worker's batches, for a given number of rows in the batches of all boxes together:
+    the whole share of the worker's box, because one worker makes each batch of a box.
 
     If the global batch does not divide evenly, the first boxes get one row more. Outside a worker the result is the
     whole global batch.
 
     Args:
-        effective_batch_size: rows of all boxes' batches together, at least one for each box.
-        global_rank: global_worker_id of the worker; None: this worker.
+        effective_batch_size: rows of all boxes' batches of a step together, at least one for each box. global_rank:
+        global_worker_id of the worker; None: this worker.
 
     Raises:
         TypeError: effective_batch_size is not an integer.
@@ -102,7 +102,7 @@ def get_streaming_batch_size(effective_batch_size: int, global_rank: int | None 
     if effective_batch_size < here.num_boxes:
         raise InvalidArgumentError(
             f"effective_batch_size must be >= the number of boxes ({here.num_boxes}), got {effective_batch_size}: "
-            "each box needs a row"
+            "pass at least one row for each box"
         )
     if global_rank is not None and not 0 <= global_rank < here.total_num_workers:
         raise InvalidArgumentError(f"global_rank must be in [0, {here.total_num_workers}), got {global_rank}")
@@ -112,7 +112,7 @@ def get_streaming_batch_size(effective_batch_size: int, global_rank: int | None 
 
 
 def set_assignment(assignment: Assignment) -> None:
-    """Set this process's assignment, and mark it as not read. A runner calls it."""
+    """Set this process's assignment, and mark it as not read. Called by a runner."""
     global _current, _looked
     _current = assignment
     _looked = mmap.mmap(-1, 1)  # a new one: the fork server's is shared by all of its children
@@ -120,7 +120,7 @@ def set_assignment(assignment: Assignment) -> None:
 
 @contextmanager
 def assigned(assignment: Assignment) -> Iterator[None]:
-    """Set an assignment inside a block. At the end, restore the previous one and the mark whether it was read."""
+    """Set an assignment inside a block. At the end, restore the previous assignment and its mark (read or not)."""
     global _current, _looked
     before = _current, _looked
     set_assignment(assignment)
@@ -135,8 +135,8 @@ Seat = tuple[Assignment, mmap.mmap]
 
 
 def exchange(seat: Seat | None) -> Seat:
-    """Switch to the assignment of another worker (None: one that has no assignment yet), and return the previous
-    worker's. For a process that runs several workers in turn."""
+    """Switch to the seat of another worker (None: a worker that has no assignment yet), and return the previous
+    worker's seat. For a process that runs several workers in turn."""
     global _current, _looked
     before = _current, _looked
     _current, _looked = seat if seat is not None else (NEUTRAL, mmap.mmap(-1, 1))
@@ -146,7 +146,7 @@ def exchange(seat: Seat | None) -> Seat:
 def step_aside() -> Assignment:
     """Let this process appear as the only worker of the only box, until `step_back`. Return the real assignment.
 
-    Whether the assignment counts as read does not change.
+    The mark that shows whether the assignment was read does not change.
     """
     global _current, _alone
     before = _current
@@ -173,5 +173,6 @@ def looked_at() -> bool:
 
 
 def mark_looked_at() -> None:
-    """Mark the assignment as read. Called if it was read in another way, such as by torch's get_worker_info()."""
+    """Mark the assignment as read, for code that reads the worker's number in another way, such as torch's
+    get_worker_info()."""
     _looked[0] = 1

@@ -1,4 +1,4 @@
-"""Pickles of callables and their arguments, to be loaded only by processes of this user on this machine.
+"""Pickles of callables and their arguments, which only processes of this user on this machine may load.
 
 An object with an importable name is sent as that name. Other objects (a lambda, a local function, a function or class
 of a notebook) are pickled by cloudpickle: as code, with the values that they refer to. That works because both
@@ -51,8 +51,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Name of the function or class that was pickled last, for error messages."""
 
     def reducer_override(self, value: Any) -> Any:
-        """Pickle a function that is wrapped by lru_cache as code. By default it is pickled by name, which workers may
-        not have."""
+        """Pickle a function that is wrapped by lru_cache as code. The default is its name, which workers may not
+        have."""
         if type(value) is functools._lru_cache_wrapper and not _is_importable(value):
             return _cached, (value.__wrapped__, value.cache_parameters())
         return super().reducer_override(value)
@@ -88,8 +88,8 @@ class _Unpickler(pickle.Unpickler):
                 found = getattr(found, part)
             except AttributeError as error:
                 raise AttributeError(
-                    f'{error}: workers run the script, but not what is under `if __name__ == "__main__":`; define it '
-                    "above that"
+                    f'{error}: workers run the script, but not the block `if __name__ == "__main__":`. Define the '
+                    "name above this block"
                 ) from None
         return found
 

@@ -1,12 +1,13 @@
 """Checkpoints on disk: names of files, the manifest, locks, and the search for the newest undamaged checkpoint.
 
-    FOLDER/ step-100/               a complete checkpoint: it gets this name after everything in it is on the disk
+    FOLDER/
+        step-100/               a complete checkpoint: the folder gets this name once all its files are on the disk
             .metadata           torch.distributed.checkpoint's own index
-            __0_0.distcp ...    its files: as many as ranks and buckets
+            __0_0.distcp ...    files of torch.distributed.checkpoint: one for each rank and bucket
             penstock.json       the manifest: size and checksum of each file, and the order of saves
-        step-125.tmp-4f2a9c01/  a save in flight, or one that stopped before its end; never read step-100.old-77e01b9d/
-        a checkpoint that another save of the same step is replacing latest                  the name of the newest
-        checkpoint, for people and scripts
+        step-125.tmp-4f2a9c01/  a save in flight, or one that stopped before its end; never read
+        step-100.old-77e01b9d/  a checkpoint that another save of the same step is replacing
+        latest                  the name of the newest checkpoint, for people and scripts
 
 A save renames its folder to `step-N` as its last action, so every folder of that name is complete. The manifest detects
 later damage: half a copy, a bad disk, a deleted file.
@@ -99,10 +100,10 @@ TRIES = 3
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})")
 _ASIDE = re.compile(r"(step-(?:0|[1-9][0-9]{0,18}))\.(tmp|old)-[0-9a-f]+")
 _FILE = re.compile(r"\.?\w[\w.-]*", re.ASCII)
-"""Pattern of the name of a file in a checkpoint's folder. It excludes names that lead outside the folder."""
+"""Pattern of the name of a file in a checkpoint's folder, which excludes names that lead outside the folder."""
 _PARTS = re.compile(r"|[0-9]{1,19}:[0-9a-f]{16}( [0-9]{1,19}:[0-9a-f]{16})*")
 _STOPPED = re.compile(r"\.latest\.[0-9a-f]+|\.probe-[0-9a-f]+-[0-9]+")
-"""Pattern of files that are left if a process stops while it writes LATEST, or while it tests whether it can write."""
+"""Pattern of files that a process leaves if it stops while it writes LATEST or tests whether the folder is writable."""
 
 
 def step_name(step: int) -> str:
@@ -131,7 +132,7 @@ def old_name(step: int, save: str) -> str:
 
 @dataclass(frozen=True)
 class CheckpointFile:
-    """File of a checkpoint."""
+    """Entry of a manifest: one file of a checkpoint."""
 
     name: str
     nbytes: int
@@ -156,12 +157,12 @@ class CheckpointFile:
 
     @classmethod
     def from_row(cls, name: Any, nbytes: Any, xxh3: Any, parts: Any) -> CheckpointFile:
-        """Return the file for the fields that `row` returned. Raises ValueError if they are invalid."""
+        """Return the file for the fields that `row` returned. Raises ValueError for invalid fields."""
         file = cls(str(name), int(nbytes), str(xxh3), str(parts))
         if not _FILE.fullmatch(file.name) or not 0 <= file.nbytes <= MOST:
             raise ValueError(
-                f"it lists {file.name!r} with {file.nbytes:,} bytes, but each file must have a plain name, without a "
-                f"folder, and 0 to {MOST:,} bytes"
+                f"each file must have a plain name, without a folder, and 0 to {MOST:,} bytes, got {file.name!r} with "
+                f"{file.nbytes:,} bytes"
             )
         if not _PARTS.fullmatch(file.parts):
             raise ValueError(f"the parts of {file.name!r} must be pairs of a position and a checksum")
@@ -208,9 +209,11 @@ class Manifest:
             outer = json.loads(data)
             body: dict[str, Any] = outer["checkpoint"]
             if outer["xxh3"] != _checksum(body):
-                raise ValueError("its checksum differs from that of its content")
+                raise ValueError("the checksum in the file differs from that of its content")
             if body["format"] > FORMAT:
-                raise ValueError(f"its format must be <= {FORMAT}, got {body['format']} of a newer Penstock")
+                raise ValueError(
+                    f"its format must be <= {FORMAT}, got {body['format']} of a newer Penstock: upgrade Penstock here"
+                )
             files = tuple(CheckpointFile.from_row(*(file[field] for field in FIELDS)) for file in body["files"])
             step, sequence, ranks = (_number(field, body[field]) for field in ("step", "sequence", "ranks"))
             return cls(step, str(body["save"]), sequence, ranks, files)
@@ -240,7 +243,9 @@ def read_manifest(path: Path) -> Manifest:
     try:
         return Manifest.decode(read_plain(where, LARGEST_RECORD), where)
     except FileNotFoundError:
-        raise CheckpointNotFoundError(f"{path} has no {MANIFEST}: it is not a checkpoint of Penstock") from None
+        raise CheckpointNotFoundError(
+            f"{path} must be a checkpoint of Penstock, but has no file {MANIFEST}: name a folder step-N"
+        ) from None
     except OSError as error:
         raise CheckpointCorruptError(f"{where} cannot be read: {error.strerror}") from error
 
@@ -267,9 +272,9 @@ def damage(path: Path, manifest: Manifest, *, contents: bool = False) -> Iterato
 def checkpoints(folder: Path, *, sizes: bool = True) -> list[FoundCheckpoint]:
     """Return the checkpoints of a folder, the newest first.
 
-    If the manifest of a checkpoint is damaged, its age is unknown. It is then listed as the newest, so that it is not
-    skipped silently, but after the checkpoint that `latest` names, if that is complete. A checkpoint whose replacement
-    stopped half way is listed under its temporary name until `put_back`.
+    A checkpoint with a damaged manifest, whose age is unknown, is listed first, so that it is not skipped silently, but
+    after the checkpoint that `latest` names, if that one is complete. A checkpoint whose replacement stopped half way
+    is listed under its temporary name until `put_back`.
 
     sizes: True: check that all files exist and have the right sizes. False: read only the manifests.
     """
@@ -367,15 +372,16 @@ def pinned(path: Path) -> Iterator[int]:
         except OSError as error:
             raise CheckpointNotFoundError(f"{path} cannot be read: {error.strerror}") from error
         if not _free_for(manifest, fcntl.LOCK_SH):
-            raise CheckpointNotFoundError(f"{path} is being deleted")
+            raise CheckpointNotFoundError(f"{path} is being deleted by another process: use a newer checkpoint")
         if not os.fstat(manifest).st_nlink:
-            raise CheckpointNotFoundError(f"{path} was deleted")
+            raise CheckpointNotFoundError(f"{path} was deleted by another process: use a newer checkpoint")
         yield folder
 
 
 @contextmanager
 def claimed(path: Path) -> Iterator[bool]:
-    """Yield whether a checkpoint may be deleted, because no process has pinned it. Inside the block none can pin it."""
+    """Yield True if a checkpoint may be deleted, because no process has pinned it. Inside the block no process can pin
+    it."""
     try:
         try:
             manifest = open_plain(path / MANIFEST, os.O_RDWR)
@@ -406,12 +412,13 @@ def locked(
     folder: Path, timeout_s: float, *, silence_s: float | None = None, heartbeats: bool = False
 ) -> Iterator[None]:
     """Hold a folder's lock inside a block, so that only one save at a time writes into the folder. The lock also ends
-    if its process ends.
+    when its process ends.
 
     Args:
         timeout_s: seconds to wait for the lock.
         silence_s: seconds without a sign of life from the holder after which waiting ends, because its machine may be
-            lost. None: wait until the timeout. heartbeats: give signs of life while the lock is held.
+            lost. None: wait until the timeout.
+        heartbeats: give signs of life while the lock is held.
 
     Raises DeadlineError, naming the holder. On a file system without locks nothing is locked.
     """
@@ -465,7 +472,8 @@ def _take(handle: int, folder: Path, timeout_s: float, silence_s: float | None) 
 
 
 def sign_of_life(path: Path) -> None:
-    """Give a sign of life: update the time of a file. `last_sign` reads it on any machine that shares the folder."""
+    """Give a sign of life by updating the time of a file, which `last_sign` reads on any machine that shares the
+    folder."""
     with suppress(OSError):
         handle = open_plain(path, os.O_RDWR | os.O_CREAT)
         try:
@@ -475,8 +483,8 @@ def sign_of_life(path: Path) -> None:
 
 
 def last_sign(path: Path) -> int:
-    """Return a value that changes with each sign of life. Compare it only with earlier values, because the clocks of
-    machines differ."""
+    """Return a value that changes with each sign of life in the file at `path`. Compare the value only with earlier
+    values, because the clocks of machines differ."""
     try:
         handle = open_plain(path)  # opening makes a network file system read the time from its server
     except OSError:

@@ -1,8 +1,8 @@
 """torch's index of a checkpoint, `.metadata`, written without torch.
 
-The index is a pickle of `torch.distributed.checkpoint.metadata.Metadata`. Pickling one of 3,000 entries takes 14 ms,
-which the training would wait for. So the training process describes the index in plain values (`DescribedIndex`), and
-the checkpoint writer, which runs beside the training and has no torch, makes the pickle.
+The index is a pickle of `torch.distributed.checkpoint.metadata.Metadata`. Pickling an index of 3,000 entries takes 14
+ms, for which the training would wait. So the training process describes the index in plain values (`DescribedIndex`),
+and the checkpoint writer, which runs beside the training and has no torch, makes the pickle.
 
 The description begins with a pickle of torch's own classes and values, the *parts*. The opcodes after that pickle read
 the parts from the unpickler's memo, so this module names no class of torch.
@@ -43,17 +43,17 @@ class DescribedIndex:
 
     parts: str
     """Pickle (protocol 3) of the list of parts, as latin-1 text. The first parts are torch's classes of the index, its
-    tensors, its entries and their positions. They are followed by ATTRIBUTES, in this order."""
+    tensors, its entries and their positions. ATTRIBUTES follow, in this order."""
     memo: int
     """Number of entries in the unpickler's memo after the pickle of the parts."""
     places: list[int]
-    """Position of each part in the unpickler's memo. It is never 0, which is the position of the list itself."""
+    """Position of each part in the unpickler's memo; never 0, which is the position of the list itself."""
     storage_meta: int
     """Number of the part that is the index's storage_meta."""
     version: str
     kinds: list[Any]
-    """Distinct descriptions of saved values. An object's is the number of a part; a tensor's is [properties, size,
-    [chunks]], all numbers of parts."""
+    """Distinct descriptions of saved values. The description of an object is the number of a part; that of a tensor is
+    [properties, size, [chunks]], all numbers of parts."""
     names: dict[str, int]
     """Name of a saved value -> index of its description in `kinds`."""
     paths: dict[str, Any]
@@ -70,7 +70,7 @@ class DescribedIndex:
         return cls(**json.loads(data))
 
     def pickle(self) -> bytes:
-        """Return the pickle of the index, as torch's reader takes it."""
+        """Return the pickle of the index, which torch's reader accepts as `.metadata`."""
         return b"".join(_Pickle(self).pieces())
 
 

@@ -1,10 +1,10 @@
 """Encoding of a user's state as a safe envelope of bytes: a JSON tree, raw aligned blobs, a version, a checksum. No
 pickle.
 
-A loader's `state_dict()` may be taken at every step. It is sent to the coordinator, stored in the journal, and decoded
-on another machine. So the encoding must be exact, cheap, and safe to decode. Pickle is not safe; plain JSON is not
-exact (tuples become lists, int keys become strings, NaN is not JSON); torch.save is pickle in a zip file, and slow for
-small states. Here the structure of a state is JSON, and large values are copied as they lie in memory.
+A loader's `state_dict()` may be taken at every step. The state is sent to the coordinator, stored in the journal, and
+decoded on another machine. So the encoding must be exact, cheap, and safe to decode. Pickle is not safe; plain JSON is
+not exact (tuples become lists, int keys become strings, NaN is not JSON); torch.save is pickle in a zip file, and slow
+for small states. Here the structure of a state is JSON, and large values are copied as they lie in memory.
 
     offset  size  field                        all integers little-endian
     0       8     magic                        b"PENSTATE"
@@ -29,7 +29,7 @@ torch.dtype, torch.device, numpy arrays and scalars without object or structured
   class would change it silently. The error names the key path as a Python expression, the type, and a remedy.
 * Tensors are decoded on the CPU, detached and contiguous. An nn.Parameter becomes a plain tensor, which is what
   `nn.Module.state_dict()` and optimizers contain; `load_state_dict` copies values. Arrays are decoded in C order.
-* An OrderedDict keeps the `_metadata` attribute that `nn.Module.state_dict()` puts on it (load_state_dict migrates old
+* An OrderedDict keeps the `_metadata` attribute that `nn.Module.state_dict()` adds (load_state_dict migrates old
   modules by it). Any other attribute is refused.
 * Shared references are not preserved: an object mentioned twice comes back as two. A cycle is refused, and so is
   nesting deeper than MAX_DEPTH. The sign and payload of a single NaN may change; in tensors and arrays they are kept.
@@ -109,7 +109,7 @@ def encode_state(value: object) -> bytes:
 
 
 def decode_state(data: bytes | bytearray | memoryview) -> object:
-    """Return the value that encode_state() encoded. Its tensors, arrays and bytearrays own their memory.
+    """Return the value that encode_state() encoded. Tensors, arrays and bytearrays in the value own their memory.
 
     Raises StateCorruptError for bytes that encode_state did not write (all values are checked, and no more memory is
     allocated than the bytes can fill), StateVersionError for the envelope of a newer format.
@@ -121,8 +121,8 @@ def decode_state(data: bytes | bytearray | memoryview) -> object:
 
 
 class _Blobs:
-    """Blobs of a state collected so far, in order. `parts` contains blobs and padding, and keeps the memory that it
-    refers to alive."""
+    """Blobs of a state collected so far, in order. `parts` contains blobs and padding, and keeps the memory of the
+    blobs alive."""
 
     __slots__ = ("parts", "size")
 
@@ -195,7 +195,8 @@ def _pack_bytes(value: bytes | bytearray, blobs: _Blobs, depth: int) -> Node:
 
 
 def _pack_numbers(value: list[object] | tuple[object, ...], blobs: _Blobs) -> Node | None:
-    """Return a blob for a list or tuple that contains only ints of 64 bits, or only floats; None for any other."""
+    """Return a blob for a list or tuple that contains only ints of 64 bits, or only floats; None for another list or
+    tuple."""
     first, count = type(value[0]), len(value)
     if first not in _NUMBERS or not {first}.issuperset(map(type, value)):
         return None
@@ -332,8 +333,8 @@ def _numpy_spec(dtype: np.dtype[Any]) -> str:
 
 @lru_cache(maxsize=256)
 def _spec(dtype: np.dtype[Any], char: str) -> str:
-    """Return dtype.str; "" if that names a different dtype. char: the dtype's code, which distinguishes long long from
-    the equal int64."""
+    """Return dtype.str; "" if numpy reads dtype.str as a different dtype. char: the dtype's code, which distinguishes
+    long long from the equal int64."""
     spec = dtype.str[0] + char if char in "qQ" else dtype.str
     return spec if _NUMPY_SPEC.fullmatch(spec) and np.dtype(spec) == dtype and np.dtype(spec).char == char else ""
 
@@ -347,19 +348,19 @@ def _remedy(value: object) -> str:
     if callable(value) and hasattr(value, "__qualname__"):
         return "Save its name, and look it up in load_state_dict()."
     if hasattr(value, "state_dict"):
-        return "Save its state_dict(), and give that to its load_state_dict()."
+        return "Save its state_dict(), and pass that to its load_state_dict()."
     kinds = {base.__name__ for base in type(value).__mro__}
     for names, remedy in _REMEDIES:
         if kinds & names:
             return remedy
     if hasattr(value, "__next__"):
-        return "An iterator's position cannot be read: save how many items were taken, and skip them on load."
-    return "Save the plain values it is made of, and rebuild it in load_state_dict()."
+        return "An iterator's position cannot be read: save the number of items taken, and skip as many on load."
+    return "Save the plain values in it, and rebuild it in load_state_dict()."
 
 
 _REMEDIES: tuple[tuple[set[str], str], ...] = (
     ({"Generator", "BitGenerator"}, "Save its state: .bit_generator.state (numpy) or .get_state() (torch)."),
-    ({"RandomState", "Random"}, "Save what its get_state() or getstate() returns."),
+    ({"RandomState", "Random"}, "Save the result of its get_state() or getstate()."),
     ({"Enum"}, "Save its .value."),
     ({"Tensor"}, "Save a plain tensor: full_tensor() of a DTensor, as_subclass(torch.Tensor) of other subclasses."),
     ({"ndarray"}, "Save a plain array: np.asarray(it), and the mask of a masked array beside it."),
@@ -408,7 +409,7 @@ def _unpack_body(body: Node, source: _Source, depth: int, into: type[dict[Any, A
     items = _unpack_items(_typed(body, list), source, depth)
     out = into(zip(items[::2], items[1::2], strict=True))
     if 2 * len(out) != len(items):
-        raise ValueError("a key occurs twice")
+        raise ValueError("the keys of a dict must differ, got one twice")
     return out
 
 
@@ -457,7 +458,7 @@ def _unpack_scalar(node: list[Node], source: _Source, depth: int) -> Any:
 @lru_cache(maxsize=256)
 def _numpy_dtype(spec: str) -> np.dtype[Any]:
     if not _NUMPY_SPEC.fullmatch(spec):
-        raise ValueError(f"the numpy dtype {spec!r} is not supported")
+        raise ValueError(f"a numpy dtype must be a number, text, bytes or time, got {spec!r}")
     return np.dtype(spec)
 
 

@@ -1,11 +1,12 @@
 """Counts of what a run was trained on: samples, tokens, truncated and skipped samples, and lengths, by source and key.
 
 A loader counts the samples of each batch when it hands the batch out, and saves its counts with its position. So after
-a recovery or a resume the counts are again those of the position, whatever was made ahead or made again. Each BATCH
-frame brings the rows that the batch has changed, as they are after it. The training process keeps the newest row of
-each slot and group, so its counts are those of the delivered batches.
+a recovery or a resume the counts are again those of the position, even if batches were made ahead or made again. Each
+BATCH frame contains the rows that the batch has changed, with their values after the batch. The training process keeps
+the newest row of each slot and group, so its counts are those of the delivered batches.
 
-A row is a list of integers: FIELDS counts, then BINS numbers of samples by length. A group is a pair (source, key).
+A row is a list of integers: FIELDS counts, then BINS numbers of samples by length. A group is a pair (source, key), to
+which one row belongs.
 """
 
 from __future__ import annotations
@@ -59,9 +60,9 @@ COUNTS = "counts"
 SAMPLES, TOKENS, TRUNCATED, SKIPPED, MEASURED, IMBALANCE, SHARE_OF_SAMPLES, SHARE_OF_TOKENS = range(8)
 FIELDS = 8
 """Number of counts before the lengths in a row. MEASURED is the number of steps whose cost was measured, IMBALANCE the
-sum of their cost ratios in ten-thousandths (see `imbalance_of`); a batch has them in one of its rows. The last two are
-not summed: they are the share that the mixture wants of the source, in millionths of all samples or of all tokens; 0 if
-there is none."""
+sum of their cost ratios in ten-thousandths (see `imbalance_of`); a batch has them in one of its rows. The last two
+counts are not summed: they are the source's configured share in the mixture, in millionths of all samples or of all
+tokens; 0 for no configured share."""
 BINS = 32
 """Number of length bins: bin 0 has samples without a token, bin n those of 2^(n - 1) to 2^n - 1 tokens, the last also
 all longer ones."""
@@ -69,7 +70,7 @@ MOST_GROUPS = 96
 """Largest number of groups that a loader counts, so that all rows fit into one frame of a lane, and metrics into a
 page. Samples of further groups are counted in OTHER."""
 MOST_NAME = 48
-"""Largest size of a source's or key's name in bytes; a longer one is cut."""
+"""Largest size of a source's or key's name in bytes; a longer name is cut."""
 OTHER = ("(other)", "(other)")
 """Group of the samples beyond MOST_GROUPS groups."""
 MOST = 1 << 62
@@ -83,7 +84,7 @@ Rows: TypeAlias = dict[Group, Row]
 _WIDTH = FIELDS + BINS
 _ROW = struct.Struct(f"<BB{_WIDTH}Q")
 _WHOLE, _CHANGED = b"\1", b"\0"
-"""First byte of the counts in a frame: all rows follow, or only those that have changed."""
+"""First byte of the counts in a frame: all rows follow, or only the rows that have changed."""
 ALL_BELOW = 4 << 10
 """Size in bytes up to which a frame has all rows. The training process then only keeps the newest frame's counts."""
 
@@ -98,9 +99,10 @@ class SampleCounts:
     skipped: int
     """Number of samples left out: by `skip=`, by Filtered and Mapped, and in quarantined batches."""
     lengths: dict[int, int]
-    """Number of samples by length: {n: samples of n to 2n - 1 tokens}; 0 and 1 stand for themselves."""
+    """Number of samples by length: {n: samples of n to 2n - 1 tokens}; for n = 0 and 1 samples of exactly n tokens."""
     wanted: tuple[float, str] | None = None
-    """Share that the mixture wants of this source, from 0 to 1, and its unit: "samples" or "tokens"; None: none."""
+    """Configured share of this source in the mixture, from 0 to 1, and its unit: "samples" or "tokens"; None: no
+    share."""
 
     @classmethod
     def of(cls, row: Sequence[int]) -> SampleCounts:
@@ -134,11 +136,11 @@ def _add(row: Row, other: Sequence[int]) -> None:
 
 
 class Tally:
-    """Counts of a loader up to its present position, and which of them have changed since they were last taken.
+    """Counts of a loader up to its present position, and the record of rows changed since the last `take`.
 
     Args:
         rows: counts to begin with.
-        shares: source -> (millionths of the samples, millionths of the tokens) that the mixture wants of it.
+        shares: source -> its configured share in the mixture: (millionths of the samples, millionths of the tokens).
     """
 
     def __init__(self, rows: Mapping[Group, Sequence[int]] | None = None, shares: Shares | None = None) -> None:
@@ -148,14 +150,14 @@ class Tally:
             row[SHARE_OF_SAMPLES:FIELDS] = self._shares.get(group[0], (0, 0))
         self._changed = set(self.rows)
         self._packed: dict[Group, bytes] = {}
-        """Rows as they were packed last, by group."""
+        """Group -> bytes of its row at the last `take`."""
         self._begun = False
         """True once `take` was called."""
         self.last: Mapping[Group, Sequence[int]] = {}
         """Counts of the batch that was handed out last."""
 
     def add(self, batch: Mapping[Group, Sequence[int]]) -> None:
-        """Count a batch that is handed out."""
+        """Add the counts of a batch that is handed out. batch: group -> row."""
         rows = self.rows
         self.last = batch
         for group, counted in batch.items():
@@ -176,8 +178,8 @@ class Tally:
             self._changed.update(self.rows)
 
     def take(self) -> bytes:
-        """Return the counts as a BATCH frame carries them: all rows if they are few, else those that have changed since
-        the last call. b"": nothing has changed. After a start or a loaded state all rows have changed."""
+        """Return the counts for a BATCH frame: all rows if they take less than ALL_BELOW, else the rows that have
+        changed since the last call; b"" if none has changed. After a start or a loaded state all rows have changed."""
         changed, packed = self._changed, self._packed
         if not changed:
             return b""
@@ -197,7 +199,7 @@ Shares: TypeAlias = Mapping[str, tuple[int, int]]
 @lru_cache(4096)
 def cut_name(name: str) -> str:
     """Return a name of at most MOST_NAME bytes, without characters that cannot be encoded. A longer name is cut, and
-    ends with a hash of the whole, so that names stay different."""
+    ends with a hash of the whole name, so that names stay different."""
     data = name.encode("utf-8", "replace")
     if len(data) <= MOST_NAME:
         return data.decode()
@@ -205,7 +207,7 @@ def cut_name(name: str) -> str:
 
 
 def is_whole(data: bytes) -> bool:
-    """Return True if the counts in a BATCH frame have all rows, so that those of earlier frames are not needed."""
+    """Return True if the counts in a BATCH frame have all rows, so that the rows of earlier frames are not needed."""
     return data[:1] == _WHOLE
 
 
@@ -215,7 +217,7 @@ def read_changes(data: bytes) -> Rows:
     at = 1
     try:
         if data[:1] not in (_WHOLE, _CHANGED):
-            raise ValueError(f"rows of kind {data[:1]!r}")
+            raise ValueError(f"rows of the unknown kind {data[:1]!r}")
         while at < len(data):
             of_source, of_key, *row = _ROW.unpack_from(data, at)
             begin, middle = at + _ROW.size, at + _ROW.size + of_source
@@ -229,7 +231,7 @@ def read_changes(data: bytes) -> Rows:
 
 
 def merged_rows(several: Iterable[Mapping[Group, Sequence[int]]]) -> Rows:
-    """Return the sums of rows by group, of at most MOST_GROUPS groups: those with the most samples, and OTHER."""
+    """Return the sums of rows by group, of at most MOST_GROUPS groups: the groups with the most samples, and OTHER."""
     found: Rows = {}
     for rows in several:
         for group, row in rows.items():
@@ -249,7 +251,7 @@ def by_source(rows: Mapping[Group, Sequence[int]]) -> dict[str, SampleCounts]:
 
 
 def by_key(rows: Mapping[Group, Sequence[int]]) -> dict[str, SampleCounts]:
-    """Return the counts of each key, in the order of their names; nothing if no key was counted."""
+    """Return the counts of each key, in the order of their names; {} if no key was counted."""
     return _by(rows, 1) if any(group[1] for group in rows) else {}
 
 
@@ -275,7 +277,8 @@ def _without_shares(row: Sequence[int]) -> Row:
 
 
 def plain_rows(rows: Mapping[Group, Sequence[int]]) -> list[list[Any]]:
-    """Return rows as they are saved: [source, key, counts ..., numbers by length ...], without zeros at the end."""
+    """Return rows in the form of a saved state: [source, key, counts ..., numbers by length ...], without zeros at the
+    end."""
     found = []
     for (source, key), row in sorted(rows.items()):
         last = next((width for width in range(_WIDTH, FIELDS, -1) if row[width - 1]), FIELDS)
@@ -300,8 +303,8 @@ def saved_rows(plain: Any) -> Rows:
 
 
 def aggregated_counts(workers: Sequence[Any], workers_per_box: int) -> dict[str, Any] | None:
-    """Return the counts of all boxes from those of all workers' states, in order of global_worker_id; None if the
-    loaders do not count."""
+    """Return the counts of all boxes, summed from all workers' states. workers: states in order of global_worker_id.
+    Return None if the loaders do not count."""
     if not workers or any(counts is None for counts in workers):
         return None
     boxes = [
@@ -312,21 +315,23 @@ def aggregated_counts(workers: Sequence[Any], workers_per_box: int) -> dict[str,
 
 
 def counts_part(counts: Mapping[str, Any], box: int, num_boxes: int, worker: int) -> Rows:
-    """Return the counts with which a worker begins, from those in an aggregated state. The first worker of each box
-    continues the box's counts. On another number of boxes the first worker of box 0 continues all of them, because
-    only their sum over all boxes is defined then."""
+    """Return the counts with which a worker begins, from the counts in an aggregated state. The first worker of each
+    box continues the box's counts. On another number of boxes the first worker of box 0 continues the sum of all boxes'
+    counts, because only this sum is defined then."""
     if worker:
         return {}
     boxes = counts.get("boxes")
     if not isinstance(boxes, list):
-        raise StateCorruptError("the counts in a loader's state are damaged: they have no boxes. Load an older state")
+        raise StateCorruptError(
+            "the counts in a loader's state are damaged: the list of boxes is missing. Load an older state"
+        )
     if len(boxes) == num_boxes:
         return saved_rows(boxes[box])
     return {} if box else merged_rows(saved_rows(rows) for rows in boxes)
 
 
 def rows_of(state: Any) -> Rows | None:
-    """Return the counts of all boxes in an aggregated state of a loader; None if it has none."""
+    """Return the counts of all boxes in an aggregated state of a loader; None for a state without counts."""
     counts = state.get(COUNTS) if isinstance(state, Mapping) else None
     if not isinstance(counts, Mapping) or not isinstance(counts.get("boxes"), list):
         return None

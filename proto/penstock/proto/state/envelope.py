@@ -1,6 +1,7 @@
 """Envelope of an encoded state: header, tree, blobs, checksum. codec.py and state_json.py decode its content.
 
-It is separate from codec.py so that a process without torch can open an envelope. codec.py describes the layout.
+This module is separate from codec.py so that a process without torch can open an envelope. codec.py describes the
+layout.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ MAGIC = b"PENSTATE"
 HEADER = struct.Struct("<8sIIQQ")
 CHECKSUM_BYTES = 8
 ALIGN = 16
-"""Alignment of blobs in bytes: that of the widest numpy item (long double). A larger one is useless, because decoding
-copies."""
+"""Alignment of blobs in bytes: that of the widest numpy item (long double). A larger alignment is useless, because
+decoding copies."""
 
 Node: TypeAlias = Any
 """Value that json can write: None, bool, int, float, str, list, dict."""
@@ -44,7 +45,7 @@ _Value = TypeVar("_Value")
 
 
 class EnvelopeReader:
-    """Reader of an envelope's blobs, in order. `opened` turns any exception that it raises into a StateCorruptError."""
+    """Reader of an envelope's blobs, in order. `opened` turns any exception of a reader into a StateCorruptError."""
 
     __slots__ = ("end", "position", "view")
 
@@ -52,11 +53,11 @@ class EnvelopeReader:
         self.view, self.position, self.end = view, position, end
 
     def take(self, nbytes: int) -> int:
-        """Return the offset of the next `nbytes` bytes, after a check that they exist. Call it before memory is
-        allocated for them."""
+        """Return the offset of the next `nbytes` bytes, and move past these bytes. Call `take` before memory is
+        allocated for the bytes, because it checks that they exist."""
         start = self.position
         if not 0 <= nbytes <= self.end - start:
-            raise ValueError(f"one of its values announces {nbytes} bytes, but {self.end - start} are left")
+            raise ValueError(f"a value must lie within the {self.end - start} bytes that are left, got {nbytes} bytes")
         self.position = start + nbytes + -nbytes % ALIGN
         return start
 
@@ -73,8 +74,8 @@ def opened(
     source_of: Callable[[memoryview, int, int], _Source],
     unpack: Callable[[Node, _Source], _Value],
 ) -> _Value:
-    """Check an envelope, and return the result of `unpack` for its tree and its blobs. source_of: makes the reader of
-    the blobs.
+    """Check an envelope, and return the result of `unpack` for its tree and its blobs. source_of: function that makes
+    the reader of the blobs.
 
     Raises StateCorruptError for bytes that encode_state did not write (all values are checked, and no more memory is
     allocated than the bytes can fill), StateVersionError for the envelope of a newer format.
@@ -90,11 +91,11 @@ def opened(
     end = size - CHECKSUM_BYTES
     announced = HEADER.size + tree_size + blob_size + CHECKSUM_BYTES
     if xxhash.xxh3_64_digest(view[:end]) != view[end:]:
-        hint = f" (its header announces {announced} bytes, it has {size})" if announced != size else ""
+        hint = f" (the header announces {announced} bytes, got {size})" if announced != size else ""
         raise StateCorruptError(f"the checksum of an encoded state does not match its content{hint}")
     if version > FORMAT_VERSION:
         raise StateVersionError(
-            f"this state is in format {version}, written by a newer Penstock; this one reads formats up to "
+            f"this state is in format {version}, written by a newer Penstock; the Penstock here reads formats up to "
             f"{FORMAT_VERSION}. Upgrade Penstock on the side that reads."
         )
     if version != FORMAT_VERSION or flags or announced != size:
@@ -107,7 +108,7 @@ def opened(
     try:
         value = unpack(_JSON.decode(str(view[HEADER.size : tree_end], "utf-8", "surrogatepass")), source)
         if source.position != end:
-            raise ValueError(f"{end - source.position} bytes of it belong to no value")
+            raise ValueError(f"each byte must belong to a value, but {end - source.position} are left over")
     except MemoryError:
         raise
     except Exception as error:  # the checksum matches, so another program or an attacker made these bytes
@@ -116,7 +117,7 @@ def opened(
 
 
 def _reject_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
+    raise ValueError(f"a number must be finite in JSON, got {name}")
 
 
 _JSON = json.JSONDecoder(parse_constant=_reject_constant)

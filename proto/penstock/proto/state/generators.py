@@ -1,9 +1,9 @@
 """States of a process's random generators as bytes: Python's `random`, numpy's legacy global, torch's CPU default.
 
-A runner captures them around `iter(loader)` and with every snapshot, so the encoding is a fixed binary record and not
-the general envelope of `penstock.proto.state.codec`. It includes the position inside the block of each Mersenne
-twister, and the second gaussian that `random.gauss` and `numpy.random.normal` keep for their next call (without it a
-resume after an odd number of draws would differ).
+A runner captures these states around `iter(loader)` and with every snapshot, so the encoding is a fixed binary record
+and not the general envelope of `penstock.proto.state.codec`. The record includes the position inside the block of each
+Mersenne twister, and the second gaussian that `random.gauss` and `numpy.random.normal` keep for their next call
+(without it a resume after an odd number of draws would differ).
 
     offset  size  field                                        all integers little-endian
     0       8     magic                                        b"PENRNGST"
@@ -54,7 +54,7 @@ _PYTHON_GAUSS, _NUMPY_GAUSS = 1, 2
 
 
 def capture_rng() -> bytes:
-    """Return the states of the three generators: 10,100 bytes, in 37 us (24 of them in numpy's get_state()).
+    """Return the states of the three generators: 10,100 bytes, in 37 us (of which numpy's get_state() takes 24 us).
 
     Raises UnsupportedStateError if numpy's global generator was replaced by one that is not MT19937.
     """
@@ -62,8 +62,8 @@ def capture_rng() -> bytes:
     numpy = np.random.get_state(legacy=False)
     if numpy["bit_generator"] != "MT19937":
         raise UnsupportedStateError(
-            f"numpy's global generator is {numpy['bit_generator']}, not MT19937: np.random.set_bit_generator() replaced"
-            " it. Keep a np.random.Generator of your own instead, and save its .bit_generator.state."
+            f"numpy's global generator must be MT19937, got {numpy['bit_generator']} by np.random.set_bit_generator(). "
+            "Keep a np.random.Generator of your own instead, and save its .bit_generator.state."
         )
     words: bytes = numpy["state"]["key"].astype("<u4", copy=False).tobytes()
     torch_state = torch_rng_state().numpy().tobytes()  # numpy() on a fresh copy: not the user's storage
@@ -83,8 +83,8 @@ def capture_rng() -> bytes:
 def torch_rng_state() -> torch.Tensor:
     """Return torch.get_rng_state(), called with garbage collection off.
 
-    torch.get_rng_state() holds the generator's lock while it makes a Python object. If garbage collection ran a
-    finalizer at that moment which also uses the generator, the thread would deadlock.
+    torch.get_rng_state() holds the generator's lock while it makes a Python object. If garbage collection then ran a
+    finalizer that also uses the generator, the thread would deadlock.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -96,8 +96,8 @@ def torch_rng_state() -> torch.Tensor:
 
 
 def restore_rng(data: bytes | bytearray | memoryview) -> None:
-    """Set the three generators to the states from capture_rng(). `data` are checked first, so that either all
-    generators are set or none.
+    """Set the three generators to the states from capture_rng(). `data` is checked first, so that either all generators
+    are set or none.
 
     Raises StateCorruptError for bytes that capture_rng() did not write, StateVersionError for bytes that a newer
     Penstock wrote, UnsupportedStateError if numpy's global generator was replaced by one that is not MT19937.
@@ -114,8 +114,8 @@ def restore_rng(data: bytes | bytearray | memoryview) -> None:
     _, version, flags, python_gauss, numpy_gauss, position, torch_size = _HEADER.unpack_from(view)
     if version > RNG_FORMAT_VERSION:
         raise StateVersionError(
-            f"this random state is in format {version}, written by a newer Penstock; this one reads formats up to "
-            f"{RNG_FORMAT_VERSION}. Upgrade Penstock on the side that reads."
+            f"this random state is in format {version}, written by a newer Penstock; Penstock here reads formats up "
+            f"to {RNG_FORMAT_VERSION}. Upgrade Penstock on the side that reads."
         )
     python = _PYTHON.unpack_from(view, _HEADER.size)
     if (
@@ -125,7 +125,9 @@ def restore_rng(data: bytes | bytearray | memoryview) -> None:
         or position > _WORDS  # numpy would read beyond its block
         or python[-1] > _WORDS
     ):
-        raise StateCorruptError("a captured random state is damaged: it has values that no generator can have")
+        raise StateCorruptError(
+            "a captured random state is damaged: a number in it is out of range. Load an older state"
+        )
     start = _HEADER.size + _PYTHON.size
     words = np.frombuffer(view, "<u4", _WORDS, start).astype(np.uint32)
     torch_state = torch.from_numpy(np.frombuffer(view, np.uint8, torch_size, start + 4 * _WORDS).copy())
@@ -139,7 +141,7 @@ def restore_rng(data: bytes | bytearray | memoryview) -> None:
         np.random.set_state(("MT19937", words, position, 1 if flags & _NUMPY_GAUSS else 0, numpy_gauss))
     except ValueError as error:
         raise UnsupportedStateError(
-            "numpy's global generator is not MT19937: np.random.set_bit_generator() replaced it. Keep a "
+            "numpy's global generator must be MT19937, got another one from np.random.set_bit_generator(). Keep a "
             "np.random.Generator of your own instead."
         ) from error
     torch.set_rng_state(torch_state)
@@ -170,10 +172,10 @@ def derive_seed(seed: int, *path: int | str) -> int:
     changes, because saved runs depend on it.
 
     The seed is the lowest 63 bits, read little-endian, of a BLAKE2b digest (RFC 7693, M.-J. Saarinen and J.-P.
-    Aumasson, 2015) of 8 bytes, personalised as b"penstock.seed". It is computed over `seed` and the parts of `path` in
-    order, each as type (b"i" or b"s"), length (8 bytes, little-endian) and content (an int as format(n, "x"), a str in
-    UTF-8). Because of types and lengths, 1 and "1" give different seeds, and so do ("ab", "c") and ("a", "bc"). Raises
-    InvalidArgumentError for a part that is neither int nor str.
+    Aumasson, 2015) of 8 bytes, personalised as b"penstock.seed". The digest is computed over `seed` and the parts of
+    `path` in order, each as type (b"i" or b"s"), length (8 bytes, little-endian) and content (an int as format(n, "x"),
+    a str in UTF-8). Because of types and lengths, 1 and "1" give different seeds, and so do ("ab", "c") and ("a",
+    "bc"). Raises InvalidArgumentError for a part that is neither int nor str.
     """
     digest = hashlib.blake2b(digest_size=8, person=b"penstock.seed")
     for index, part in enumerate((seed, *path)):

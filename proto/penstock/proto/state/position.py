@@ -1,4 +1,5 @@
-"""Position of a box in its stream, and the round robin over its slots. Pure arithmetic.
+"""Position of a box (data-parallel rank) in its stream of batches, and the round robin over its worker slots. Pure
+arithmetic.
 
 The rule: deliver a batch of the slot under the cursor, then move the cursor to the next live slot. If the input of a
 slot has ended when its turn comes, the slot is removed from the live slots, and no step is taken. When no slot is live,
@@ -8,8 +9,8 @@ assigns batches to workers in turn for the whole launch.
 
 The training loop follows this rule one step at a time (`turn`, `deliver`, `exhaust`, `abandon_epoch`). The coordinator
 computes the position at any step from the attempt's start and the known ends of slots (`advance`), many steps at a
-time. The result depends only on these values, so every rank gets the same one. The counts of batches of each slot must
-be stored, because the formula `worker_step(S) = S // W + (k < S % W)` is true only while every slot is live.
+time. The result depends only on these values, so every rank gets the same position. The counts of batches of each slot
+must be stored, because the formula `worker_step(S) = S // W + (k < S % W)` is true only while every slot is live.
 
 A position includes the stream digest of its box: the chain of the digests of all batches in order. Code that knows the
 digests extends the chain (`deliver`, `chain_at`); other code sets it to None.
@@ -30,10 +31,10 @@ from penstock.proto.v1 import records_pb2
 __all__ = ["EPOCHS_AHEAD", "MOST", "Position", "advance", "chain_at"]
 
 MOST = 1 << 62
-"""Largest step, epoch or count that is accepted in a position. Sums with it still fit into 64 bits."""
+"""Largest step, epoch or count that is accepted in a position, so that sums still fit into 64 bits."""
 EPOCHS_AHEAD = 64
-"""Largest number of epochs that a worker may be ahead of the loop. Only empty epochs reach it, because they take no
-ring entry. Without a limit a worker with an empty input would send ends of epochs without pause."""
+"""Largest number of epochs that a worker may be ahead of the loop. Only empty epochs, which take no ring entry, reach
+this number. Without a limit a worker with an empty input would send ends of epochs without pause."""
 _pack_link = struct.Struct("<QQ").pack
 _pack_step = struct.Struct("<Q").pack
 
@@ -56,7 +57,7 @@ class Position:
     0."""
 
     step: int
-    """Number of batches of the box over the whole life of the run."""
+    """Number of batches delivered to the box over the whole life of the run."""
     epoch: int
     live: list[int]
     """Slots that have not ended in this epoch, in their order."""
@@ -134,13 +135,13 @@ class Position:
             self.first = (self.first + sum(self.delivered)) % len(self.total)
         empty = not any(self.delivered)
         if empty and self.ended_before:
-            raise EmptyInputError("no worker's loader yields a batch: check data paths and sharding")
+            raise EmptyInputError("no worker's loader yielded a batch in two epochs: check data paths and sharding")
         self._next_epoch()
         self.ended_before = empty
         return True
 
     def abandon_epoch(self) -> None:
-        """Begin the next epoch before the end of this one. It begins with the same slot as this one."""
+        """Begin the next epoch before the end of this one. Both epochs begin with the same slot."""
         self._next_epoch()
 
     def _next_epoch(self) -> None:
@@ -170,7 +171,7 @@ class Position:
         """Return the position in a message. Raises InvalidArgumentError if a round robin cannot reach it."""
         if len(message.live) > len(message.slots):
             raise InvalidArgumentError(
-                f"live slots must be at most {len(message.slots)}, one per slot, got {len(message.live)}"
+                f"a position of {len(message.slots)} slots must have at most as many live ones, got {len(message.live)}"
             )
         position = cls(
             message.step,
@@ -190,7 +191,8 @@ class Position:
             )
         if position.cursor >= len(position.live):
             raise InvalidArgumentError(
-                f"the cursor of a position must be below its {len(position.live)} live slots, got {position.cursor}"
+                f"the cursor of a position must be below {len(position.live)}, its number of live slots, got "
+                f"{position.cursor}"
             )
         if position.first is not None and position.first >= count:
             raise InvalidArgumentError(f"the first slot of a position must be below {count}, got {position.first}")
@@ -200,7 +202,8 @@ class Position:
             )
         if any(d > t for d, t in zip(position.delivered, position.total, strict=True)):
             raise InvalidArgumentError(
-                "the batches of a slot in this epoch must be at most its batches in all, got more"
+                f"a slot must have at most as many batches in this epoch as in all, got {position.delivered} and "
+                f"{position.total}"
             )
         return position
 
@@ -214,8 +217,8 @@ def advance(
     """Return the position of the box at `step`, computed from `base` and the known ends of epochs.
 
     Args:
-        base: position to start from. It is not changed.
-        step: absolute, >= `base.step`.
+        base: position to start from, which is not changed.
+        step: number of batches over the whole life of the run, >= `base.step`.
         ends: (slot, epoch) -> the slot's total when that epoch ended. An epoch that is not listed counts as unfinished;
             call again once more ends are known.
         abandoned: epoch -> the last step taken in it before the loop abandoned it by `break`.
@@ -267,7 +270,7 @@ def chain_at(
     """Return the chain of the box at `step`, computed one step at a time. digests: (slot, total) -> digest of the
     batch. The other arguments are those of `advance`.
 
-    Returns None if the chain is unknown at `base`, or if one of the digests is unknown.
+    Returns None if the chain at `base` or one of the digests is unknown.
     """
     at = base.copy()
     while at.step < step and at.chain is not None:

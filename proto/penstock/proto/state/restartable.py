@@ -1,8 +1,9 @@
-"""Protocol of a restartable loader, and the context that a loader may read in its state_dict().
+"""Protocol of a restartable loader, and the worker's progress that a loader may read in its state_dict().
 
 The loader's methods decide how it can resume. A loader with four methods (`RestartableDataLoader`) resumes on any
-number of workers through the user's own code, and loads only states that this code made. A loader with two
-(`state_dict` and `load_state_dict`) resumes on the same topology. A loader without state methods can only be replayed.
+number of workers through the user's own code, and loads only states that this code made. A loader with two methods
+(`state_dict` and `load_state_dict`) resumes on the same numbers of boxes and workers. A loader without state methods
+can only be replayed.
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ class RestartableDataLoader(Protocol):
     """Interface of a loader whose position can be saved, and restored on any number of workers: give your loader these
     four methods.
 
-    `strict` is optional: either both methods take it, or neither; otherwise a TypeError is raised.
+    The parameter `strict` is optional: either both methods take it, or neither; otherwise a TypeError is raised.
 
-    Any loader, or its iterator, may also have a method `skip_batch()`. It skips the next batch without making it,
-    advances all counters and random generators as if it had made the batch, and raises StopIteration if the epoch is
-    over. It is called for a batch that kills the process that makes it, in jobs that skip such batches
-    (Appliance(poison="skip")).
+    Any loader, or its iterator, may also have a method `skip_batch()`, which skips the next batch: it advances all
+    counters and random generators as if the batch had been made, and raises StopIteration if the epoch is over. Jobs
+    with Appliance(poison="skip") call `skip_batch` for a batch that kills the process that makes it.
 
     The class may have three more attributes, all of them optional:
 
-    loads_own_state = True: load_state_dict also accepts what `state_dict` returned on the same worker. A lost runner is
-    then replaced from a verified state, and not by replay from the start of the launch.
+    loads_own_state = True: load_state_dict also accepts what `state_dict` returned on the same worker. A runner (the
+    process that runs the loader) that is lost is then replaced from a verified state, and not by replay from the start
+    of the launch.
 
-    exact_states = True: each state leads to exactly the batches that follow it, across epochs too, with the same random
-    numbers. States are then verified only once, at the beginning of a run.
+    exact_states = True: a loader that loads a state then makes exactly the batches that followed the state, across
+    epochs too, with the same random numbers. States are then verified only once, at the beginning of a run.
 
     advance_state(state_dict, batches): a static method that returns the state `batches` batches later in the same
     epoch. A state between two snapshots is then computed without making a batch. Use it only if making batches does not
@@ -55,7 +56,8 @@ class RestartableDataLoader(Protocol):
     """
 
     def state_dict(self) -> Any:
-        """Return this worker's state after the batches yielded so far. May call `get_worker_state()` once."""
+        """Return this worker's state after the batches yielded so far. The method may call `get_worker_state()`
+        once."""
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
         """Load a state that `deaggregate_state_dict` returned."""
@@ -64,7 +66,7 @@ class RestartableDataLoader(Protocol):
         """Return one state, made from the states of all workers in order of global_worker_id."""
 
     def deaggregate_state_dict(self, aggregated: Any, strict: bool = True) -> Any:
-        """Return this worker's part of the aggregated state. Runs on every worker."""
+        """Return this worker's part of the aggregated state. Called on every worker."""
 
 
 @dataclass(frozen=True)
@@ -110,8 +112,7 @@ class DataLoaderCheckpoint:
 
 
 class WorkerContext:
-    """Holder of the DataLoaderCheckpoint that one call of state_dict() may read. It records whether the call has read
-    it."""
+    """Holder of the DataLoaderCheckpoint that one call of state_dict() may read once by `get_worker_state()`."""
 
     def __init__(self, checkpoint: DataLoaderCheckpoint) -> None:
         self._checkpoint: DataLoaderCheckpoint | None = checkpoint
@@ -119,7 +120,9 @@ class WorkerContext:
 
     def read(self) -> DataLoaderCheckpoint:
         if self._checkpoint is None:
-            raise RuntimeError("get_worker_state() was called twice in one state_dict(): keep the value it returned")
+            raise RuntimeError(
+                "get_worker_state() must be called once in a state_dict(), got a second call: keep the first result"
+            )
         checkpoint, self._checkpoint = self._checkpoint, None
         self.was_read = True
         return checkpoint
@@ -148,7 +151,9 @@ def get_worker_state() -> DataLoaderCheckpoint:
     """
     context = _context.get()
     if context is None:
-        raise RuntimeError("get_worker_state() can only be called inside a loader's state_dict() on a worker")
+        raise RuntimeError(
+            "get_worker_state() must be called inside a loader's state_dict() on a worker, got a call elsewhere"
+        )
     return context.read()
 
 
@@ -169,11 +174,11 @@ def by_own_methods(capabilities: records_pb2.LoaderCapabilities) -> bool:
 
 
 def takes_strict(loader: object) -> bool:
-    """Return whether load_state_dict takes `strict`. A loader with four methods must take it in deaggregate_state_dict
-    too, or in neither.
+    """Return whether load_state_dict takes `strict`. A loader with four methods must take `strict` in
+    deaggregate_state_dict too, or in neither method.
 
     Raises:
-        TypeError: only one of the two methods takes it.
+        TypeError: only one of the two methods takes `strict`.
     """
     methods = state_methods(loader)
     if methods == 0:

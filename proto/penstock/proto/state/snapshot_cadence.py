@@ -1,4 +1,4 @@
-"""Interval of snapshots: one at every step if that takes less than 1% of the time, otherwise fewer."""
+"""Interval of snapshots of a loader's state: every step if snapshots take less than 1% of the time, else longer."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from contextlib import contextmanager
 __all__ = ["SnapshotCadence"]
 
 SHARE = 0.01
-"""Largest share of the runner's time that is spent on snapshots that no save has requested."""
+"""Largest share of the runner's time for snapshots that no save has requested."""
 
 
 class SnapshotCadence:
-    """Schedule of snapshots, by the time that the last one took. Times are seconds of the monotonic clock."""
+    """Schedule of snapshots, by the duration of the last snapshot. Times are seconds of the monotonic clock."""
 
     def __init__(self) -> None:
         self.stopped = False
@@ -22,8 +22,8 @@ class SnapshotCadence:
         self._taken = 0
 
     def due(self, now: float) -> bool:
-        """Return whether a snapshot is due. The first two are due at once, because the verification of a restored
-        snapshot needs an early one."""
+        """Return whether a snapshot is due. The first two snapshots are due at once, because the verification of a
+        restored snapshot needs an early one."""
         return not self.stopped and (now >= self._next or self._taken < 2)
 
     @contextmanager

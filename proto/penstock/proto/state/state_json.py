@@ -1,5 +1,5 @@
-"""Conversion of an encoded state to JSON, for programs that are not written in Python. It keeps all values, and needs
-neither torch nor numpy.
+"""Conversion of an encoded state to JSON, for programs that are not written in Python. The conversion keeps all values,
+and needs neither torch nor numpy.
 
 JSON has no tensors, bytes, NaN or keys that are not text. Such a value becomes an object with the key "$", which names
 its type. Bytes are in base64, and numbers in them little-endian:
@@ -40,7 +40,8 @@ _ITEM = re.compile(r"[<>|]([a-zA-Z])(\d*)(?:\[.*\])?", re.ASCII)
 
 
 def state_as_json(data: bytes) -> bytes:
-    """Return the value in an envelope as JSON in UTF-8. Raises StateCorruptError, StateVersionError."""
+    """Return the value in an envelope (the result of encode_state) as JSON in UTF-8. Raises StateCorruptError for
+    damaged bytes, StateVersionError for a newer format."""
     if not data:
         return b"null"
     return opened(data, EnvelopeReader, _written)
@@ -117,7 +118,7 @@ def _array_item(spec: str) -> int:
     long long."""
     found = _ITEM.fullmatch(spec)
     if found is None:
-        raise ValueError(f"the numpy dtype {spec!r} is not supported")
+        raise ValueError(f"a numpy dtype must be a number, text, bytes or time, got {spec!r}")
     kind, size = found[1], int(found[2] or 0)
     return 8 if kind in "qQ" else 4 * size if kind == "U" else size
 

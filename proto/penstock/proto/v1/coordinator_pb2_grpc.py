@@ -133,26 +133,26 @@ class CoordinatorServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchRun(self, request, context):
-        """Long poll: returns at once when the run's version is not `seen_version`, else when it changes or when the hold is
-        over; then `slots` is empty. Renews the box's lease and reports its progress.
+        """Long poll: returns at once if the run's version is not `seen_version`, else when the version changes, or, with
+        empty `slots`, when the hold is over. Renews the box's lease and reports its progress.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CloseRun(self, request, context):
-        """Ends the box's part in the attempt. The last box's close ends the attempt. Until then, for a while, the box's workers
-        stay for the other boxes' state queries, which are answered with the box's final state.
+        """Ends the box's part in the attempt. The last box's close ends the attempt. Until then the box's workers stay for a
+        while, so that other boxes' state queries are answered with this box's final state.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FetchState(self, request, context):
-        """The DataLoaderCheckpoint records of every worker of every box at a step, by global_worker_id. Each record is one
-        part with `record` set; its state is the `data` of that part and of those that follow. Records come as boxes are
-        complete: an error may follow some of them. The state of a closed run that was fetched last stays available for a
-        week.
+        """Returns the DataLoaderCheckpoint records of every worker of every box at a step, by global_worker_id. A record
+        begins with a part that has `record`; its state is the `data` of this part and of the following ones. Records are
+        sent as boxes become complete, so an error may follow some records. The state of a closed run that was fetched last
+        stays available for a week.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -181,8 +181,8 @@ class CoordinatorServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetSnapshots(self, request, context):
-        """The durable snapshots of a slot that the coordinator keeps for its recovery, oldest first: for each a part with
-        `header`, then data.
+        """Returns the durable snapshots that the coordinator keeps for a slot's recovery, oldest first: for each snapshot a
+        part with `header`, then data.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -196,15 +196,15 @@ class CoordinatorServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DeregisterWorker(self, request, context):
-        """Starts draining a worker: it gets no new slots, and its own move to other workers.
+        """Starts draining a worker: it gets no new slots, and its own slots move to other workers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DrainWorker(self, request, context):
-        """Drains a worker for an operator: it gets no new slots, and its own migrate one by one, each when its target worker is
-        ready. A slot for which no worker has capacity stays and keeps running.
+        """Drains a worker for an operator: it gets no new slots, and its own slots migrate one by one, each when its target
+        worker is ready. A slot for which no worker has capacity stays and keeps running.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -231,16 +231,16 @@ class CoordinatorServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def FetchHistory(self, request, context):
-        """What is kept of a box's stream for `penstock replay`: one `history` for each attempt, oldest first. With `snapshot` in
-        the request: that snapshot's bytes, as `data`.
+        """Returns the records of a box's stream for `penstock replay`: one `history` for each kept attempt, oldest first.
+        With `snapshot` in the request: the bytes of this snapshot, as `data`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def EndRun(self, request, context):
-        """Ends the open attempt of a run, or of all runs of a job, whether its training job lives or not: a live one gets
-        SupersededError from its next call. The run may be opened again. A run that is closed already stays so.
+        """Ends the open attempt of a run, or of all runs of a job, also if its training job is live, which then gets
+        SupersededError from its next call. The run may be opened again. A closed run is not changed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -20,7 +20,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class ErrorDetail(_message.Message):
-    """An error of penstock.proto.errors on its way to another process. `name` is the class name in the catalogue."""
+    """Error of penstock.proto.errors that is sent to another process. `name` is the class name in the catalogue."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -47,7 +47,9 @@ Global___ErrorDetail: _TypeAlias = ErrorDetail  # noqa: Y015
 
 @_typing.final
 class SlotPosition(_message.Message):
-    """Position of one slot. `delivered` counts in this epoch, `total` over the whole life of the run (the worker_step)."""
+    """Position of one worker slot, in batches: `delivered` in this epoch, `total` over the whole life of the run (the
+    worker_step).
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -72,11 +74,11 @@ Global___SlotPosition: _TypeAlias = SlotPosition  # noqa: Y015
 
 @_typing.final
 class BoxPosition(_message.Message):
-    """Position of one box. The next batch comes from live[cursor]; `slots` has one entry per slot, live or not. `step` counts
-    the batches of the box over the whole life of the run. `chain` is the stream digest up to there; absent if it is not
-    known. chain(0) = 0, and without `by_rows` chain(n) = xxh3_64(little-endian u64 chain(n - 1), u64 digest of batch n).
-    With `by_rows` chain(n) = chain(n - 1) + factor(n) * digest of batch n, modulo 2^64, with
-    factor(n) = xxh3_64(little-endian u64 n) | 1: the sum over all boxes is that of the whole stream, for any number of boxes.
+    """Position of one box. The next batch comes from live[cursor]; `slots` has one entry per slot, live or not. `step`
+    counts the batches of the box over the whole life of the run. `chain` is the stream digest up to `step`; absent if
+    unknown. chain(0) = 0, and without `by_rows` chain(n) = xxh3_64(little-endian u64 chain(n - 1), u64 digest of batch
+    n). With `by_rows` chain(n) = chain(n - 1) + factor(n) * digest of batch n, modulo 2^64, with factor(n) =
+    xxh3_64(little-endian u64 n) | 1: the sum over all boxes is that of the whole stream, for any number of boxes.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -94,7 +96,7 @@ class BoxPosition(_message.Message):
     cursor: _builtins.int
     chain: _builtins.int
     first: _builtins.int
-    """The slot that began the epoch, for a stream whose turn continues over the ends of epochs. Absent: slot 0 begins each
+    """Slot that began the epoch, for a stream whose round robin continues across epochs. Absent: slot 0 begins each
     epoch.
     """
     by_rows: _builtins.bool
@@ -131,7 +133,7 @@ Global___BoxPosition: _TypeAlias = BoxPosition  # noqa: Y015
 
 @_typing.final
 class EpochEnd(_message.Message):
-    """The end of an epoch for one slot, by its end of input or because the loop abandoned it: after batch `total` of the slot
+    """End of an epoch of one slot, because its input ended or the loop abandoned the epoch: after batch `total` of the slot
     (counted over the run).
     """
 
@@ -157,7 +159,7 @@ Global___EpochEnd: _TypeAlias = EpochEnd  # noqa: Y015
 
 @_typing.final
 class LoaderSpec(_message.Message):
-    """How a run's loader is made. User code is named, never shipped: "module:qualname" and arguments in the safe
+    """Description of a run's loader. User code is named, never sent: "module:qualname" and arguments in the safe
     state envelope (penstock.proto.state.codec).
     """
 
@@ -177,8 +179,8 @@ class LoaderSpec(_message.Message):
     main_path: _builtins.str
     """embedded only: the training script, loaded in runners under the name penstock_main"""
     arguments_blob: _builtins.str
-    """run
-    instead of `arguments` if these are large: a blob that holds the same envelope
+    """worker may run
+    instead of `arguments` if these are large: blob with the same envelope
     """
     @_builtins.property
     def sys_path(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -188,7 +190,7 @@ class LoaderSpec(_message.Message):
     def options(self) -> Global___Options: ...
     @_builtins.property
     def allow(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """set by the worker's daemon for its children: prefixes of the modules that it may"""
+        """set by the worker's daemon for its children: prefixes of the modules that the"""
 
     def __init__(
         self,
@@ -230,7 +232,7 @@ class Options(_message.Message):
     replay_without_state: _builtins.bool
     """save loaders without state methods as (epoch start, count), by replay"""
     retention_steps: _builtins.int
-    """delivered steps back for which a state is available"""
+    """number of latest delivered steps for which a state is available"""
     full_digest: _builtins.bool
     """digests cover every byte of a batch, not a sample"""
     row_digest: _builtins.bool
@@ -238,10 +240,10 @@ class Options(_message.Message):
     force_tcp: _builtins.bool
     """use the TCP lane on the same host too"""
     timeout_s: _builtins.float
-    """the training loop's deadline: user code that takes half of it for one thing is"""
+    """the training loop's deadline: user code that takes half of it for one call is"""
     skip_poison: _builtins.bool
-    """reported with its stack; 0 = not known
-    a batch that kills its runner again and again is left out, where that is possible
+    """reported with its stack; 0 = unknown
+    a batch that kills its runner repeatedly is left out, if the loader allows it
     """
     synthetic: _builtins.bool
     """repeat a worker's first batch instead of its loader's stream"""
@@ -269,7 +271,7 @@ Global___Options: _TypeAlias = Options  # noqa: Y015
 
 @_typing.final
 class LoaderCapabilities(_message.Message):
-    """What a loader can do, reported by the first runner of a slot."""
+    """Capabilities of a loader, reported by the first runner of a slot."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -289,9 +291,9 @@ class LoaderCapabilities(_message.Message):
     takes_strict: _builtins.bool
     """load_state_dict (and deaggregate_state_dict) take `strict`"""
     not_restartable: _builtins.str
-    """why its state cannot be saved, "" if it can"""
+    """reason why its state cannot be saved; "" if it can"""
     length: _builtins.int
-    """len(loader), -1 without one"""
+    """len(loader); -1 for a loader without a length"""
     looked_at_assignment: _builtins.bool
     """input_fn or its data read the assignment; known after the first batch"""
     is_iterator: _builtins.bool
@@ -299,15 +301,15 @@ class LoaderCapabilities(_message.Message):
     own_workers: _builtins.int
     """worker processes of the loader itself"""
     loads_own_state: _builtins.bool
-    """load_state_dict also takes what state_dict returned, although there are four"""
+    """load_state_dict also accepts results of state_dict, although the loader has"""
     exact_states: _builtins.bool
-    """methods
-    every state_dict is known to be exact, and is restored over the end of an epoch too
+    """four methods
+    every state is exact, and is restored across the end of an epoch too
     """
     advances_state: _builtins.str
-    """"module:qualname" of the class whose advance_state moves a state on; "" = none"""
+    """"module:qualname" of the class with the method advance_state; "" = none"""
     not_used: _builtins.str
-    """why its states are not used on that worker although it has some; "" = they are used"""
+    """reason why its states are not used on that worker; "" = its states are used"""
     def __init__(
         self,
         *,
@@ -333,8 +335,8 @@ Global___LoaderCapabilities: _TypeAlias = LoaderCapabilities  # noqa: Y015
 
 @_typing.final
 class Skip(_message.Message):
-    """Batches that are left out of a slot's stream: `count` of them between batch `total` of the slot and the next one, in
-    epoch `epoch`. A batch that is left out takes no number.
+    """Batches that are left out of a slot's stream: `count` batches between batch `total` of the slot and the next batch,
+    in epoch `epoch`. A batch that is left out has no number.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -362,7 +364,9 @@ Global___Skip: _TypeAlias = Skip  # noqa: Y015
 
 @_typing.final
 class WorkerAssignment(_message.Message):
-    """A slot as assigned to a worker. A slot has one owner per generation; a higher generation fences every lower one."""
+    """Assignment of a worker slot to a worker. A slot has one owner per generation; messages of a lower generation are
+    refused.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -393,14 +397,14 @@ class WorkerAssignment(_message.Message):
     seed: _builtins.int
     """the run's, the same on all slots"""
     lane_key: _builtins.bytes
-    """of this slot and generation: checks the tickets of its lane"""
+    """key of this slot and generation, with which the worker checks lane tickets"""
     recovery: _builtins.bool
     """take over a stream that may have delivered batches: start from the newest usable"""
     is_target: _builtins.bool
-    """with `recovery`: another worker still has the slot. Prepare to take it over; the"""
+    """with `recovery`: another worker still has the slot. Prepare to take the slot"""
     prepare_migration: _builtins.bool
-    """snapshots to start from are fetched again when the lane opens
-    a target worker is ready: make durable what it needs to replay least, and report it
+    """over, and fetch the snapshots to start from again when the lane opens
+    a target worker is ready: make durable the snapshot from which it replays
     """
     @_builtins.property
     def loader(self) -> Global___LoaderSpec: ...
@@ -413,7 +417,7 @@ class WorkerAssignment(_message.Message):
     @_builtins.property
     def skips(self) -> _containers.RepeatedCompositeFieldContainer[Global___Skip]:
         """durable snapshot (GetSnapshots) and wait for the lane's Hello before producing
-        batches to leave out, of this attempt; a state to resume from may add others
+        batches of this attempt to leave out; a state to resume from may add others
         """
 
     def __init__(
@@ -446,7 +450,7 @@ Global___WorkerAssignment: _TypeAlias = WorkerAssignment  # noqa: Y015
 
 @_typing.final
 class Resume(_message.Message):
-    """The state that an attempt starts from."""
+    """State from which an attempt starts."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -456,7 +460,7 @@ class Resume(_message.Message):
     """envelope {"aggregated": user value or None, "strict": bool, "slots": {slot:"""
     same_topology: _builtins.bool
     """restart}}; "" = a new stream
-    generators and positions of the record are valid; else only the aggregated state is
+    generators and positions in `blob` are valid; else only the aggregated state
     """
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """Settings of a training job: the arguments of an Appliance that can also be set by environment variables or in the
 settings file.
 
-They are declared here, and not in the client, so that `penstock config` can show a job's settings without torch.
-Variables of torchrun have lower priority than Penstock's own, and higher priority than the settings file: see
+The settings are declared here, and not in the client, so that `penstock config` can show them without torch. Variables
+of torchrun have lower priority than Penstock's own, and higher priority than the settings file: see
 penstock.client.api.appliance_settings.
 """
 
@@ -20,7 +20,7 @@ from penstock.runtime.config.settings_file import CLUSTER, read_settings_file
 __all__ = ["JobSettings", "TlsFiles", "check_file"]
 
 
-_ONE_JOB = "it belongs to one job, but all jobs read this file: pass it to Appliance, or set its variable"
+_ONE_JOB = "this setting is for one job, but all jobs read this file: pass it to Appliance, or set its variable"
 
 
 class TlsFiles(Section):
@@ -35,7 +35,7 @@ class TlsFiles(Section):
         "requires certificates of its callers.",
     )
     tls_cert: FilePath = Field("", description="File with the certificate to show.")
-    tls_key: FilePath = Field("", description="File with the certificate's key; only its owner may be able to read it.")
+    tls_key: FilePath = Field("", description="File with the certificate's key, readable by its owner only.")
     tls_name: Annotated[str, Unit("NAME")] = Field(
         "", description="Name to expect in the other end's certificate, instead of its address; `*` = that end's role."
     )
@@ -79,18 +79,22 @@ class JobSettings(TlsFiles):
         description="Seed of new runs (default: a fresh one for each, which the coordinator keeps).",
     )
     attempt: str = Field("", description="Id of this launch of the job, the same on all boxes.")
-    lane: Literal["auto", "tcp"] = Field("auto", description="auto: shared memory on the same host; tcp: never.")
+    lane: Literal["auto", "tcp"] = Field(
+        "auto", description="Transport of batches: auto (shared memory on the same host, else TCP) or tcp (always TCP)."
+    )
     compression: Literal["lz4", "zstd"] | None = Field(
         None,
         description="Compression of batches over TCP, if the worker has it too: lz4 or zstd (default: none).",
     )
-    max_batch_bytes: int = Field(1 << 30, ge=1, description="Largest batch, bytes; a larger one is an error.")
+    max_batch_bytes: int = Field(1 << 30, ge=1, description="Largest batch, bytes; a larger batch is an error.")
     digest: Literal["sample", "full", "rows"] | None = Field(
         None,
         description="Bytes that digests cover: sample, full or rows (default: as in the loaded state, else sample).",
     )
-    strict_structure: bool = Field(False, description="Raise an error for a batch of another structure.")
-    replay: bool = Field(False, description="Save loaders without state methods too, by replay.")
+    strict_structure: bool = Field(
+        False, description="Error for a batch whose structure differs from the first batch's."
+    )
+    replay: bool = Field(False, description="Saving of loaders without state methods too, by replay of their batches.")
     retention_steps: int = Field(
         256,
         ge=1,
@@ -100,7 +104,7 @@ class JobSettings(TlsFiles):
         120.0,
         gt=0,
         allow_inf_nan=False,
-        description="Deadline of every wait, seconds.",
+        description="Deadline of every wait of the training loop, seconds.",
     )
     poison: Literal["fail", "skip"] = Field(
         "fail",
@@ -108,14 +112,14 @@ class JobSettings(TlsFiles):
     )
     synthetic: bool = Field(
         False,
-        description="Repeat each worker's first batch, to measure a job without the cost of its input.",
+        description="Repetition of each worker's first batch, to measure a job without the cost of its input.",
     )
-    progress: bool = Field(False, description="Show a line of progress while the loop runs.")
+    progress: bool = Field(False, description="Line of progress while the loop runs.")
     http: str = Field(
         "",
         description="HOST:PORT of this process's metrics; ranks of a host take PORT + LOCAL_RANK (default: none).",
     )
-    otel: bool = Field(False, description="Trace calls to the coordinator with OpenTelemetry.")
+    otel: bool = Field(False, description="Traces of calls to the coordinator with OpenTelemetry.")
     device: str = Field(
         "",
         description="Device of the batches: cuda, cuda:N or cpu (default: they stay in shared memory).",
@@ -125,7 +129,7 @@ class JobSettings(TlsFiles):
     @classmethod
     def _one_name(cls, job: str) -> str:
         if "/" in job:
-            raise ValueError("a job's name must not have a slash, which separates it from the loader's number")
+            raise ValueError("a job's name must not contain a slash, which separates the name from the loader's number")
         if len(job) > 200 or not job.isprintable():
             raise ValueError("a job's name must have at most 200 characters, all of them printable")
         return job

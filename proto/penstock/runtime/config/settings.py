@@ -1,11 +1,11 @@
 """Base class of settings: fields with a description, whose values come from arguments, environment variables or the
 settings file.
 
-It is shared by the daemons and commands (penstock.deploy.console.daemon_settings) and the training job
-(penstock.runtime.config.job_settings), so that one file and one environment serve all of them by the same rules.
-pydantic-settings reads arguments and variables, and decides which value is used. This module reads the settings file
-and checks the types of its values; it names the source of each value, for errors, `penstock config` and a daemon's log;
-and it reads every setting separately, so that an invalid one does not hide the others. The command line of
+The daemons and commands (penstock.deploy.console.daemon_settings) and the training job
+(penstock.runtime.config.job_settings) share this class, so that one file and one environment serve all of them by the
+same rules. pydantic-settings reads arguments and variables, and decides which value is used. This module reads the
+settings file, checks the types of its values, and names the source of each value for errors, `penstock config` and a
+daemon's log. Every setting is read separately, so that an invalid setting does not hide the others. The command line of
 pydantic-settings is not used: Typer's flags are made from these fields (penstock.deploy.console.options).
 """
 
@@ -61,8 +61,8 @@ FilePath = Annotated[str, IsPath(), Unit("FILE")]
 
 
 class IsList:
-    """Mark for a field whose value is a text with commas between items. In the settings file it may be a TOML list, and
-    its command-line flag may be repeated, with one item each time."""
+    """Mark for a field whose value is a text with commas between items. In the settings file the value may be a TOML
+    list, and the command-line flag may be repeated, with one item each time."""
 
 
 class Section(BaseSettings):
@@ -98,7 +98,7 @@ class Section(BaseSettings):
 
 
 class _FromFile(InitSettingsSource):
-    """Source for pydantic-settings that has the section's values in the settings file."""
+    """Source for pydantic-settings that contains a section's values in the settings file."""
 
     def __init__(self, section: type[Section]) -> None:
         file = read_settings_file() if section.table else None
@@ -108,8 +108,8 @@ class _FromFile(InitSettingsSource):
 @dataclass(frozen=True, repr=False)
 class OtherType:
     """Stand-in for a value in the settings file that has another type than its setting. pydantic would silently convert
-    a text or a boolean to a number: it must do so for variables, and cannot be strict for one source only. It refuses
-    this object, with its own message."""
+    a text or a boolean to a number, as it must for variables, and cannot be strict for one source only. This object
+    makes pydantic raise an error with its own message."""
 
     value: Any
 
@@ -118,7 +118,8 @@ class OtherType:
 
 
 def _fits(annotation: Any, value: Any) -> bool:
-    """Return whether a TOML value has the setting's type. Return True if the setting's type is not a plain one."""
+    """Return whether a TOML value has the setting's type; True for a setting of a type other than bool, int, float and
+    str."""
     kinds = set(get_args(annotation) or (annotation,)) - {NoneType}
     if kinds - {bool, int, float, str}:
         return True
@@ -194,8 +195,8 @@ class ResolvedSetting:
 
 
 def find(section: type[Section]) -> list[ResolvedSetting]:
-    """Return every setting of a section except secrets. Each is read separately, so that an invalid or missing one does
-    not hide the others."""
+    """Return every setting of a section except secrets. Each setting is read separately, so that an invalid or missing
+    setting does not hide the others."""
     problems: dict[str, tuple[str, Any]] = {}
     values: dict[str, Any] = {}
     try:
@@ -218,8 +219,8 @@ def find(section: type[Section]) -> list[ResolvedSetting]:
 
 
 def field_of(section: type[Section], place: tuple[Any, ...]) -> str:
-    """Return the field that an error of pydantic refers to. In some errors pydantic names the variable instead of the
-    field."""
+    """Return the name of the field in an error of pydantic. place: the error's location, which in some errors is the
+    variable's name."""
     name = str(place[0]) if place else "?"
     for field in section.model_fields:
         if name == field or name.upper() in variables(section, field):

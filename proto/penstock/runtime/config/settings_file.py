@@ -1,4 +1,4 @@
-"""The settings file: one TOML file for coordinator, workers, training jobs and commands of a machine.
+"""Settings file: one TOML file for coordinator, workers, training jobs and commands of a machine.
 
     [cluster]          settings that all share: the coordinator's address, the TLS files, the file of the token
     [coordinator]      settings of `penstock coordinator`
@@ -6,18 +6,18 @@
     [client]           defaults of Appliance(...)
     [up]               settings of `penstock up` and `penstock down`
 
-Its path is that in PENSTOCK_CONFIG (`--config`), else ~/.config/penstock/config.toml, else /etc/penstock/penstock.toml.
-Only the first of these files that exists is read. The working directory is not searched: the file decides to which
-address the token is sent and which code may run, so it must not come from a folder that another user filled. For the
-same reason a file that other users can change, or that belongs to a user other than root or this one, is refused.
-PENSTOCK_CONFIG=/dev/null means no file.
+The path of the file is that in PENSTOCK_CONFIG (`--config`), else ~/.config/penstock/config.toml, else
+/etc/penstock/penstock.toml. Only the first of these files that exists is read. The working directory is not searched:
+the file decides to which address the token is sent and which code may run, so it must not come from a folder that
+another user filled. For the same reason a file that other users can change, or that belongs to a user other than root
+or this one, is refused. PENSTOCK_CONFIG=/dev/null means no file.
 
 pydantic-settings' own TomlConfigSettingsSource is not used, because it does not report the line of a value, ignores a
 missing file, and opens any kind of file.
 
-The file must not hold secrets, because such files get copied, mounted and committed: the key `token` is an error, which
-names the right place for tokens. Paths in the file are relative to its own folder, not to the working directory, and
-may begin with "~".
+The file must not hold secrets, because such files get copied, mounted and committed: the key `token` raises an error,
+which names the right place for tokens. Paths in the file are relative to its own folder, not to the working directory,
+and may begin with "~".
 """
 
 from __future__ import annotations
@@ -64,14 +64,12 @@ class SettingsFile:
 
     def check(self, table: str, known: Collection[str], foreign: Mapping[str, str] | None = None) -> None:
         """Raise InvalidArgumentError if a section has an unknown key. known: allowed keys. foreign: key -> reason why
-        it is not allowed here."""
+        the key is not allowed in this section."""
         for key in self.tables.get(table, {}):
             if key in known:
                 continue
             if foreign and key in foreign:
-                raise InvalidArgumentError(
-                    f"{self.where(table, key)}: {key} does not belong into [{table}]: {foreign[key]}"
-                )
+                raise InvalidArgumentError(f"{self.where(table, key)}: {key} must not be in [{table}]: {foreign[key]}")
             raise InvalidArgumentError(
                 f"{self.where(table, key)}: [{table}] has no setting {key!r}{likely(key, known)}"
             )
@@ -120,13 +118,13 @@ def _read(path: Path) -> SettingsFile:
         raise InvalidArgumentError(f"the settings file {path} cannot be read: {error.strerror}") from error
     if len(raw) > MAX_FILE:
         raise InvalidArgumentError(
-            f"the settings file {path} must have at most {MAX_FILE} bytes, got more: is it another file?"
+            f"the settings file {path} must have at most {MAX_FILE} bytes, got more: name the settings file"
         )
     try:
         text = raw.decode()
         found = tomllib.loads(text)
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise InvalidArgumentError(f"the settings file {path} is not TOML: {error}") from error
+        raise InvalidArgumentError(f"the settings file {path} must be TOML: {error}") from error
     except RecursionError:  # without its long traceback
         raise InvalidArgumentError(
             f"the settings file {path} cannot be read as TOML: its brackets are nested too deep"
@@ -136,7 +134,9 @@ def _read(path: Path) -> SettingsFile:
 
 def _refuse_others(path: Path, found: os.stat_result) -> None:
     if not stat.S_ISREG(found.st_mode):
-        raise InvalidArgumentError(f"the settings file {path} must be a regular file; {os.devnull} means no file")
+        raise InvalidArgumentError(
+            f"the settings file {path} must be a regular file: name one, or {os.devnull} to use no file"
+        )
     if found.st_uid not in (0, os.geteuid()):
         raise InvalidArgumentError(
             f"the settings file {path} belongs to another user (number {found.st_uid}), who could change what runs "
@@ -155,25 +155,25 @@ def _checked(file: SettingsFile) -> SettingsFile:
         for table, key in [("", name), *((name, key) for key in keys)]:
             if key.lower() in ("token", "tokens", "penstock_token"):
                 raise InvalidArgumentError(
-                    f"{file.where(table, key)}: this file must not hold a token, because others may read it: put it "
-                    "into "
-                    'a file of its own (chmod 600) and name that by token_file = "FILE" in [cluster]'
+                    f"{file.where(table, key)}: this file must not hold a token, because others may read it: put "
+                    'the token into a file of its own (chmod 600), and set token_file = "FILE" in [cluster]'
                 )
         if name not in TABLES:
             what = f"a section [{name}]" if isinstance(value, dict) else f"{name!r} outside a section"
-            raise InvalidArgumentError(f"{file.where('', name)}: there is no setting for {what}{likely(name, TABLES)}")
+            raise InvalidArgumentError(
+                f"{file.where('', name)}: the settings file must not have {what}{likely(name, TABLES)}"
+            )
         if not isinstance(value, dict):
             raise InvalidArgumentError(
-                f"{file.where('', name)}: {name} must be a section, [{name}], got a value; the coordinator's address "
-                "goes "
-                'into [cluster], as coordinator = "HOST:PORT"'
+                f"{file.where('', name)}: {name} must be a section, [{name}], got a value; set the coordinator's "
+                'address by coordinator = "HOST:PORT" in [cluster]'
             )
     return file
 
 
 def _lines(text: str) -> dict[tuple[str, str], int]:
-    """Return the line numbers of sections and keys, which tomllib does not report. They may be wrong after a multi-line
-    string."""
+    """Return the line numbers of sections and keys, which tomllib does not report. Numbers after a multi-line string
+    may be wrong."""
     table, lines = "", dict[tuple[str, str], int]()
     for number, line in enumerate(text.splitlines(), 1):
         if head := _HEAD.match(line):

@@ -13,7 +13,7 @@ def write_whole(path: Path, data: bytes | memoryview, *, mode: int | None = None
     """Write a file atomically: write it under a temporary name in the same folder, sync it to disk, and rename it.
 
     The temporary name cannot be guessed, so that no other user can put a link there first. The folder is synced too,
-    and with it the names of all files that were made in it before.
+    with the names of all files that were made there before.
 
     mode: permissions of the file; None: the default for new files. sync: False for a file that may be lost in a power
     failure.
@@ -36,7 +36,7 @@ def write_whole(path: Path, data: bytes | memoryview, *, mode: int | None = None
 
 
 def sync_folder(path: Path) -> None:
-    """Sync a folder's entries to disk: the names of files that were made, renamed or deleted in it."""
+    """Sync a folder's entries to disk: the names of files that were made, renamed or deleted there."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""Writing of files from memory past the page cache (O_DIRECT), where the filesystem supports it."""
+"""Writing of files from memory past the page cache (O_DIRECT), on filesystems that support O_DIRECT."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def write_file(
 ) -> None:
     """Write the first `size` bytes of a memory region to a new file. The region is padded to whole pages.
 
-    durable: True to sync the file to disk. passing: called with each piece before it is written; an exception ends the
-    write.
+    durable: True to sync the file to disk. passing: function called with each piece before it is written; its exception
+    ends the write.
     """
     handle = _open(path, direct=durable)
     try:

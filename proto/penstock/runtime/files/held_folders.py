@@ -2,7 +2,7 @@
 under its name.
 
 A user who can write to the parent folder may rename a folder of Penstock, and put a link in its place, between two
-operations. An operation by name would then write into the folder that the link leads to, or delete what is in it.
+operations. An operation by name would then write or delete files in the folder to which the link leads.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ __all__ = ["HeldFolder"]
 
 
 class HeldFolder:
-    """Folder that is held by an open descriptor until it is closed. Raises OSError if the name is not a folder, or a
-    link."""
+    """Folder that is held by an open descriptor until `close`. Raises OSError if the name is a link or not a folder."""
 
     def __init__(self, name: Path) -> None:
         self.name = name
@@ -26,9 +25,9 @@ class HeldFolder:
         try:
             self._fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except NotADirectoryError:
-            raise OSError(errno.ENOTDIR, "it must be a folder, got a link or a file", str(name)) from None
+            raise OSError(errno.ENOTDIR, "the path must be a folder, got a link or a file", str(name)) from None
         self.path = Path(f"/proc/self/fd/{self._fd}")
-        """Path of the folder through its descriptor, for functions that take paths. It stays valid if the folder is
+        """Path of the folder through its descriptor, for functions that take paths; valid even after the folder is
         renamed."""
 
     def is_at(self, name: Path) -> bool:
@@ -44,7 +43,7 @@ class HeldFolder:
         return text.replace(str(self.path), str(self.name))
 
     def close(self) -> None:
-        """Close the descriptor. May be called again."""
+        """Close the descriptor. A second call does nothing."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)

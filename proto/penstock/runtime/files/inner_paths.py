@@ -38,7 +38,7 @@ def parent_of(root: str | Path, name: str, *, make: bool = False) -> Iterator[tu
                 below = os.open(folder, _HELD | os.O_NOFOLLOW, dir_fd=held)
             except NotADirectoryError:
                 where = os.path.join(root, *folders[:number])
-                raise OSError(errno.ENOTDIR, "it must be a folder, got a link or a file", where) from None
+                raise OSError(errno.ENOTDIR, "the path must be a folder, got a link or a file", where) from None
             os.close(held)
             held = below
         yield held, last
@@ -53,7 +53,7 @@ def unlink_below(root: str | Path, name: str) -> None:
 
 
 def is_strange_link(path: str | Path) -> bool:
-    """Return whether a path is a link that belongs to a user other than this one and root."""
+    """Return whether a path is a link that belongs to neither this user nor root."""
     try:
         found = os.lstat(path)
     except OSError:
@@ -75,6 +75,6 @@ def refuse_strange_links(path: Path) -> None:
         if shared and is_strange_link(part) and os.lstat(part).st_uid != above.st_uid:
             raise OSError(
                 errno.EACCES,
-                f"it must not be a link of another user, got one of user {os.lstat(part).st_uid}",
+                f"the path must not contain a link of another user, got one of user {os.lstat(part).st_uid}",
                 str(part),
             )

@@ -7,8 +7,7 @@ import xxhash
 __all__ = ["PartHasher"]
 
 PIECE = 1 << 20
-"""Bytes that are hashed at a time, first for the file and then for its part, while they are in the processor's
-cache."""
+"""Bytes hashed at a time, first for the file and then for its part, while the bytes are in the processor's cache."""
 
 
 class PartHasher:

@@ -1,8 +1,8 @@
 """Safe access to files in folders that other users can write to: only regular files are opened.
 
-A name in such a folder may belong to another user and lead anywhere. It may be a link to a file of this user, which
-opening for writing would truncate; a FIFO, which blocks forever; a device, which never ends; or a sparse file that is
-larger than the memory. So files are never written through a link, or if they have several names. Anything other than a
+A name in such a folder may belong to another user and lead anywhere. The name may be a link to a file of this user,
+which opening for writing would truncate; a FIFO, which blocks forever; a device, which never ends; or a sparse file
+that is larger than the memory. So a file is never written through a link, or if it has several names. Anything but a
 regular file is refused before a byte is read. The size of files that are read whole is limited.
 """
 
@@ -19,11 +19,11 @@ __all__ = ["is_ours", "open_plain", "read_plain"]
 def open_plain(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o666, *, folder: int | None = None) -> int:
     """Open a regular file and return its descriptor. Can be used as `opener` of `open`.
 
-    Raises OSError if the name is a folder, a FIFO, a socket or a device. When opening for writing, it also raises
-    OSError if the name is a link, or if the file has a second name. Another user can give a second name to a file of
-    this user unless the system forbids it (fs.protected_hardlinks).
+    Raises OSError if the name is a folder, a FIFO, a socket or a device; for writing, also if the name is a link, or if
+    the file has a second name. Another user can give a second name to a file of this user unless the system forbids it
+    (fs.protected_hardlinks).
 
-    folder: descriptor of the folder that `path` is relative to.
+    folder: descriptor of the folder to which `path` is relative; None: the working directory.
     """
     written = bool(flags & (os.O_WRONLY | os.O_RDWR))
     if written:
@@ -32,17 +32,17 @@ def open_plain(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o666, *,
         handle = os.open(path, (flags & ~os.O_TRUNC) | os.O_CLOEXEC | os.O_NONBLOCK, mode, dir_fd=folder)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            why = f"it is a symbolic link ({_target(path, folder)}), which is not followed: remove it"
+            why = f"the path must not be a symbolic link ({_target(path, folder)}): remove the link"
             raise OSError(errno.ELOOP, why, str(path)) from None
         if error.errno == errno.ENXIO:  # a FIFO or a socket
-            raise OSError(errno.ENXIO, "it is not a regular file", str(path)) from None
+            raise OSError(errno.ENXIO, "the path must be a regular file", str(path)) from None
         raise
     try:
         found = os.fstat(handle)
         if not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.ENXIO, "it is not a regular file", str(path))
+            raise OSError(errno.ENXIO, "the path must be a regular file", str(path))
         if written and found.st_nlink > 1:
-            raise OSError(errno.EMLINK, "it must have no second name (hard link): remove that name", str(path))
+            raise OSError(errno.EMLINK, "the file must not have a second name (hard link): remove that name", str(path))
         if flags & os.O_TRUNC:
             os.ftruncate(handle, 0)
         os.set_blocking(handle, True)
@@ -53,8 +53,8 @@ def open_plain(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o666, *,
 
 
 def read_plain(path: str | Path, limit: int) -> bytes:
-    """Return the whole content of a file of at most `limit` bytes. Raises OSError as `open_plain` does. A larger file
-    is an OSError too, before memory is allocated."""
+    """Return the whole content of a file of at most `limit` bytes. Raises OSError as `open_plain` does, and for a
+    larger file, before memory is allocated."""
     with open(path, "rb", buffering=0, opener=open_plain) as file:
         size, pieces, read = os.fstat(file.fileno()).st_size, [], 0
         # Ask for one byte more than the size, because the file may have grown.
@@ -63,15 +63,15 @@ def read_plain(path: str | Path, limit: int) -> bytes:
             read += len(piece)
             size = max(size, read)
         if size > limit:
-            raise OSError(errno.EFBIG, f"it must have at most {limit} bytes, got {size}", str(path))
+            raise OSError(errno.EFBIG, f"the file must have at most {limit} bytes, got {size}", str(path))
         return b"".join(pieces)
 
 
 def is_ours(found: os.stat_result, group: int | None = None) -> bool:
     """Return whether only this user can have written the file or folder with this status.
 
-    Root counts as this user. The file may be writable by a group if that is the user's own group (many systems give
-    each user one), or if it is `group`, whose members may also own the file.
+    Root counts as this user. The file may be writable by the user's own group (many systems give each user one), or by
+    `group`, whose members may also own the file.
     """
     mode, shared = stat.S_IMODE(found.st_mode), found.st_gid == group
     by_group = mode & stat.S_IWGRP and found.st_gid not in (0, os.getgid()) and not shared

@@ -1,9 +1,9 @@
 """Private temporary folders of this user, removed when the process that made them ends.
 
-The system's temporary folder is shared with other users, so nothing in it is trusted: a private folder has a name that
-cannot be guessed and mode 0700, and everything in it is reached through its descriptor, never through a link. A process
-that is killed leaves its folder behind. The next process that makes a private folder removes the old one, but only if
-it is certainly one: it belongs to this user, has mode 0700, contains Penstock's mark, and no process holds its lock.
+The system's temporary folder is shared with other users, so its content is not trusted: a private folder has a name
+that cannot be guessed and mode 0700, and its files are reached through its descriptor, never through a link. A process
+that is killed leaves its folder behind. The next process that makes a private folder removes the old folder, but only
+if it belongs to this user, has mode 0700, contains Penstock's mark, and no process holds its lock.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ __all__ = ["PrivateFolder"]
 
 MARK = ".penstock-temporary"
 LONGEST_BASE = 36
-"""Longest path of the parent folder in bytes. The path of a Unix socket has at most 107 bytes, and multiprocessing
-needs 40 of them."""
+"""Longest path of the parent folder in bytes. The path of a Unix socket has at most 107 bytes, of which multiprocessing
+needs 40."""
 
 
 class PrivateFolder:
-    """New folder with mode 0700 in the temporary folder. Raises OSError if it cannot be made.
+    """New folder with mode 0700 in the temporary folder. Raises OSError if the folder cannot be made.
 
     The temporary folder is TMPDIR, or /tmp if names of sockets below TMPDIR would be too long.
 
@@ -62,7 +62,7 @@ class PrivateFolder:
         return self._fd
 
     def close(self) -> None:
-        """Remove the folder. May be called again. Does nothing in a forked child."""
+        """Remove the folder. Does nothing if called again, and in a forked child."""
         if self._fd < 0 or os.getpid() != self._pid:
             return
         with contextlib.suppress(OSError):

@@ -4,12 +4,11 @@ An embedded appliance and a fleet of `penstock up` announce their coordinator's 
 needs no setting. An announcement has the path of a file with a token, never the token itself.
 
 The files are in $XDG_RUNTIME_DIR/penstock, else in /tmp/penstock-run-UID. Other users can write to /tmp and could put a
-folder or a link there first. So the folder is opened without following a link, must belong to this user, and must be
-closed to others; else it is not used, and nothing is found. A job may have been started without the variable, so both
-folders are read.
+folder or a link there first. So the folder is opened without following a link, and is used only if it belongs to this
+user and is closed to others. A job may have been started without the variable, so both folders are read.
 
-The end of the process that announced is noticed by its identity (its id, start time and boot). What it left is then
-ignored and removed. A fleet on other machines has no process here: its address must accept connections, and
+An announcement contains the identity of its process (id, start time and boot). When this process has ended, the file is
+ignored and removed. A fleet on other machines has no process on this machine: its address must accept connections, and
 `penstock down` removes the file.
 """
 
@@ -41,21 +40,21 @@ SUFFIX = ".json"
 
 @dataclass(frozen=True)
 class Announcement:
-    """Coordinator that this user runs, or whose fleet this user started here."""
+    """Coordinator that this user runs on this machine, or of a fleet that this user started from this machine."""
 
     what: str
-    """Kind of what runs: "embedded", or "fleet"."""
+    """Kind of coordinator: "embedded" (in a training job), or "fleet" (of `penstock up`)."""
     name: str
     """Name of the embedded appliance's job, or of the fleet."""
     address: str
     token_file: str
     """Path of a file with a token of the role admin."""
     folder: str
-    """Folder of the announcing process, by which it is known."""
+    """Folder of the announcing process, which distinguishes its announcement from others."""
     tls: Mapping[str, str] = field(default_factory=dict)
     """Settings that a caller needs for TLS: tls_ca, tls_name."""
     owner: Identity | None = None
-    """Process whose end is the coordinator's; None if it is on another machine."""
+    """Process with which the coordinator ends; None for a coordinator on another machine."""
 
     @property
     def is_live(self) -> bool:
@@ -74,8 +73,8 @@ class Announcement:
 
 
 def announce(one: Announcement) -> None:
-    """Write the announcement, in place of an earlier one with the same folder. Raises OSError if it cannot be
-    written."""
+    """Write the announcement, in place of an earlier announcement with the same folder. Raises OSError if the file
+    cannot be written."""
     problem: OSError | None = None
     for path in _folders():
         try:
@@ -98,7 +97,7 @@ def withdraw(folder: str) -> None:
 
 
 def announced() -> list[Announcement]:
-    """Return the announcements of live coordinators, sorted by name. Those of processes that have ended are removed."""
+    """Return the announcements of live coordinators, sorted by name. Remove the files of processes that have ended."""
     found: dict[str, Announcement] = {}
     for folder in _existing():
         for name in sorted(os.listdir(folder.path)):
@@ -122,9 +121,9 @@ def _parsed(data: bytes) -> Announcement:
     texts = {name: read[name] for name in ("what", "name", "address", "token_file", "folder")}
     tls = dict(read["tls"])
     if not all(isinstance(text, str) for text in (*texts.values(), *tls, *tls.values())):
-        raise TypeError("an announcement's values must be texts")
+        raise TypeError("the values of an announcement must be texts")
     if owner is not None and not (type(owner["pid"]) is type(owner["started"]) is int and owner["pid"] > 0):
-        raise TypeError("an announcement's process must be numbers")
+        raise TypeError("the process of an announcement must have integers as pid (> 0) and started")
     return Announcement(**texts, tls=tls, owner=None if owner is None else Identity(**owner))
 
 
@@ -137,11 +136,15 @@ def _folders() -> list[Path]:
 
 @contextlib.contextmanager
 def _held(path: Path) -> Iterator[HeldFolder]:
-    """Hold a folder of announcements open. Raises OSError if it is missing, or if others could have written to it."""
+    """Hold a folder of announcements open. Raises OSError if the folder is missing, or if others could have written to
+    it."""
     with HeldFolder(path) as folder:
         found = os.stat(folder.path)
         if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
-            raise PermissionError(f"{path} must belong to this user alone (mode 0700)")
+            raise PermissionError(
+                f"{path} must belong to this user and have mode 0700, got user {found.st_uid} and mode "
+                f"{stat.S_IMODE(found.st_mode):04o}"
+            )
         yield folder
 
 
@@ -161,7 +164,7 @@ def _name(folder: str) -> str:
 
 
 def accepts(address: str) -> bool:
-    """Return whether something accepts connections at HOST:PORT, within CONNECT_S seconds."""
+    """Return whether a process accepts connections at HOST:PORT, within CONNECT_S seconds."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()

@@ -21,15 +21,14 @@ __all__ = [
 
 
 def kill_child(pid: int) -> None:
-    """Kill a child of this process. The child must not be reaped yet, so that its process id cannot have been
-    reused."""
+    """Kill a child of this process, which must not be reaped yet, so that its process id cannot have been reused."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 
 
 def kill_group(pid: int) -> None:
-    """Kill a process group: its leader and the processes that the leader has left. The leader must not be reaped
-    yet."""
+    """Kill a process group: its leader, which must not be reaped yet, and all processes that the leader has started in
+    the group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
@@ -52,15 +51,15 @@ def reap(pid: int, *, group: bool = True) -> int:
 
 
 def reap_orphan(pid: int) -> bool:
-    """Reap an orphan that has become a child of this process, if it has ended. Return whether it has ended."""
+    """Reap an orphan that has become a child of this process, if it has ended. Return True if it was reaped."""
     with contextlib.suppress(ChildProcessError):
         return os.waitpid(pid, os.WNOHANG)[0] != 0
     return False
 
 
 def zombie_status(pid: int) -> tuple[bool, int | None]:
-    """Return whether a process has ended and is not reaped yet, and its exit status, or None if the kernel does not
-    show it. Use it for children of another process."""
+    """Return (True if a process has ended and is not reaped yet, its exit status or None if the kernel does not show
+    the status). For children of another process."""
     fields = stat_of(pid)
     try:
         return (True, os.waitstatus_to_exitcode(int(fields[-1]))) if fields[0] == "Z" else (False, None)
@@ -79,7 +78,7 @@ def exit_words(status: int) -> str:
 def describe_exit(status: int | None) -> str:
     """Return a text about how a process that runs user code ended, with the likely cause. status: None if unknown."""
     if status is None:
-        return "died of an unknown cause (the process that started it does not answer)"
+        return "died of an unknown cause (its parent process does not answer)"
     how = exit_words(status)
     if -status == signal.SIGKILL:
         return f"{how} (by the kernel for lack of memory, unless someone sent the signal)"

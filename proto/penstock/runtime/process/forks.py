@@ -40,7 +40,7 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 
 strayed = False
-"""True if this process was forked by user code in a runner or helper process."""
+"""True in a process that user code in a runner or helper process has forked."""
 _hosts_user_code = False
 
 
@@ -54,7 +54,7 @@ _kept: weakref.WeakSet[Any] = weakref.WeakSet()
 
 def keep(thing: _Kept) -> None:
     """Register an object to be disconnected in children that are forked from now on. A child's own children do not
-    disconnect it again."""
+    disconnect the object again."""
     _kept.add(thing)
 
 
@@ -124,7 +124,7 @@ def unshare(memory: mmap.mmap, fd: int) -> None:
     if found != address:
         raise OSError(
             ctypes.get_errno(),
-            "mmap could not give a forked child its own copy of a ring that it shares with its parent",
+            "mmap cannot make a private copy of a ring that a forked child shares with its parent",
         )
 
 
@@ -146,8 +146,8 @@ class OwnerProcess:
 
     def error(self, what: str) -> ForkedProcessError:
         return ForkedProcessError(
-            f"{what}: it belongs to process {self.pid}, which forked this one (process {os.getpid()}); connections and "
-            "threads do not survive a fork. Use it in the process that made it; or start this process with "
+            f"{what} must be used in process {self.pid}, which made it, got a use in its forked child {os.getpid()}: "
+            "connections and threads do not survive a fork. Use it in the process that made it; or start this one with "
             'multiprocessing.get_context("spawn") and make an Appliance and a loader of its own here'
         )
 

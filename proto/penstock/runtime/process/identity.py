@@ -1,4 +1,4 @@
-"""Identity of a process to record on disk. Another command can find the process by it later, and is not misled if the
+"""Identity of a process, to record on disk. Another command can find the process by its identity later, even if the
 process id was reused."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Identity:
 
     @classmethod
     def of(cls, pid: int) -> Identity:
-        """Return the identity of a live process. Raises ProcessLookupError if it does not exist."""
+        """Return the identity of a live process. Raises ProcessLookupError if the process does not exist."""
         fields = stat_of(pid)
         if not fields:
             raise ProcessLookupError(f"process {pid} does not exist")

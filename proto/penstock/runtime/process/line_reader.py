@@ -14,8 +14,8 @@ READ_BYTES = 1 << 16
 
 
 class LineReader:
-    """Reader that splits the bytes of a descriptor into lines. If the descriptor is blocking, call `read` only when it
-    is readable."""
+    """Reader that splits the bytes of a descriptor into lines. For a blocking descriptor, call `read` only when it is
+    readable."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -40,7 +40,8 @@ class LineReader:
         return lines
 
     def line(self, timeout_s: float) -> bytes | None:
-        """Wait for the next line and return it; None if the other side has closed its end. Raises TimeoutError."""
+        """Wait for the next line, and return the line; None if the other side has closed its end. Raises TimeoutError
+        after `timeout_s` seconds."""
         until = time.monotonic() + timeout_s
         while not self.ended:
             if not readable(self._fd, until - time.monotonic()):

@@ -38,7 +38,7 @@ class Liveness:
 
 
 class LivenessWriter:
-    """Writer of the liveness file, used by the daemon. Does nothing if it has no path."""
+    """Writer of the liveness file, used by the daemon. path: "" to write no file."""
 
     def __init__(self, path: str) -> None:
         self._path = Path(path) if path else None
@@ -70,9 +70,11 @@ def read_liveness(path: str) -> Liveness:
         turned, answered = map(float, read_plain(path, LONGEST).split())
     except OSError as error:
         raise InvalidArgumentError(
-            f"the liveness file {path} cannot be read: {error.strerror}. Does a worker run with this --liveness-file?"
+            f"the liveness file {path} cannot be read: {error.strerror}. Pass the --liveness-file of a worker that runs"
         ) from error
     except ValueError as error:
-        raise InvalidArgumentError(f"{path} is not a worker's liveness file") from error
+        raise InvalidArgumentError(
+            f"{path} must be a worker's liveness file: pass the path in the worker's --liveness-file"
+        ) from error
     now = time.monotonic()
     return Liveness(now - turned, now - answered)

@@ -10,8 +10,8 @@ _PR_SET_DUMPABLE = 4
 
 
 def keep_memory_private() -> None:
-    """Forbid other processes of this user to trace this process or to read its memory, environment or descriptors. Root
-    still can.
+    """Forbid other processes of this user, except root's, to trace this process or to read its memory, environment or
+    descriptors.
 
     Programs that this process starts by exec are not protected. Core dumps are disabled too.
     """

@@ -1,12 +1,12 @@
-"""Sandbox for user code. It protects processes of the same user that the user code did not start.
+"""Sandbox for user code, which protects processes of the same user that the user code did not start.
 
 A runner runs as its worker's user, and could otherwise trace other jobs' runners, read their memory, or end the daemon.
-Two restrictions prevent that. Any process may put them on itself, and its children inherit them:
+Two restrictions prevent that. Any process may restrict itself in this way, and its children inherit the restrictions:
 
 - no new privileges: programs started here gain none by a setuid bit, so sudo and fusermount do not work;
 - a Landlock domain that restricts only signals: its processes may signal and debug only each other.
 
-Files are not restricted: Landlock needs a list of allowed files, and the files that a loader reads are not known.
+Files are not restricted: Landlock needs a list of allowed files, and Penstock does not know which files a loader reads.
 Besides, such a list forbids moving files between folders.
 """
 
@@ -42,7 +42,7 @@ def why_not_whole() -> str:
     if version >= SCOPES_SINCE:
         return ""
     has = f"version {version} of Landlock" if version > 0 else f"no Landlock ({os.strerror(ctypes.get_errno())})"
-    return f"the kernel has {has}, where signals are restricted from version {SCOPES_SINCE} on (Linux 6.12)"
+    return f"the kernel has {has}, but only version {SCOPES_SINCE} (Linux 6.12) and later can restrict signals"
 
 
 def enter() -> None:

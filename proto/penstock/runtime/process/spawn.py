@@ -48,7 +48,7 @@ class _End(Protocol):
 
 
 class Spawned(Process):
-    """Child process that `spawn` started. If the kernel has no pidfds, its end is detected by polling."""
+    """Child process that `spawn` started. On a kernel without pidfds, the end of the child is detected by polling."""
 
     def __init__(self, popen: subprocess.Popen[bytes]) -> None:
         try:
@@ -63,7 +63,8 @@ class Spawned(Process):
         return self._popen.poll()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the child has ended, and reap it. Return False if it has not ended after `timeout_s`."""
+        """Wait until the child has ended, and reap the child. Return False if it has not ended after `timeout_s`
+        seconds; None waits forever."""
         if self._popen.returncode is None and self.fileno() >= 0:
             if not super().wait(timeout_s):
                 return False
@@ -104,16 +105,16 @@ def spawn(
 
     Args:
         command: program and arguments, made by `module` or `by_path` for example.
-        stdout: standard output of the child: a descriptor, NULL, or an end of a pipe; None: the one of this process.
+        stdout: standard output of the child: a descriptor, NULL, or an end of a pipe; None: that of this process.
         stderr: standard error of the child, in the same forms.
         fds: descriptors that the child has under the same numbers.
-        env: environment of the child, see `environment`; None: the one of this process.
-        session: True: the child leads a session of its own. False: it leads a process group in this session.
+        env: environment of the child, see `environment`; None: that of this process.
+        session: True: the child leads a session of its own. False: the child leads a process group in this session.
 
     Sockets and ends of pipes are passed to the child and closed in this process, also if the child cannot be started.
     Descriptors given as numbers stay open.
 
-    Raises OSError if it cannot be started.
+    Raises OSError if the child cannot be started.
     """
     passed = [fd if isinstance(fd, int) else fd.fileno() for fd in fds]
     try:
@@ -142,9 +143,9 @@ def module(name: str, *arguments: str) -> list[str]:
 def by_path(program: Path, *needed: ModuleType) -> list[str]:
     """Return the command that runs a program of Penstock by its file's path. Append its arguments.
 
-    Use it for programs that must not import torch: `python -m` would import penstock.client, and with it torch. The
-    program imports Penstock and `needed` from the folders from which this process imported them. These folders come
-    last on the path, so that their modules do not hide modules of Python.
+    For programs that must not import torch: `python -m` would import penstock.client, and with it torch. The program
+    imports Penstock and `needed` from the folders from which this process imported them. These folders come last on the
+    path, so that their modules do not hide modules of Python.
 
     needed: other packages that the program imports.
     """

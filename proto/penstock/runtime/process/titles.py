@@ -1,14 +1,14 @@
 """Names of processes, for `ps`, `top`, `pgrep` and py-spy.
 
 Every process of Penstock has a short name (the kernel's `comm`, 15 bytes, which `top` and `ps -o comm` show). A forked
-child also has a title: what `ps` shows as its command line, for example "penstock runner lm/0 box 0 slot 1". A child
-has inherited the fork server's command line, which says nothing about it.
+child also has a title: what `ps` shows as its command line, for example "penstock runner lm/0 box 0 slot 1". The
+inherited command line is the fork server's, which does not describe the child.
 
-A started process keeps its command line: it shows the options, and tests look there for secrets that must not be in it.
+A started process keeps its command line, which shows the options. (Tests check that no secret is there.)
 
-The title is written over the arguments in the child's own memory, which the kernel reads for /proc/PID/cmdline. It
-never becomes longer than they are, so the environment after them stays readable. (The package setproctitle also writes
-over the environment.) The command line of a fork server is some 200 bytes long.
+The title is written over the arguments in the child's own memory, which the kernel reads for /proc/PID/cmdline. A title
+is never longer than the arguments, so the environment after the arguments stays readable. (The package setproctitle
+also writes over the environment.) The command line of a fork server is some 200 bytes long.
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ __all__ = ["name_process", "title_process"]
 
 _PR_SET_NAME = 15
 COMM_BYTES = 15
-"""Longest short name in bytes. The kernel cuts longer ones."""
+"""Longest short name in bytes. The kernel cuts longer names."""
 _ARG_START = 48
-"""Number of the field in /proc/self/stat that has the address of the arguments; the next one is that of their end."""
+"""Index of the field in /proc/self/stat with the address of the arguments; the next field has the address of their
+end."""
 
 
 def name_process(name: str) -> None:
-    """Set the short name of this process, and of threads that it starts later. Call it in the main thread."""
+    """Set the short name of this process, and of threads that it starts later. Call this function in the main
+    thread."""
     ctypes.CDLL(None).prctl(_PR_SET_NAME, ctypes.c_char_p(name.encode()[:COMM_BYTES]), 0, 0, 0)
 
 
 def title_process(title: str) -> None:
-    """Set the command line that others see of this process. A longer title than the present command line is cut. Does
-    nothing if the kernel does not say where the command line is."""
+    """Set the command line of this process that `ps` shows. A title longer than the present command line is cut. Does
+    nothing if the kernel does not show the address of the command line."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         start, end = (int(fields[number - 3]) for number in (_ARG_START, _ARG_START + 1))

@@ -31,12 +31,12 @@ _PR_SET_CHILD_SUBREAPER = 36
 PARENT_LOOK_S = 1.0
 """Seconds between checks whether the parent is alive, if the kernel has no pidfds."""
 LONGEST_S = 1e6
-"""Longest timeout of poll(2) in seconds. A longer one is treated as no timeout."""
+"""Longest timeout of poll(2) in seconds. A longer timeout is treated as no timeout."""
 
 
 def wait_for_any(fds: Iterable[int], timeout_s: float | None = None) -> list[int]:
-    """Wait until some of these descriptors are readable or closed at the other end, and return those. timeout_s: None
-    waits forever. Unlike select(2), this also works for descriptors above 1023."""
+    """Wait until one or more descriptors are readable or closed at the other end. Return these descriptors; [] after
+    `timeout_s` seconds; None waits forever. Unlike select(2), this also works for descriptors above 1023."""
     poll = select.poll()
     for fd in fds:
         poll.register(fd, select.POLLIN)
@@ -45,7 +45,8 @@ def wait_for_any(fds: Iterable[int], timeout_s: float | None = None) -> list[int
 
 
 def readable(fd: int, timeout_s: float | None = None) -> bool:
-    """Wait until a descriptor is readable. Return False if it is not after `timeout_s`."""
+    """Wait until a descriptor is readable. Return False if it is not readable after `timeout_s` seconds; None waits
+    forever."""
     return bool(wait_for_any([fd], timeout_s))
 
 
@@ -67,7 +68,8 @@ class Process:
 
     @classmethod
     def parent(cls, pid: int) -> Self:
-        """Return the parent of this process. Raises ProcessLookupError if the parent's id is no longer `pid`."""
+        """Return the parent of this process. Raises ProcessLookupError if `pid` is not the parent's id, because the
+        parent has ended."""
         process = cls(pid)
         if os.getppid() != pid:  # the parent ended before it was opened, and its id was reused
             process.close()
@@ -89,7 +91,8 @@ class Process:
         return self._pidfd
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the process has ended. Return False if it has not after `timeout_s`; None waits forever."""
+        """Wait until the process has ended. Return False if it still runs after `timeout_s` seconds; None waits
+        forever."""
         return readable(self._pidfd, timeout_s)
 
     @property
@@ -98,7 +101,7 @@ class Process:
         return self.wait(0)
 
     def on_end(self, then: Callable[[], object]) -> None:
-        """Let the running event loop call `then` once when the process ends. It is not called after `close`."""
+        """Let the running event loop call `then` once when the process ends, unless `close` was called."""
         import asyncio
 
         loop, pidfd = asyncio.get_running_loop(), self._pidfd

@@ -1,11 +1,11 @@
 """View of a cluster: the coordinator's status as plain values, and as text for people.
 
 Every display uses this view: `penstock status`, `penstock top`, `penstock doctor cluster`, the dashboard, Prometheus.
-The view decides what is remarked about a slot, whether a worker counts as lost, and how a rate is written. A display
-decides only the layout. All functions are pure functions of the message `StatusReply`.
+The view decides the remark about a slot, whether a worker counts as lost, and the format of a rate. A display decides
+only the layout. All functions are pure functions of the message `StatusReply`.
 
 The output of `--json` and /api/status.json has the fields of these classes under the same names, on which scripts rely
-(docs/cli.md). So protobuf's own JSON is not used; it would also write every 64-bit number as text. Properties are texts
+(docs/cli.md). Protobuf's own JSON is not used, because it would write every 64-bit number as text. Properties are texts
 for people, and are not in the output.
 """
 
@@ -57,7 +57,7 @@ Share = Annotated[float, 4]
 
 @dataclass(frozen=True, slots=True)
 class SlotView:
-    """Worker slot of a box."""
+    """Worker slot of a box: position in the box's round robin that one worker fills at a time."""
 
     run: str
     box: int
@@ -174,7 +174,7 @@ _NO_BOX = Finding("", False, "Its training job has ended, or has not reported.",
 
 @dataclass(frozen=True, slots=True)
 class StateView:
-    """State of a run that was fetched, for a checkpoint or by an operator."""
+    """Fetch of a run's state, for a checkpoint or by an operator."""
 
     step: int
     asker: str
@@ -210,7 +210,7 @@ class RunView:
 
     @property
     def finding(self) -> Finding:
-        """Bottleneck of the run; a finding without a title if there is none."""
+        """Bottleneck of the run; a finding without a title for a run without a bottleneck."""
         return self.bottleneck or _NO_BOX
 
     @property
@@ -219,7 +219,7 @@ class RunView:
 
     @property
     def figures(self) -> list[str]:
-        """Numbers about the run, as text. `queued` is the average number of batches that are ready at a slot."""
+        """Numbers about the run, as texts. `queued` is the average number of batches that are ready at a slot."""
         step, slots = min((box.step for box in self.boxes), default=0), self.slots
         queued = sum(slot.queued for slot in slots) / max(1, len(slots))
         return [
@@ -313,7 +313,7 @@ class ClusterView:
     coordinator: CoordinatorView
     recommended_workers: int
     runs: tuple[RunView, ...]
-    """Runs with a live training job first, then other open ones, then those that have ended."""
+    """Runs with a live training job first, then other open runs, then ended runs."""
     workers: tuple[WorkerView, ...]
     events: tuple[EventView, ...]
     """Latest events, oldest first."""
@@ -324,7 +324,7 @@ class ClusterView:
 
     @property
     def ended(self) -> str:
-        """Sentence that counts the runs that have ended; "" if there are none."""
+        """Sentence with the number of ended runs; "" for 0."""
         count = len(self.runs) - len(self.open_runs)
         return f"{count} {'run has' if count == 1 else 'runs have'} ended" if count else ""
 
@@ -364,7 +364,7 @@ def view(reply: pb.StatusReply, address: str = "") -> ClusterView:
 
 
 def _rank(run: RunView) -> int:
-    """Return the place of a run in displays: 0 for one with a live training job, 1 for another open one, else 2."""
+    """Return the place of a run in displays: 0 for a run with a live training job, 1 for another open run, else 2."""
     return 2 if not run.open else 0 if any(box.live for box in run.boxes) else 1
 
 
@@ -419,8 +419,8 @@ def _read(cls: type[_View], message: Any, **own: Any) -> _View:
 
 @cache
 def _plan(kind: Any, descriptor: Any) -> Sequence[tuple[str, int | None, bool, bool]]:
-    """Return, for each field of a view that the message has: its name, number of digits to round to, whether it may be
-    None, and whether the message records its presence."""
+    """Return (name, number of digits to round to, whether None is allowed, whether the message records its presence) of
+    each field that view and message share."""
     there, plan = descriptor.fields_by_name, []
     for name, hint in get_type_hints(kind, include_extras=True).items():
         if name in there:

@@ -14,12 +14,12 @@ from itertools import accumulate
 __all__ = ["CallCounters", "Histogram"]
 
 CALL_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-"""Bounds of the histograms of call durations in seconds. They reach from a call of an idle coordinator to the longest
-usual deadline. Long polls end within a few seconds."""
+"""Bounds of the histograms of call durations in seconds, from a call of an idle coordinator to the longest usual
+deadline. Long polls end within a few seconds."""
 
 
 class Histogram:
-    """Histogram of values, counted by the smallest of `bounds` that each does not exceed."""
+    """Histogram of values. Each value is counted at the smallest of `bounds` that is at least as large."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(bounds)

@@ -4,8 +4,8 @@ Names, errors and addresses come from peers, and a runner's output comes from us
 screen, forge a line of the log, or fill a disk. So characters that are not printable are escaped, continuation lines
 are indented, and the length of messages is limited. In JSON each record is one line of ASCII.
 
-What a record is about (run, attempt, box, slot, generation, step, worker) is in attributes of the record (see `about`),
-not only in its text. Both formats show these attributes, and a user's own formatter can read them.
+The subject of a record (run, attempt, box, slot, generation, step, worker) is in attributes of the record (see
+`about`), not only in its text. Both formats show these attributes, and a user's own formatter can read them.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ __all__ = [
 ]
 
 LONGEST = 32 << 10
-"""Largest number of characters in a message. An error with its remote traceback has up to 24 Ki."""
+"""Largest number of characters in a message. An error with its remote traceback has up to 24 Ki characters."""
 FIELD = 1000
 """Largest number of characters in a field of a record. A name has up to 200."""
 FIELDS = ("run", "attempt", "box", "slot", "generation", "step", "worker")
-"""Attributes of a record that name what it is about."""
+"""Attributes of a record that name its subject."""
 _IN_TEXT = ("run", "box", "slot", "step")
 """Attributes that the text format appends unless the message contains them."""
 
 
 def about(**fields: str | int) -> dict[str, str | int]:
-    """Return the argument `extra` of a log call, which names what the record is about. fields: by the names in
+    """Return the argument `extra` of a log call, which names the record's subject. fields: values by the names in
     FIELDS."""
     unknown = fields.keys() - set(FIELDS)
     if unknown:
@@ -78,7 +78,7 @@ def _says(message: str, name: str, value: str) -> bool:
 
 
 def printable(text: str) -> str:
-    """Return the text with every character escaped that is not printable, line breaks included."""
+    """Return the text with all unprintable characters escaped, line breaks included."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
@@ -96,8 +96,8 @@ def _cut(text: str, longest: int = LONGEST) -> str:
 
 class RepeatedWarnings:
     """Rate limit for warnings that unauthenticated peers can cause. One source may cause one warning in `EVERY_S`
-    seconds, and all sources together `AT_ONCE` in that time. Each warning is shortened, and states how many were
-    omitted before it.
+    seconds, and all sources together `AT_ONCE` in that time. Each warning is shortened, and states the number of
+    warnings omitted before it.
 
     clock: function that returns a monotonic time in seconds.
     """
@@ -120,7 +120,7 @@ class RepeatedWarnings:
             self._left_out += 1
             return
         self._logged[source] = now
-        more = f" (and {self._left_out} such lines before it that were left out)" if self._left_out else ""
+        more = f" ({self._left_out} similar warnings before this one were left out)" if self._left_out else ""
         self._left_out = 0
         self._logger.warning("%s%s", _cut(message, self.LONGEST), more)
 
@@ -141,8 +141,8 @@ def log_lines(form: str, level: int | str) -> None:
 
 
 class TextLines(OneLine):
-    """Formatter for people. It appends the fields in `_IN_TEXT` to the first line, unless the message names them
-    already."""
+    """Formatter for people, which appends the fields in `_IN_TEXT` to the first line, unless the message already names
+    their values."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")

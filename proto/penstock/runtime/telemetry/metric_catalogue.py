@@ -7,7 +7,7 @@ Rules. Names are `penstock_<noun>_<unit>`, in base units; those of counters end 
 one kind of process, so that a sum over all targets counts nothing twice; metrics of the training job begin with
 `penstock_client_`. No label has a value for each step, batch or state. Time series of a slot are exported by its worker
 and not by the coordinator, which may have 10,000 slots. A value that may decrease, such as a step after a resume, is a
-gauge. A counter counts from the start of the process or object that it belongs to.
+gauge. A counter counts from the start of its process or object.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ def seconds(value: float) -> str:
 
 
 def size(count: int) -> str:
-    """Return bytes as text: 412 B, 3.1 KiB, 2.0 GiB."""
+    """Return a number of bytes as text: 412 B, 3.1 KiB, 2.0 GiB."""
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024 or unit == "GiB":

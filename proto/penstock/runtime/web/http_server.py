@@ -1,13 +1,13 @@
 """Small web server for pages about a process: for a browser, or for a program that collects metrics.
 
-It is read-only. Routes take no arguments from the request, so nothing can be injected; they run on a thread of the
-server, and their data must be safe to read there. Python's own server is enough for a handful of readers, and costs the
-process one sleeping thread.
+The server is read-only. Routes take no arguments from the request, so that a request cannot inject any; they run on a
+thread of the server, and their data must be safe to read there. Python's own server is enough for a handful of readers,
+and costs the process one sleeping thread.
 
 Access. On loopback every user of this machine has access, as with the pages of other developer tools. The host name in
 the request must be this machine's, so that a web site cannot reach the pages through the browser (DNS rebinding).
 Beyond loopback every page needs a token of the role admin, as a bearer token or as the password in the browser's own
-dialogue. It also needs TLS, unless `insecure` states that the network is trusted.
+dialogue. TLS is then required too, unless `insecure` states that the network is trusted.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ __all__ = ["Page", "Route", "WebServer"]
 _log = logging.getLogger("penstock.web")
 
 REQUEST_S = 10.0
-"""Deadline in seconds for receiving a request and sending the reply. A slow client is disconnected then, so that it
-does not keep a thread."""
+"""Deadline in seconds for receiving a request and sending the reply. A slower client is disconnected, so that it does
+not keep a thread."""
 AT_ONCE = 64
 """Largest number of requests that are processed at a time. Further connections are closed."""
 _HEADERS = {
@@ -66,7 +66,7 @@ Route = Callable[[], Page]
 
 
 class WebServer:
-    """Web server for the pages in `routes`. It runs from its construction until `close`.
+    """Web server for the pages in `routes`, which runs from its construction until `close`.
 
     Args:
         listen: "host:port"; port 0 takes a free one.
@@ -110,7 +110,7 @@ class WebServer:
         _listening.add(self._server)
 
     def close(self) -> None:
-        """Stop listening. Requests in progress end by themselves."""
+        """Stop listening. Requests in progress are not interrupted."""
         # The thread sleeps until a connection arrives or the socket is shut down, so that it need not poll.
         self._server.socket.shutdown(socket.SHUT_RDWR)
         self._server.shutdown()
@@ -123,7 +123,7 @@ _listening: weakref.WeakSet[_Server] = weakref.WeakSet()
 
 
 def _leave_to_the_parent() -> None:
-    """Close the server's sockets in a forked child, which has no threads to answer. Otherwise clients would wait
+    """Close the server's sockets in a forked child, which has no threads for replies. Otherwise clients would wait
     forever, and the port would stay in use."""
     for server in list(_listening):
         server.socket.close()

@@ -53,7 +53,8 @@ class MetricReadings:
         self.add("penstock_build_info", 1, process=process, version=VERSION)
 
     def add(self, name: str, value: float | Histogram, **labels: object) -> None:
-        """Add the value of a metric. name: its name in the catalogue. labels: exactly the labels in the catalogue."""
+        """Add the value of a metric. name: the metric's name in the catalogue. labels: values of exactly the labels in
+        the catalogue."""
         metric = BY_NAME[name]
         if self._process not in metric.processes or set(labels) != set(metric.labels):
             raise ValueError(
@@ -62,7 +63,7 @@ class MetricReadings:
         self._found[name].append(([str(labels[label]) for label in metric.labels], value))
 
     def families(self) -> Iterator[Family]:
-        """Yield the values in the form that prometheus-client takes."""
+        """Yield the values as metric families of prometheus-client."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
         for name, samples in self._found.items():
@@ -84,7 +85,7 @@ class MetricReadings:
 
 
 class Collector:
-    """Collector for prometheus-client's registries. It calls `read` at each scrape, on the scrape's thread."""
+    """Collector for prometheus-client's registries, which calls `read` at each scrape, on the scrape's thread."""
 
     def __init__(self, read: Callable[[], MetricReadings]) -> None:
         self._read = read
@@ -117,7 +118,7 @@ def in_loop(loop: asyncio.AbstractEventLoop, read: Callable[[], _Result]) -> _Re
     """Call `read()` on the thread of an event loop, and return its result to this thread. Only the loop's thread may
     read the loop's data.
 
-    Raises DeadlineError if the loop does not run it in time.
+    Raises DeadlineError if the loop does not call `read` within LOOP_DEADLINE_S.
     """
 
     async def asked() -> _Result:
@@ -128,7 +129,7 @@ def in_loop(loop: asyncio.AbstractEventLoop, read: Callable[[], _Result]) -> _Re
         return answer.result(LOOP_DEADLINE_S)
     except concurrent.futures.TimeoutError:
         answer.cancel()
-        raise DeadlineError(f"the event loop did not answer a scrape within {LOOP_DEADLINE_S:g} s") from None
+        raise DeadlineError(f"the event loop did not answer a scrape of metrics within {LOOP_DEADLINE_S:g} s") from None
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:

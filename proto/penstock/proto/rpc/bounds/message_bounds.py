@@ -34,11 +34,11 @@ __all__ = [
 ]
 
 REQUEST_FIELDS = 16_384
-"""Largest number of fields in a request. It allows 1,024 reports of slots, 256 positions, 4,096 ends of epochs, and
-8,192 prefixes in a registration. Counting and parsing so many takes up to 10 ms of the event loop."""
+"""Largest number of fields in a request. This limit allows 1,024 reports of slots, 256 positions, 4,096 ends of epochs,
+and 8,192 prefixes in a registration. Counting and parsing so many takes up to 10 ms of the event loop."""
 REPLY_FIELDS = 1 << 20
-"""Largest number of fields in a reply. It allows 524,288 abandoned epochs in a history, and 100,000 workers in a
-status."""
+"""Largest number of fields in a reply. This limit allows 524,288 abandoned epochs in a history, and 100,000 workers in
+a status."""
 LEVELS = 8
 """Number of levels of nested messages in which fields are counted. Penstock's messages have four levels."""
 
@@ -46,7 +46,7 @@ SMALL_REQUEST = 64 << 10
 """Size in bytes up to which a request does not count as large. gRPC itself takes about as much memory for any
 request."""
 LARGE_REQUESTS = 128 << 20
-"""Largest number of bytes in all large requests of one token that are being answered at a time."""
+"""Largest number of bytes in all large requests of one token that are answered at a time."""
 
 M = TypeVar("M", bound=Message)
 C = TypeVar("C")
@@ -86,11 +86,11 @@ def check_fields(data: bytes, kind: Descriptor, most: int) -> None:
     except IndexError:
         return
     except _TooMany:
-        raise InvalidArgumentError(f"{kind.name} must have at most {most} fields in all, got more") from None
+        raise InvalidArgumentError(f"a message {kind.name} must have at most {most} fields in all, got more") from None
 
 
 def _counted(data: bytes, pos: int, end: int, kind: Descriptor, left: int, levels: int) -> int:
-    """Return `left` minus the number of fields in the bytes from `pos` to `end`."""
+    """Return `left`, the number of fields still allowed, minus the fields in the bytes from `pos` to `end`."""
     inner = _levels(kind)
     if not levels:
         raise _TooMany
@@ -158,8 +158,8 @@ def parsed_request(method: str, parse: Callable[[bytes], Any], data: bytes) -> A
 async def parsed_parts(
     method: str, parse: Callable[[bytes], Any], parts: AsyncIterator[bytes], first: Callable[[int], None]
 ) -> AsyncIterator[Any]:
-    """Yield the parsed parts of a streamed request. first: called with the size of the first part, which the handler
-    keeps."""
+    """Yield the parsed parts of a streamed request. first: function called with the size of the first part, which the
+    handler keeps in memory."""
     begun = False
     async for part in parts:
         if not begun:
@@ -177,8 +177,8 @@ class LargeRequests:
 
     @contextmanager
     def answering(self, token: str) -> Iterator[Callable[[int], None]]:
-        """Yield a function that adds bytes of a request to the count until the request is answered. It raises
-        OverloadedError if the token's requests exceed the limit."""
+        """Yield a function that adds bytes of a request to the count until the request is answered. The function raises
+        OverloadedError if the token's requests exceed LARGE_REQUESTS."""
         counted = 0
 
         def count(size: int) -> None:
@@ -187,8 +187,8 @@ class LargeRequests:
                 return
             if self._bytes[token] + size > LARGE_REQUESTS:
                 raise OverloadedError(
-                    f"large requests of one token that are answered at a time must have at most {LARGE_REQUESTS} bytes "
-                    f"in all, got {self._bytes[token]} and {size} more: retry later"
+                    f"all large requests of one token that are answered at a time must have at most {LARGE_REQUESTS} "
+                    f"bytes together, got {self._bytes[token] + size}: retry later"
                 )
             self._bytes[token] += size
             counted += size
@@ -202,7 +202,7 @@ class LargeRequests:
 
 
 def owned(message: M) -> M:
-    """Return a copy of a message that is part of another one. The part itself would keep the memory of the whole
+    """Return a copy of a message that is part of another message. The part itself would keep the memory of the whole
     message."""
     copy = type(message)()
     copy.CopyFrom(message)
@@ -223,8 +223,8 @@ def parsed_reply(method: str, data: bytes) -> Any:
 
 
 class _BytesChannel:
-    """Channel for the generated stub that returns replies as bytes. They are parsed only after the server has proven
-    that it knows the token. Besides, gRPC itself would return None for a reply that cannot be parsed.
+    """Channel for the generated stub that returns replies as bytes, which are parsed only after the server has proven
+    its token. Besides, gRPC itself would return None for a reply that cannot be parsed.
 
     channel: the channel that makes the calls.
     """

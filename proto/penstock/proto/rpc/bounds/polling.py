@@ -1,7 +1,7 @@
 """Limits on long polls of the coordinator: how long a poll may be held, and how soon the next one may follow.
 
-The coordinator sends the hold and the lease in seconds. A compromised coordinator may send anything: a hold of NaN, a
-lease of 1e300, or an immediate answer to every poll.
+The coordinator sends two durations in seconds: the hold (how long it may keep a poll open without news) and the lease.
+A compromised coordinator may send anything: a hold of NaN, a lease of 1e300, or an immediate answer to every poll.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Protocol
 __all__ = ["HOLD_S", "MOST", "PollPace", "intervals", "within"]
 
 HOLD_S = 1.0
-"""Seconds that a long poll is held until the coordinator has sent its own value, which is a third of the lease."""
+"""Seconds for which a long poll is held before the coordinator has sent its own value, which is a third of the
+lease."""
 LONGEST_S = 3600.0
 """Largest number of seconds that is accepted for a hold or a lease. A correct coordinator sends at most 300."""
 
@@ -29,7 +30,7 @@ class _Reply(Protocol):
 
 
 def within(value: float, most: float, otherwise: float) -> float:
-    """Return a number from a reply if it is above 0 and at most `most`. Return `otherwise` if it is not, also for
+    """Return a number from a reply if it is above 0 and at most `most`. Return `otherwise` for any other number and for
     NaN."""
     return value if 0.0 < value <= most else otherwise
 
@@ -44,7 +45,7 @@ class PollPace:
     """Rate limit for polls that are answered at once. The first `BURST` polls follow without a pause, later ones at
     `PER_S` a second.
 
-    clock: returns a monotonic time in seconds.
+    clock: function that returns a monotonic time in seconds.
     """
 
     PER_S = 20.0

@@ -1,4 +1,4 @@
-"""Assembly of replies that arrive in parts, with limits on the memory that they take.
+"""Assembly of replies that arrive in parts, with limits on the memory of such replies.
 
 A compromised coordinator must not fill the memory of workers and training jobs. So the number of values in a reply is
 limited, and so are the bytes of each value. All replies that a process receives at a time must fit into half of its
@@ -31,7 +31,7 @@ __all__ = [
 
 VALUE_MAX = 900_000_000
 """Largest size in bytes that is accepted for a snapshot, a blob, or all histories of a box together. A coordinator
-stores no larger ones."""
+stores no larger values."""
 RECORDS_MAX = 16_384
 """Largest number of records in a state, which has one for each worker. No run has more workers."""
 SNAPSHOTS_MAX = 65_536
@@ -67,7 +67,7 @@ class _Received:
         if due and held > (free := free_memory()):
             raise ProtocolError(
                 f"{method}: all replies that this process receives must fit into half of its free memory, got "
-                f"{held} bytes with {free} left: give it more memory"
+                f"{held} bytes with {free} free: give the process more memory"
             )
 
     def remove(self, size: int) -> None:
@@ -83,8 +83,8 @@ _received = _Received()
 def receiving(method: str) -> Iterator[Callable[[int], None]]:
     """Yield a function that must be called with the size of each part of a reply.
 
-    It raises ProtocolError for an empty part, because the number of empty parts would have no limit, and for more bytes
-    than fit into memory.
+    The function raises ProtocolError for an empty part, because the number of empty parts would have no limit, and for
+    more bytes than fit into memory.
     """
     size = 0
 
@@ -104,7 +104,7 @@ def receiving(method: str) -> Iterator[Callable[[int], None]]:
 class ValueParts:
     """Receiver of the parts of one value. Raises ProtocolError if the value is larger than VALUE_MAX.
 
-    what: the value, for messages. write: called with the bytes of each part as it arrives.
+    what: name of the value, for messages. write: function called with the bytes of each part as it arrives.
     """
 
     def __init__(self, what: str, write: Callable[[bytes], Any]) -> None:
@@ -133,8 +133,8 @@ class BlobParts(ValueParts):
         """Raise StateCorruptError if the digest of the received bytes differs from the name."""
         if self._digest.hexdigest() != self._name:
             raise StateCorruptError(
-                f"the stored value {self._name} arrived damaged, as {self._bytes} bytes with the digest "
-                f"{self._digest.hexdigest()}"
+                f"the stored value {self._name} arrived damaged: its {self._bytes} bytes have the digest "
+                f"{self._digest.hexdigest()}. Try again"
             )
 
 
@@ -149,15 +149,15 @@ class Histories:
         self._bytes += part.ByteSize()
         if len(self.all) >= HISTORIES_MAX or self._bytes > VALUE_MAX:
             raise ProtocolError(
-                f"FetchHistory: a reply must have at most {HISTORIES_MAX} histories of {VALUE_MAX} bytes in all, got "
-                f"{len(self.all) + 1} of {self._bytes} bytes"
+                f"FetchHistory: a reply must have at most {HISTORIES_MAX} histories and {VALUE_MAX} bytes, got "
+                f"{len(self.all) + 1} histories and {self._bytes} bytes"
             )
         self.all.append(part.history)
 
 
 class _Values(Generic[_Header]):
-    """Receiver of values that are sent as a header and data parts. Raises ProtocolError if sizes do not match, or if
-    there are more than `most` values."""
+    """Receiver of values, each sent as a header and data parts. Raises ProtocolError if sizes do not match, or if there
+    are more than `most` values. size_of: function that returns the number of bytes that a header declares."""
 
     def __init__(self, what: str, most: int, size_of: Callable[[Any], int]) -> None:
         self._what, self._most = what, most
@@ -178,11 +178,11 @@ class _Values(Generic[_Header]):
             self._header = header
         if data:
             if self._header is None:
-                raise ProtocolError(f"{self._what}: the coordinator sent data before a header")
+                raise ProtocolError(f"{self._what}: the coordinator must send a header before data")
             self._bytes += len(data)
             if self._bytes > self._size_of(self._header):
                 raise ProtocolError(
-                    f"{self._what}: the coordinator declared {self._size_of(self._header)} bytes, got more"
+                    f"{self._what}: a value must have the declared {self._size_of(self._header)} bytes, got more"
                 )
             self._data.append(data)
 
@@ -191,7 +191,7 @@ class _Values(Generic[_Header]):
             return
         declared = self._size_of(self._header)
         if declared != self._bytes:
-            raise ProtocolError(f"{self._what}: the coordinator declared {declared} bytes, got {self._bytes}")
+            raise ProtocolError(f"{self._what}: a value must have the declared {declared} bytes, got {self._bytes}")
         self._done.append((self._header, b"".join(self._data)))
         self._header, self._data, self._bytes = None, [], 0
 

@@ -1,4 +1,4 @@
-"""The three roles of tokens, and the roles that may call each method of the coordinator.
+"""Roles of tokens (worker, client, admin), and the roles that may call each method of the coordinator.
 
 A token is valid for a role. A training job's token does not allow registering a worker, which would receive other
 jobs' loaders; a worker's token does not allow opening a run, which would run code on other workers; an operator's token
@@ -41,6 +41,6 @@ METHODS: dict[str, frozenset[Role]] = {
 """Method of coordinator.proto -> roles that may call it. A method that is not listed cannot be called."""
 
 READ_ONLY: frozenset[str] = frozenset(("FetchState", "FetchHistory", "Status"))
-"""Methods that only read. They are answered for any protocol number, and without one. Their messages keep their meaning
-in every release of the package penstock.proto.v1 (tests/proto/test_compatibility.py), so a program in any language
-keeps working when the protocol between the daemons changes."""
+"""Methods that only read, which are answered for any protocol number, and without one. Their messages keep their
+meaning in every release of the package penstock.proto.v1 (tests/proto/test_compatibility.py), so a program in any
+language keeps working when the protocol between the daemons changes."""

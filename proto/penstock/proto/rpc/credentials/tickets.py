@@ -1,4 +1,5 @@
-"""Lane tickets: a consumer's credential for a lane, bound to run, attempt, box, slot, generation and time.
+"""Lane tickets. A ticket is a consumer's credential for one lane, bound to run, attempt, box, slot, generation (number
+of the slot's assignment to a worker) and time.
 
 The coordinator has a secret in its journal. From the secret and a slot's generation it derives the generation's lane
 key, which it sends to the worker with the assignment. From the key and an expiry it derives tickets, which it sends to
@@ -10,8 +11,8 @@ time to workers in the reply to each heartbeat, and between two heartbeats worke
 clock. A ticket is valid for one to two TERM_S: the expiry is the same for a whole term, and new tickets are sent with
 the views when a term begins. The expiry of a ticket does not close an open lane; only a reconnect needs a valid ticket.
 
-Tickets expire so that a leaked ticket (in a core dump or a debugger's log) is valid for hours only. Once its slot has
-moved, a ticket is useless anyway, because the generation is another one, but a slot may stay on a worker for weeks.
+Tickets expire so that a leaked ticket (in a core dump or a debugger's log) is valid for hours only. A slot that moves
+gets a new generation, for which old tickets are invalid, but a slot may stay on one worker for weeks.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ def term(wall_s: float) -> int:
 
 
 def expiry(wall_s: float) -> int:
-    """Return the expiry of tickets made at this time, in seconds since the Unix epoch. It is the same throughout a
-    term."""
+    """Return the expiry, in seconds since the Unix epoch, of tickets made at this time. All tickets of a term have the
+    same expiry."""
     return (term(wall_s) + 2) * TERM_S
 
 
@@ -62,17 +63,17 @@ def check_ticket(ticket: str, key: bytes, wall_s: float, what: str) -> None:
     """Check that a ticket allows opening the lane of the generation with this key. wall_s: present time of the
     coordinator's clock. what: the slot, for messages.
 
-    Raises AuthenticationError if the ticket is for another generation. Raises SupersededError if it has expired; the
-    consumer then waits for the slot's next view, which has a new ticket.
+    Raises AuthenticationError if the ticket is for another generation. Raises SupersededError if the ticket has
+    expired; the consumer then waits for the slot's next view, which has a new ticket.
     """
     expires, _, signature = ticket[:MAX_TICKET].partition(".")
     if not key or not hmac.compare_digest(signature.encode(), _signature(key, expires).encode()):
         raise AuthenticationError(
-            f"the ticket to read the batches of {what} is wrong: it is for another slot, or was not made by this "
-            "worker's coordinator"
+            f"the ticket to read the batches of {what} is wrong: it is for another slot, or another coordinator made "
+            "it. Open the run again"
         )
     if wall_s > int(expires):
         raise SupersededError(
-            f"the ticket to read the batches of {what} expired {wall_s - int(expires):.0f} s ago: the coordinator "
-            "sends a new one"
+            f"the ticket to read the batches of {what} expired {wall_s - int(expires):.0f} s ago: wait for the new one "
+            "that the coordinator sends"
         )

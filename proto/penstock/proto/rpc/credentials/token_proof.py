@@ -7,9 +7,10 @@ without:
 1. A caller that has not called the coordinator since its start sends SCHEME alone. The call is refused with a
    *challenge*, a random number that the coordinator drew when it started.
 2. The caller makes the call again with SCHEME, the challenge, a random number of its own, and an HMAC of both under the
-   token. It sends the same line with all further calls, until a restarted coordinator refuses it with a new challenge.
+   token. The caller sends the same line with all further calls, until a restarted coordinator refuses it with a new
+   challenge.
 3. The coordinator sends an HMAC of its own with each answer. If an answer comes in parts, the HMAC is sent before the
-   first part. A caller ignores an answer or an error without it.
+   first part. A caller ignores an answer or an error without this HMAC.
 
 After a restart of the coordinator the line is no longer valid. A receiver that does not know the token cannot compute
 the answer to it. The coordinator need not store callers, because the line contains all that it needs. The caller proves
@@ -34,13 +35,13 @@ from penstock.proto.rpc.credentials.tokens import Tokens, check_token
 __all__ = ["CHALLENGE_KEY", "PROOF_KEY", "TRIES", "Caller", "Challenged", "ShownProof", "TokenProver", "TokenVerifier"]
 
 SCHEME = "Penstock-Proof"
-"""First word of the header "authorization" of a caller that proves its token. The other scheme, Bearer, is for programs
-that cannot make the proof, over TLS."""
+"""First word of the header "authorization" of a caller that proves its token. Programs that cannot make the proof send
+their token with the scheme Bearer instead, over TLS."""
 CHALLENGE_KEY = "penstock-challenge"
 """Key of the trailing metadata with the challenge, in the refusal of a call."""
 PROOF_KEY = "penstock-proof"
 """Key of the trailing metadata with the coordinator's proof, in every answer to a caller that has proven its token. In
-streamed calls the initial metadata have it too."""
+streamed calls the initial metadata contain the same proof."""
 TRIES = 6
 """Largest number of times that a call is made. Between two tries the coordinator may restart, or a token may be
 replaced."""
@@ -66,22 +67,21 @@ def _hmac(token: bytes, who: str, challenge: str, nonce: str) -> str:
 
 @dataclass(frozen=True)
 class ShownProof:
-    """Proof that a call sends, and the proof that its answer must have."""
+    """Proof that a call sends (`authorization`), and the proof that its answer must have."""
 
     header: str = SCHEME
     challenge: str = ""
     expected: str = ""
 
     def proven_by(self, proof: object) -> bool:
-        """Return whether the proof in an answer comes from a server that knows the token."""
+        """Return whether `proof`, from an answer's metadata, is that of a server that knows the token."""
         if not self.expected or not isinstance(proof, str):
             return False
         return hmac.compare_digest(proof.encode(), self.expected.encode())
 
 
 class TokenProver:
-    """Maker of proofs for the callers' end, for one token. It is thread-safe, because each call keeps the proof that it
-    sent.
+    """Thread-safe maker of proofs for the callers' end, for one token. Each call keeps the proof that it sent.
 
     Raises InvalidArgumentError for an invalid token.
     """
@@ -94,7 +94,7 @@ class TokenProver:
 
     def answers(self, challenge: object, shown: ShownProof) -> bool:
         """Compute the proof for the challenge with which a call was refused. Return False if there was no challenge, or
-        if the call had answered this one already."""
+        if the call had already answered this challenge."""
         if not isinstance(challenge, str) or not _NONCE.fullmatch(challenge) or challenge == shown.challenge:
             return False
         mine, theirs = (_hmac(self._token, who, challenge, self._own) for who in ("caller", "coordinator"))

@@ -1,4 +1,4 @@
-"""Tokens: where they come from, and the roles of each token.
+"""Tokens: their sources, and the roles of each token.
 
 A token comes from a file or from the environment, never from a command's argument, which every user of the machine can
 read. The text is either a single token, valid for every role, or consists of lines "role:token" (see
@@ -32,7 +32,7 @@ _log = logging.getLogger("penstock.tokens")
 MAX_FILE = 64 << 10
 """Largest size of a token file in bytes. A larger file was named by mistake."""
 MAX_TOKEN = 4096
-"""Largest number of characters in a token. It is sent in a header, whose limit is 64 KiB."""
+"""Largest number of characters in a token, which may be sent in a header of at most 64 KiB."""
 
 
 _logged: dict[str, str] = {}
@@ -40,7 +40,7 @@ _logged: dict[str, str] = {}
 
 
 class FromFile(str):
-    """Text with tokens, or a single token, that was read from a file. The file may have changed since."""
+    """Text with tokens, or a single token, that was read from a file, which may have changed since."""
 
     file: str
     role: Role | None = None
@@ -54,10 +54,10 @@ class FromFile(str):
 
 
 def read_again(held: str) -> str:
-    """Return the present text or token in the file that `held` was read from. Return `held` if it is from no file, or
-    if the file is invalid now.
+    """Return the present text or token in the file from which `held` was read. Return `held` itself if its source is
+    not a file, or if the file is invalid now.
 
-    An invalid file is logged and ignored, because it may be in the middle of a replacement.
+    An invalid file is logged and ignored, because another process may be replacing the file at this moment.
     """
     if not isinstance(held, FromFile):
         return held
@@ -86,8 +86,8 @@ class Tokens:
             role, colon, token = line.rpartition(":")
             if colon and role not in ROLES:
                 raise InvalidArgumentError(
-                    f"a token has an unknown role: lines must be role:token, with one of the roles {_names(ROLES)}, or "
-                    "a bare token without a colon"
+                    f"a token must have one of the roles {_names(ROLES)}, got another: write each line as role:token, "
+                    "or write a single token without a colon"
                 )
             check_token(token)
             roles = frozenset((cast(Role, role),)) if colon else ROLES
@@ -107,7 +107,8 @@ class Tokens:
         return True
 
     def roles_of(self, shown: str) -> frozenset[Role]:
-        """Return the roles of a token that a caller has sent; the empty set if it is unknown. Takes constant time."""
+        """Return the roles of a token that a caller has sent; the empty set for an unknown token. Takes constant
+        time."""
         found: frozenset[Role] = frozenset()
         for token, roles in self.roles.items():
             if hmac.compare_digest(shown.encode(), token):
@@ -115,8 +116,8 @@ class Tokens:
         return found
 
     def of(self, role: Role) -> str | None:
-        """Return the token to send as a caller in `role`, preferably one that has only this role. Return None if no
-        token has it."""
+        """Return the token to send as a caller in `role`, preferably a token of this role only. Return None if no token
+        has the role."""
         fitting = [(len(roles), token) for token, roles in self.roles.items() if role in roles]
         return min(fitting)[1].decode() if fitting else None
 
@@ -134,8 +135,8 @@ def _names(roles: frozenset[Role]) -> str:
 
 
 def check_token(token: str) -> None:
-    """Raise InvalidArgumentError if a token contains characters that a header cannot have. Programs that cannot make
-    the proof send it in a header."""
+    """Raise InvalidArgumentError if a token contains characters that a header cannot have. (Programs that cannot make
+    the proof send the token itself in a header.)"""
     if not token or not token.isascii() or not token.isprintable() or " " in token or len(token) > MAX_TOKEN:
         raise InvalidArgumentError(f"a token must be one word of 1 to {MAX_TOKEN} printable ASCII characters")
 
@@ -151,7 +152,9 @@ def read_token(role: Role, token: str | None = None, file: str | os.PathLike[str
     tokens = _parsed(text, source)
     found = tokens.of(role)
     if found is None:
-        raise AuthenticationError(f"{source} has no token for the role {role}, only for {tokens.about}")
+        raise AuthenticationError(
+            f"{source} has no token for the role {role}, only for {tokens.about}: add a line {role}:TOKEN"
+        )
     return FromFile.of(found, text.file, role) if isinstance(text, FromFile) else found
 
 
@@ -167,7 +170,7 @@ def admin_tokens(given: str = "", file: str | os.PathLike[str] | None = None) ->
     """Return the text with tokens for web pages that other machines can reach: `given`, else the result of
     `read_tokens`.
 
-    Raises AuthenticationError if no token has the role admin, because nobody could read the pages then.
+    Raises AuthenticationError if no token has the role admin, without which the pages cannot be read.
     """
     text, source = (given, "the token that was given") if given else _text(file)
     tokens = _parsed(text, source)
@@ -196,7 +199,9 @@ def _text(file: str | os.PathLike[str] | None) -> tuple[str, str]:
     if file is None:
         file = token_file_of_settings() or None
     if file is None:
-        raise AuthenticationError("no token: set PENSTOCK_TOKEN, or PENSTOCK_TOKEN_FILE to a file that holds it")
+        raise AuthenticationError(
+            "no token was given: set PENSTOCK_TOKEN to the token, or PENSTOCK_TOKEN_FILE to a file that contains it"
+        )
     name = f"the token file {os.fspath(file)}"
     try:
         # Open a named pipe without waiting for its writer. A pipe that the shell made, <(...), already has one.
@@ -215,7 +220,7 @@ def _text(file: str | os.PathLike[str] | None) -> tuple[str, str]:
     if mode & (0o037 if from_root else 0o077):
         raise AuthenticationError(f"{name} can be read by others (mode {mode:04o}): chmod 600 {os.fspath(file)}")
     if len(raw) > MAX_FILE:
-        raise AuthenticationError(f"{name} must have at most {MAX_FILE} bytes, got more: is it another file?")
+        raise AuthenticationError(f"{name} must have at most {MAX_FILE} bytes, got more: name the file with the token")
     if not text.strip():
-        raise AuthenticationError(f"{name} is empty")
+        raise AuthenticationError(f"{name} is empty: write a token into it")
     return FromFile.of(text, os.fspath(file)), name
