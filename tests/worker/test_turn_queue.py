@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from coroutines import in_loop
 
-from penstock.worker.resources.processor_time import NOTHING, cores, unless_it_stands_still, used_by
+from penstock.worker.resources.processor_time import NOTHING, cores, wait_while_active, used_by
 from penstock.worker.resources.turn_queue import TurnQueue
 
 
@@ -87,10 +87,10 @@ def test_turn_ends_before_its_time(how: str) -> None:
 def test_deadline_counts_time_of_standing_still() -> None:
     async def body(idle: int, busy: int) -> None:
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(unless_it_stands_still(asyncio.Event().wait(), idle, 0.6, 100), 50)
+            await asyncio.wait_for(wait_while_active(asyncio.Event().wait(), idle, 0.6, 100), 50)
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(unless_it_stands_still(asyncio.Event().wait(), busy, 100, 0.6), 50)
-        await unless_it_stands_still(asyncio.sleep(1.2), busy, 0.6, 100)
+            await asyncio.wait_for(wait_while_active(asyncio.Event().wait(), busy, 100, 0.6), 50)
+        await wait_while_active(asyncio.sleep(1.2), busy, 0.6, 100)
 
     with running("sleep", "60") as idle, running("sh", "-c", "while :; do :; done") as busy:
         asyncio.run(body(idle, busy))

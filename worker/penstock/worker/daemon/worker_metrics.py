@@ -1,7 +1,7 @@
-"""The HTTP pages of a worker daemon: /metrics for Prometheus, /healthz for orchestrators.
+"""HTTP pages of a worker daemon: /metrics for Prometheus, /healthz for orchestrators.
 
-Only the event loop may read the daemon's state. So a scrape lets the event loop copy the needed figures, and reads
-/proc, which takes longer, on the scrape's own thread. Nothing is kept between scrapes.
+Only the event loop may read the daemon's state. So a scrape lets the event loop copy the needed figures. /proc, which
+takes longer to read, is read on the scrape's own thread. Nothing is kept between scrapes.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def health(answered_at: float | None, lease_s: float, stopping: bool, now: float
     if answered_at is None:
         return 503, "the coordinator has not answered yet"
     if now - answered_at > lease_s:
-        return 503, f"the coordinator has not answered for {now - answered_at:.1f} s, its lease is {lease_s:g} s"
+        return 503, f"the coordinator has not answered for {now - answered_at:.1f} s; it must within {lease_s:g} s"
     return 200, "ok"
 
 
@@ -183,6 +183,6 @@ def open_web(daemon: MeasuredDaemon, loop: asyncio.AbstractEventLoop) -> WebServ
 
     settings = daemon.settings
     routes = {"/metrics": metrics_route(Collector(lambda: _readings(daemon, loop))), "/healthz": well}
-    # No TLS on loopback, whose clients do not have the cluster's CA, and none if this worker has no certificate.
+    # No TLS on loopback, because clients there do not have the cluster's CA, and none without a certificate.
     tls = None if is_local(settings.http) or settings.tls is None or not settings.tls.cert else settings.tls
     return WebServer(settings.http, routes, tokens=settings.http_tokens, tls=tls, insecure=settings.insecure)

@@ -32,7 +32,7 @@ from penstock.worker.processes.progress_page import ProgressPage
 from penstock.worker.processes.runner_user import RunnerUser
 from penstock.worker.processes.stack_dump import StackFile
 from penstock.worker.processes.temporary_folders import TemporaryFolders
-from penstock.worker.resources.processor_time import unless_it_stands_still
+from penstock.worker.resources.processor_time import wait_while_active
 
 __all__ = ["Child", "ForkServer", "about_slot", "end_orphans"]
 
@@ -331,7 +331,7 @@ class ForkServer:
         try:
             self._watch(started or start_fork_server(sandboxed=sandboxed, user=user.encode() if user else ""))
             still_s = IDLE_SHARE * deadline_s
-            await unless_it_stands_still(asyncio.shield(self._up), self.pid, still_s, deadline_s)
+            await wait_while_active(asyncio.shield(self._up), self.pid, still_s, deadline_s)
         except BaseException as error:
             await self._give_up()
             if not isinstance(error, TimeoutError):
@@ -418,7 +418,7 @@ class ForkServer:
             theirs.close()
             os.close(write)
         try:
-            await unless_it_stands_still(asyncio.shield(child.forked), self.pid, FORK_DEADLINE_S, FORK_MOST_S)
+            await wait_while_active(asyncio.shield(child.forked), self.pid, FORK_DEADLINE_S, FORK_MOST_S)
         except TimeoutError:
             self.dead = True
             child.gone(None)

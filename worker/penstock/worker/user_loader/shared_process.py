@@ -1,5 +1,5 @@
-"""Global state of a process that several workers share. Each worker's own values are set before its user code is
-called, and the earlier ones are restored afterwards."""
+"""Global state of a process in which several workers run. Each worker's own values are set before its user code is
+called, and the earlier values are restored afterwards."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ProcessGlobals:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Use this worker's global state while the `with` block runs. Takes 0.2 ms, most of it for the random
+        """Use this worker's global state while the `with` block runs. The exchange takes 0.2 ms, mostly for the random
         generators."""
         generators = capture_rng()
         if self._generators is not None:
