@@ -55,7 +55,7 @@ def test_unkept_first_snapshot_prevents_start(tmp_path: Path) -> None:
             Appliance(cluster.address, token=TOKEN, job="job", seed=3, timeout_s=60) as appliance,
             pytest.raises(
                 errors.JournalError,
-                match=r"cannot keep its first snapshot.* bytes of the coordinator's snapshot budget",
+                match=r"cannot keep the loader's first snapshot.* bytes of the coordinator's snapshot budget",
             ),
         ):
             next(iter(DataExecutor(DataLoader(streams.heavy, 200, STATE), appliance=appliance)))

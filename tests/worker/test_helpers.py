@@ -103,11 +103,11 @@ async def test_warm_helpers_answer_like_fresh_children(monkeypatch: pytest.Monke
     ("code", "why"),
     [
         ("import json", ""),
-        ("import random; random.random()", "it changed its random generators"),
-        ("import penstock.worker; penstock.worker.current_assignment()", "it asked for its assignment"),
+        ("import random; random.random()", "importing changed the random generators"),
+        ("import penstock.worker; penstock.worker.current_assignment()", "importing read the assignment"),
         ("import threading; over = threading.Event(); threading.Thread(target=over.wait).start()", "its threads"),
         ("file = open(__file__)", "its open files"),
-        ("raise SystemExit", "it raised InputFnError"),
+        ("raise SystemExit", "importing raised InputFnError"),
     ],
 )
 def test_imports_that_do_more_are_told(code: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
