@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from coroutines import in_loop
 
-from penstock.worker.resources.processor_time import NOTHING, cores, wait_while_active, used_by
+from penstock.worker.resources.processor_time import NOTHING, cores, used_by, wait_while_active
 from penstock.worker.resources.turn_queue import TurnQueue
 
 

@@ -72,7 +72,7 @@ class EntryLease:
         self.built = 0
         """Number of batches that were built in a ring entry and published there without a copy."""
         self.copied = 0
-        """Number of batches that were copied although a leaf of them was built in a ring entry."""
+        """Number of batches that were copied although one of their leaves was built in a ring entry."""
         self._producer = producer
         self._wait = wait
         self._thread = threading.get_ident()

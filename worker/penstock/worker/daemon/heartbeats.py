@@ -5,8 +5,8 @@ at once, a large value) it sends no heartbeats. After the time called *lease* th
 dead, and move all of its slots. So a thread with a connection of its own watches the time since the coordinator's last
 answer. If that time is too long, the thread sends a bare heartbeat, without slots, and ignores the answer.
 
-A thread is used and not a process, because heartbeats must stop when the daemon is stopped or killed. They also stop
-`HANGS_S` seconds after the event loop has stopped making progress, and other workers get the slots.
+A thread is used and not a process, because heartbeats must stop when the daemon is stopped or killed. The heartbeats
+also stop `HANGS_S` seconds after the event loop has stopped making progress, and other workers get the slots.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ class Heartbeats:
         self._turned = time.monotonic()
 
     def is_due(self, now: float, lease_s: float) -> bool:
-        """Return whether the thread should send a heartbeat at time `now`: the coordinator's last answer is too old,
-        and the event loop still makes progress."""
+        """Return True if the thread must send a heartbeat at monotonic time `now` (seconds): the coordinator's last
+        answer is too old, and the event loop still makes progress."""
         return lease_s > 0 and now - self._answered > LATE * lease_s and now - self._turned < HANGS_S
 
     def _run(self) -> None:

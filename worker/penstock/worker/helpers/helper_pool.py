@@ -114,8 +114,9 @@ class HelperPool:
             group.tasks -= 1
 
     async def take(self, assignment: records_pb2.WorkerAssignment, progress_page: ProgressPage) -> HelperProcess | None:
-        """Return a warm helper for one task; start a helper if the loader has enough tasks. Return None if a fresh
-        child must do the task. The caller must give the helper back or end it."""
+        """Return a warm helper (a process that has imported the loader's modules) for one task; start a helper if the
+        loader has enough tasks. Return None if a fresh child process must do the task. The caller must give the helper
+        back or end it."""
         group = self._groups.get(_key_of(assignment))
         if group is None or group.unfit or group.modules is None or (group.tasks < PAYS and not group.idle):
             return None

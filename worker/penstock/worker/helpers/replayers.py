@@ -25,7 +25,7 @@ __all__ = ["DEADLINE_S", "ReplayHost", "run_task", "send_assignment"]
 DEADLINE_S = 120.0
 """Default for the largest number of seconds that a task may take."""
 ASKED_FOR = ("state", "aggregate", "advance")
-"""Names of tasks for whose result a training job waits. They run before tasks that the daemon starts by itself."""
+"""Names of tasks for whose result a training job waits, and which therefore run before the daemon's own tasks."""
 
 
 class ReplayHost(Protocol):
@@ -90,7 +90,7 @@ async def _by_helper(
     left_s: float,
     fields: dict[str, Any],
 ) -> ControlMessage | None:
-    """Return the answer of a warm helper to the task. Return None if a fresh child must do the task."""
+    """Return the answer of a warm helper to the task. Return None if a fresh child process must do the task."""
     assert helper.child is not None
     answer, whole = helper.expect(), False
     try:
@@ -142,7 +142,7 @@ async def _by_child(
                 raise _late(what, task, deadline_s, await child.stack())
             status = child.exited.result()
             if last or child.unwanted or status != -signal.SIGKILL:
-                how = f"{what} {describe_exit(status)} during the task {task}; the stream continues"
+                how = f"{what} {describe_exit(status)} during the task {task}; the stream of batches continues"
                 raise descriptors_closed(status, what) or WorkerLostError(how, remote_traceback=child.last_stack)
         finally:
             child.kill()
@@ -171,7 +171,8 @@ async def send_assignment(blobs: Blobs, child: Child, assignment: records_pb2.Wo
 
 def _late(what: str, task: str, deadline_s: float, stack: str) -> DeadlineError:
     return DeadlineError(
-        f"{what} did not finish the task {task} in {deadline_s:.0f} s; the stream continues", remote_traceback=stack
+        f"{what} did not finish the task {task} in {deadline_s:.0f} s; the stream of batches continues",
+        remote_traceback=stack,
     )
 
 

@@ -42,7 +42,7 @@ def cross(source: PositionedLoader, step: int) -> RestartPoint:
     """Open the next epoch of a loader that was restored within an epoch, by the right crossing (see the module's text),
     which is found first if it is not known. Return the epoch start: the loader's state at the new epoch's beginning.
 
-    step: the box's step as of which the state is taken.
+    step: training step of the box (data-parallel rank) as of which the state is taken.
     """
     end, untouched, history = source.rng(), source.is_untouched, source.history
     choice = first_choice(
@@ -87,8 +87,8 @@ def cross(source: PositionedLoader, step: int) -> RestartPoint:
 
 
 def _cross_as_resumed(source: PositionedLoader, step: int) -> RestartPoint:
-    """Open the next epoch of a loader that resumes by its own four state methods, and so can be restored only to the
-    start of its launch. Return the epoch start.
+    """Open the next epoch of a loader that resumes by its own four state methods (deaggregate_state_dict, then
+    load_state_dict), and so can be restored only to the start of its launch. Return the epoch start.
 
     The next epoch is right if it begins with the batch that followed when a state was saved at this position. If that
     batch is not known or differs, a second loader is replayed from the beginning, once; both must begin the next epoch

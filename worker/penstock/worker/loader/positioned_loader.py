@@ -74,12 +74,13 @@ class PositionedLoader(SlotLoader, ABC):
         """Next epoch, if the loader began that epoch before `next` has returned the end of the present one: its
         iterator, the batch taken by `peek`, and its epoch start. None otherwise."""
         self._start: RestartPoint | None = None
-        """Start of the launch; None unless the loader can be restored by its own methods only."""
+        """Start of the launch; None unless the loader can be restored by its own methods only, that is
+        deaggregate_state_dict and load_state_dict."""
 
     @abstractmethod
     def open_epoch(self, *, step: int = 0) -> RestartPoint:
-        """Open epoch `position.epoch`. Return the epoch start: the position with the loader's state, taken as of the
-        box's `step`."""
+        """Open epoch `position.epoch`. Return the epoch start: the position with the loader's state, taken as of
+        training step `step` of the box (data-parallel rank)."""
 
     @property
     def is_open(self) -> bool:
@@ -99,7 +100,8 @@ class PositionedLoader(SlotLoader, ABC):
 
     @property
     def start(self) -> RestartPoint | None:
-        """Start of the launch, for a loader that can be restored by its own methods only; None for any other loader."""
+        """Start of the launch, for a loader that can be restored by its own methods only (deaggregate_state_dict and
+        load_state_dict); None for any other loader."""
         return self._start
 
     def learn_resume(self, resume: dict[str, Any] | None) -> None:
@@ -123,7 +125,8 @@ class PositionedLoader(SlotLoader, ABC):
         """Open the next epoch with the present loader, in any state, and return the epoch start. If the loader can be
         restored only to the start of its launch, the result says that a replay from there is needed.
 
-        step: the box's step. rng_after: states of the random generators to set once the epoch is open, on a resume.
+        step: training step of the box. rng_after: states of the random generators to set once the epoch is open, on a
+        resume.
         """
         before = self._begin()
         if rng_after is not None:
@@ -136,7 +139,7 @@ class PositionedLoader(SlotLoader, ABC):
     def _epoch_start(self, step: int, before: bytes) -> RestartPoint:
         """Return the epoch start of the epoch that was just opened.
 
-        step: the box's step. before: states of the random generators before the epoch was opened.
+        step: training step of the box. before: states of the random generators before the epoch was opened.
         """
         state, asked = None, False
         if self.saves_state:
@@ -270,8 +273,8 @@ class PositionedLoader(SlotLoader, ABC):
     # ---- states
 
     def snapshot(self, step: int) -> RestartPoint:
-        """Return a snapshot of the present position, as of the box's `step`. The caller must encode the snapshot before
-        the next call of `next`, because its state may share objects with the loader."""
+        """Return a snapshot (the loader's state and position), as of training step `step` of the box. The caller must
+        encode the snapshot before the next call of `next`, because its state may share objects with the loader."""
         state, asked = self.state(step)
         taken = self.marked(
             RestartPoint(self.position.copy(), state, self.rng(), None, self.digest, step if asked else 0)
@@ -279,7 +282,7 @@ class PositionedLoader(SlotLoader, ABC):
         return self._reached_from_start(taken)
 
     def restore(self, point: RestartPoint) -> None:
-        """Bring the loader to the position of a restart point, at any time.
+        """Bring the loader to the position of a restart point (a saved state of the loader), at any time.
 
         For the beginning of the stream a new loader is made and no state is loaded, because some loaders begin their
         epoch only in the first next(): their state from before does not record that the epoch was opened. A loader

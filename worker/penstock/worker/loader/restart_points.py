@@ -70,13 +70,14 @@ class Launch:
     from the beginning counts from the beginning instead."""
 
     step: int = 0
-    """Number of the box's steps before the launch."""
+    """Number of training steps of the box (data-parallel rank) before the launch."""
     batches: int = 0
     """Number of the slot's batches in all earlier launches."""
     samples: int = 0
     worker: int | None = None
-    """Worker number that input_fn saw; None unless the loader resumes by its own methods. Some loaders distribute their
-    batches to workers in turn, and begin each launch with worker 0. So the slot whose turn it is becomes worker 0."""
+    """Worker number that input_fn saw; None unless the loader resumes by its own methods (deaggregate_state_dict, then
+    load_state_dict). Some loaders distribute their batches to workers in turn, and begin each launch with worker 0. So
+    the slot whose turn it is becomes worker 0."""
     enters: int | None = None
     """Epoch with which a loader that was resumed at the end of an epoch continued, without a StopIteration in between.
     Penstock then ends the earlier epochs itself. None: the loader ended the epoch first."""
@@ -155,7 +156,8 @@ class RestartPoint:
     digest: int = 0
     """Digest of the last batch before this position; 0 = not known."""
     step: int = 0
-    """Step of the box as of which the state was taken, if state_dict() called get_worker_state(); otherwise 0."""
+    """Training step of the box (data-parallel rank) for which the state was taken, if state_dict() called
+    get_worker_state(); otherwise 0."""
     skips: tuple[tuple[int, int, int], ...] = ()
     """Quarantined batches known when the restart point was taken, as (epoch, total, count), see records.proto."""
     history: StreamHistory = StreamHistory()

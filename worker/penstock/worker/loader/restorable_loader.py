@@ -20,7 +20,7 @@ class RestorableLoader(PositionedLoader):
 
     def open_epoch(self, *, step: int = 0) -> RestartPoint:
         """Open epoch `position.epoch`, by the right crossing (epoch_crossing.py) if the loader was restored within the
-        previous epoch. Return the epoch start, with the loader's state as of the box's `step`."""
+        previous epoch. Return the epoch start: the loader's state there, as of training step `step` of the box."""
         if self._held is not None:
             return self._open_held(step)
         crosses = self.restored and not (self.capabilities.is_iterator or self.capabilities.exact_states)

@@ -13,7 +13,8 @@ class ResumeKind(Enum):
     """Kind of data from which a resume starts."""
 
     OWN_METHODS = "own methods"
-    """State aggregated over all workers, from which the loader loads its part by its own methods."""
+    """State aggregated over all workers, from which the loader loads its part by its own methods
+    (deaggregate_state_dict, then load_state_dict)."""
     RESTART_POINT = "restart point"
     """Saved restart point, which is restored; the batches since are replayed."""
     BEGINNING = "beginning"
@@ -26,14 +27,16 @@ class ResumeWay:
 
     kind: ResumeKind
     first: int | None = None
-    """Slot of the box that becomes worker 0 for user code; None unless the loader resumes by its own methods only."""
+    """Slot of the box (data-parallel rank) that becomes worker 0 for user code; None unless the loader resumes by its
+    own methods only."""
     doubted: bool = False
     """True if this way counts only if other slots of the box get their right batches too, because a single slot may
     yield the right batch by chance."""
 
 
 def rotations(turn: int, own: int, other: int, *, whole: bool) -> list[ResumeWay]:
-    """Return the ways to resume by the loader's own methods, which differ in the slot that becomes worker 0.
+    """Return the ways to resume by the loader's own methods (deaggregate_state_dict, then load_state_dict). The ways
+    differ in the slot that becomes worker 0.
 
     For most loaders slot 0 is always worker 0. But a loader that counts the samples of all workers begins each launch
     with worker 0. Then the slot whose turn it was must become worker 0, so that each slot continues with its own

@@ -70,7 +70,7 @@ class SlotLoader:
         self._loader: Any = None
         self._iterator: Iterator[Any] | None = None
         self._taken_for = slot
-        """Worker number in the box with which the present loader was made."""
+        """Worker number in the box (data-parallel rank) with which the present loader was made."""
         self._counts = False
         """True if the loader counts its samples."""
         self._unused = False
@@ -80,13 +80,13 @@ class SlotLoader:
 
     @property
     def name(self) -> str:
-        """Name of the loader in messages: its input_fn, box and slot."""
+        """Name of the loader in messages, such as "data:train (box 0, slot 1)": its input_fn, box and slot."""
         a = self.assignment
         return f"{a.loader.input_fn} (box {a.box}, slot {a.slot})"
 
     @property
     def worker(self) -> int:
-        """Worker number in the box that user code sees when the loader is made."""
+        """Worker number within the box that user code sees when the loader is made."""
         worker = self.history.launch.worker
         return self.assignment.slot if worker is None else worker
 
@@ -142,7 +142,7 @@ class SlotLoader:
             self.history = self.history.of(replace(self.history.launch, worker=a.slot))
 
     def _introduce(self, step: int) -> None:
-        """Set the assignment that user code reads, for a launch that begins with the box's step `step`."""
+        """Set the assignment that user code reads, for a launch that begins with training step `step` of the box."""
         a, worker = self.assignment, self.worker
         self._taken_for = worker
         offer_worker_info(a)
@@ -240,8 +240,8 @@ class SlotLoader:
     # ---- states
 
     def state(self, step: int) -> tuple[Any, bool]:
-        """Return the loader's state_dict() as of the box's `step`, and True if state_dict() called
-        get_worker_state()."""
+        """Return the loader's state_dict() as of training step `step` of the box (data-parallel rank), and True if
+        state_dict() called get_worker_state()."""
         a, position, launch = self.assignment, self.position, self.history.launch
         checkpoint = DataLoaderCheckpoint(
             self.worker,

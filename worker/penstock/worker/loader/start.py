@@ -65,7 +65,7 @@ def _leads_on(beside: RestorableLoader, slot: int, worker: int, resume: dict[str
     """Return True if the loader of slot `slot`, made as worker `worker` and resumed by its own methods, continues with
     the batch that followed in this slot when the state was saved.
 
-    beside: loader of another slot of the same box.
+    beside: loader of another slot of the same box (data-parallel rank).
     """
     a, part = beside.assignment, resume["slots"].get(slot)
     if part is None or not part["next_digest"]:

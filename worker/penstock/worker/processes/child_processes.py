@@ -67,6 +67,7 @@ KILL_S = 5.0
 GROUP_S = GRACE_S + 1.0
 """Seconds after a child's death until the remaining processes in its control group are killed; meanwhile these
 processes may clean up and end."""
+_FORK_SERVER_DIED = "the process that starts this run's runners (fork server) has died; the worker starts another one"
 END_S = 5.0
 """Seconds that a fork server may take to end its children and itself, before it is killed."""
 
@@ -406,7 +407,7 @@ class ForkServer:
             about: fields of log records about the child.
         """
         if self.dead or self._channel is None:
-            raise WorkerLostError("the process that starts this run's runners (fork server) has died")
+            raise WorkerLostError(_FORK_SERVER_DIED)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         read, write = os.pipe()
         self._next += 1
@@ -427,7 +428,7 @@ class ForkServer:
             )
         except OSError as error:
             child.gone(None)
-            raise WorkerLostError("the process that starts this run's runners (fork server) has died") from error
+            raise WorkerLostError(_FORK_SERVER_DIED) from error
         finally:
             theirs.close()
             os.close(write)

@@ -108,8 +108,8 @@ class MessageInbox:
         text, payload, fds = _HEAD.unpack_from(buffer)
         if text > MAX_JSON or payload > MAX_PAYLOAD or fds > MAX_FDS:
             raise ProtocolError(
-                f"a control message must have at most {MAX_JSON} + {MAX_PAYLOAD} bytes and {MAX_FDS} file descriptors, "
-                f"got {text} + {payload} bytes and {fds}"
+                f"a control message must have at most {MAX_JSON} bytes of JSON, {MAX_PAYLOAD} bytes of payload and "
+                f"{MAX_FDS} file descriptors, got {text}, {payload} and {fds}"
             )
         end = _HEAD.size + text + payload
         if len(buffer) < end:
@@ -133,8 +133,8 @@ class MessageInbox:
 
 
 class ControlChannel:
-    """One end of the control socket between a daemon and a child process. `send` blocks; `receive` blocks unless `wait`
-    is False."""
+    """End of the control socket between a daemon and a child process. `send` blocks; `receive` blocks unless `wait` is
+    False."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(True)

@@ -35,8 +35,8 @@ _log = logging.getLogger("penstock.worker")
 DAEMON, RUNNERS = "penstock-daemon", "penstock-runners"
 CONTROLLERS = ("memory", "pids")
 SPARE_BYTES = 1 << 30
-"""Bytes that a group may hold beyond the limit of the memory watch: the rings of a box take about 512 MiB, and a ring
-that became too small may exist beside its larger replacement."""
+"""Bytes that a group may hold beyond the limit of the memory watch. The rings (shared memory for batches) of a
+data-parallel rank take about 512 MiB, and a ring that became too small may exist beside its larger replacement."""
 _REMEDY = (
     "Give the worker a group of its own: set Delegate=yes in a systemd unit, start the worker from a shell with "
     "systemd-run --scope -p Delegate=yes (and --user unless you are root), or make /sys/fs/cgroup writable in a "

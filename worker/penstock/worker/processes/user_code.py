@@ -25,8 +25,8 @@ __all__ = ["BY_VALUE", "MAIN", "check_allowed", "check_plain", "load_class", "lo
 
 MAIN = "penstock_main"
 BY_VALUE = "penstock_by_value"
-"""Module name in `input_fn` for functions and classes that cannot be imported by name. Such a function is sent by value
-(as a pickle) with its arguments."""
+"""Module name in `input_fn` for a function or class that cannot be imported by name, and is sent by value (as a pickle)
+with its arguments."""
 ANOTHER_VERSION = "Install the same version of the module on the worker as in the training job"
 UNDER_GUARD = (
     'Define it above `if __name__ == "__main__":`, because workers import the script without the code under that line'
@@ -122,7 +122,7 @@ def unpacked(
         InputFnNotAllowedError: a value is a pickle, and was not sent by the training process that embeds this worker.
             (Only specs of that process have a search path: `check_plain` refuses search paths from other processes.)
     """
-    from penstock.proto.state.codec import decode_state  # imports torch, which the daemon must not
+    from penstock.proto.state.codec import decode_state  # imports torch, which the daemon must not import
 
     arguments: Any = decode_state(spec.arguments) if spec.arguments else {}
     if "by_value" not in arguments:

@@ -32,6 +32,7 @@ class BatchRates:
     since: float
     """Monotonic time of the last reading, in seconds."""
     batches_per_s: float = 0.0
+    """Batches that the runner made, per second."""
     batch_s: float = 0.0
     """Seconds of work per batch; 0 = not known."""
     batch_cpu_s: float = 0.0
@@ -46,7 +47,7 @@ class BatchRates:
     _done: int = 0
 
     def due(self, now: float) -> bool:
-        """Return whether WINDOW_S seconds have passed since the last reading."""
+        """Return True if WINDOW_S seconds have passed since the last reading. now: monotonic time in seconds."""
         return now - self.since >= WINDOW_S
 
     def look(self, now: float, total: int, worked_s: float, used: ProcessorUse = NOTHING) -> None:

@@ -13,9 +13,9 @@ The daemon gets a pidfd of each child with the answer to its request. The pidfd 
 fork server is stopped. Only the fork server, as the parent, gets the exit status, and reports it to the daemon.
 
 A fork server outlives its daemon by a moment, because a killed daemon cannot clean up: when the control socket closes,
-the fork server kills its children, their descendants and orphans, and ends. It has a process group of its own, so that
-a kill of the daemon's group does not kill it too. A fork server that is stopped by a signal is continued when the
-daemon dies.
+the fork server kills its children, their descendants and orphans, and ends. The fork server has a process group of its
+own, so that a kill of the daemon's group does not kill it too. A fork server that is stopped by a signal is continued
+when the daemon dies.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ class InProcessSlot:
             self.capabilities.looked_at_assignment = place_of.looked_at()
 
     def next(self, step: int, epoch: int, total: int) -> MadeBatch | None:
-        """Return the slot's batch `total + 1`, which will be the box's `step`; None at the end of the epoch.
+        """Return the slot's batch `total + 1`, for training step `step` of the box; None at the end of the epoch.
 
         Ctrl-C in the user's code, and quitting a debugger there, are raised unchanged and not as an InputFnError,
         because both are meant for the whole process. The loader is then dropped, with a batch that was made and not
@@ -293,7 +293,7 @@ class InProcessSlot:
         """Return the slot's part of a state at a position that the loader has reached.
 
         delivered: number of the slot's batches in epoch `epoch` up to the position. total: number of its batches in all
-        epochs. step: the box's step at the position.
+        epochs. step: training step of the box (data-parallel rank) at the position.
         """
         source = self._ready()
         if self._unsaved is not None and self.capabilities.state_methods:

@@ -258,7 +258,7 @@ def state_at(
     Return the fields that describe the position, and the encoded state.
 
     fields: fields of the task. `total`: number of the slot's batches over the run up to the position. `epoch`: the
-    position's epoch. `step`: the box's step for which the state is saved.
+    position's epoch. `step`: the training step of the box (data-parallel rank) for which the state is saved.
     """
     try:
         source.restore(point)

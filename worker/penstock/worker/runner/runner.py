@@ -124,7 +124,7 @@ class _Runner:
         """True if the loader's own states lead to wrong batches. Restart points are then saved as numbers of batches
         after the stream's start."""
         self._left: dict[int, int] = {}
-        """Epochs that the training loop abandoned: number of the epoch -> the slot's total where it was abandoned."""
+        """Epochs that the training loop abandoned: number of the epoch -> number of the slot's last batch there."""
         self._hello: lane_pb2.Hello | None = None
         self._points: list[RestartPoint] = []
         """Restart points that the slot's previous runner made after this runner had been started."""
@@ -423,7 +423,7 @@ class _Runner:
         return self._counts and point.behind is not None
 
     def _step_of(self, total: int) -> int:
-        """Return the box's step of the slot's batch `total`, provided that all slots of the box still have batches."""
+        """Return the box's training step for the slot's batch `total`, if all slots of the box still have batches."""
         return self._first_step + (total - self._first_total - 1) * self._stride
 
     def _keep(

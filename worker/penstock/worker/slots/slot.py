@@ -524,8 +524,8 @@ class Slot:
         return total, max(epoch, progress_page.begun - EPOCHS_AHEAD - steps - 1)
 
     def step_of(self, total: int) -> int:
-        """Return the step in which the box got the slot's batch `total`, provided that all slots of the box still had
-        batches in the epoch."""
+        """Return the training step in which the box (data-parallel rank) got the slot's batch `total`, provided that
+        all slots of the box still had batches in the epoch."""
         point = self.assignment.start
         turns = list(point.live)
         ahead = (turns.index(self.assignment.slot) - point.cursor) % len(turns) if self.assignment.slot in turns else 0

@@ -121,8 +121,8 @@ class SlotContext(Protocol):
         verification."""
 
     def step_of(self, total: int) -> int:
-        """Return the step in which the box got the slot's batch `total`, provided that all slots of the box still had
-        batches in the epoch."""
+        """Return the training step in which the box (data-parallel rank) got the slot's batch `total`, provided that
+        all slots of the box still had batches in the epoch."""
 
     def fail(self, error: records_pb2.ErrorDetail, *, lost: bool) -> None:
         """End the slot with an error. lost: True if another worker shall continue the slot; False if the training job

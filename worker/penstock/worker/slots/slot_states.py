@@ -153,8 +153,8 @@ class SlotStates:
         """Put the digest of the batch after the position into the answer, because a resumed loader must continue with
         that batch.
 
-        For a loader that resumes by its own methods, wait up to NEXT_S seconds for the batch, because only that batch
-        can verify the resume.
+        For a loader that resumes by its own methods (deaggregate_state_dict, then load_state_dict), wait up to NEXT_S
+        seconds for the batch, because only that batch can verify the resume.
         """
         slot, total = self._slot, request.position.total
         patience = min(until, time.monotonic() + (NEXT_S if self._by_own and not self._waits_for_loop else 0.0))
@@ -172,8 +172,8 @@ class SlotStates:
 
     @property
     def _by_own(self) -> bool:
-        """True if the loader resumes by its own four state methods. Only the batch after the position can verify such a
-        resume."""
+        """True if the loader resumes by its own four state methods: only the batch after the position can verify such
+        a resume."""
         return self._slot.capabilities.state_methods == 4 and not self._slot.capabilities.exact_states
 
     def _lacks_next(self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer) -> bool:
