@@ -31,17 +31,17 @@ def running(*command: str) -> Iterator[int]:
 async def test_first_come_first_served() -> None:
     queue = TurnQueue(2)
     turns = [queue.join() for _ in range(5)]
-    assert [turn.place for turn in turns] == [0, 0, 1, 2, 3]
+    assert [turn.position for turn in turns] == [0, 0, 1, 2, 3]
     assert [turn.came.done() for turn in turns] == [True, True, False, False, False]
     turns[3].end()  # given up while it waited
-    assert [turn.place for turn in turns] == [0, 0, 1, 0, 2]
+    assert [turn.position for turn in turns] == [0, 0, 1, 0, 2]
     turns[0].end()
     turns[0].end()
-    assert [turn.place for turn in turns] == [0, 0, 0, 0, 1]
+    assert [turn.position for turn in turns] == [0, 0, 0, 0, 1]
     for turn in turns:
         turn.end()
     assert len(queue) == 0
-    assert [queue.join().place for _ in range(3)] == [0, 0, 1]
+    assert [queue.join().position for _ in range(3)] == [0, 0, 1]
 
 
 @in_loop
@@ -50,7 +50,7 @@ async def test_urgent_turns_come_first() -> None:
     queue = TurnQueue(1)
     queue.join()
     turns = [queue.join(urgent=urgent) for urgent in (False, True, False, True)]
-    assert [turn.place for turn in turns] == [3, 1, 4, 2]
+    assert [turn.position for turn in turns] == [3, 1, 4, 2]
 
 
 @in_loop
@@ -62,7 +62,7 @@ async def test_killed_process_that_stays_takes_a_place() -> None:
 
     queue.lend_until(wait())
     turn = queue.join()
-    assert turn.place == 1
+    assert turn.position == 1
     ended.set()
     await asyncio.wait_for(turn.came, 10)
 

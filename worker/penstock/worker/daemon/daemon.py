@@ -118,8 +118,8 @@ class Daemon:
         self._liveness = LivenessWriter(settings.liveness_file)
         self._hold_s, self._lease_s = HOLD_S, 0.0
         self._pace = PollPace()
-        self.share = SnapshotQuota(every_s=1.0, bytes_per_s=4 << 20)
-        self.tally = DaemonCounters()
+        self.snapshot_quota = SnapshotQuota(every_s=1.0, bytes_per_s=4 << 20)
+        self.counters = DaemonCounters()
         self.state_answers: Counter[str] = Counter()
         """Number of answers to state requests by result: "ok", "error" or "dropped" (not sent)."""
         self.started_at = time.monotonic()
@@ -344,9 +344,9 @@ class Daemon:
             _log.info("worker %s: %s", self.name, drains if reply.draining else "takes slots again")
         self._draining, self._stuck = reply.draining, reply.stuck
         self._commit_mark = reply.commit_mark
-        self.share = SnapshotQuota(
-            within(reply.snapshot_every_s, MOST, self.share.every_s),
-            within(reply.snapshot_bytes_per_s, MOST, self.share.bytes_per_s),
+        self.snapshot_quota = SnapshotQuota(
+            within(reply.snapshot_every_s, MOST, self.snapshot_quota.every_s),
+            within(reply.snapshot_bytes_per_s, MOST, self.snapshot_quota.bytes_per_s),
         )
         # a reply with a lower version was overtaken by the reply to a later heartbeat
         if not reply.unchanged and reply.version >= self._made:

@@ -43,10 +43,10 @@ class PositionedLoader(SlotLoader, ABC):
         self,
         assignment: records_pb2.WorkerAssignment,
         doing: Callable[[str], None] = lambda activity: None,
-        left_out: Callable[[int, int], None] = lambda epoch, count: None,
+        skipped: Callable[[int, int], None] = lambda epoch, count: None,
         load: Callable[[records_pb2.LoaderSpec], Callable[..., Any]] = load_input_fn,
     ) -> None:
-        super().__init__(assignment, doing, left_out, load)
+        super().__init__(assignment, doing, skipped, load)
         self.digest = 0
         """Digest (hash) of the last batch, set by the code that flattens batches; 0 = not known."""
         self.unsaved: Exception | None = None
@@ -246,15 +246,15 @@ class PositionedLoader(SlotLoader, ABC):
         careful crossing is known."""
         self.history = self.history.knowing(crossing)
 
-    def marked(self, point: RestartPoint, *, way_on: bool = False) -> RestartPoint:
+    def marked(self, point: RestartPoint, *, whole_history: bool = False) -> RestartPoint:
         """Return the restart point with the loader's present history and its list of skipped batches.
 
-        way_on: True keeps in the history also the epochs between the point and the loader's position that earlier
-        launches abandoned, which the training loop of this launch does not know.
+        whole_history: True keeps in the history also the epochs that earlier launches abandoned between the point and
+        the loader's position, which the training loop of this launch does not know.
         """
         skips = tuple((epoch, total, count) for (epoch, total), count in self._skips.items())
         return replace(
-            point, skips=skips, history=self.history if way_on else self.history.before(point.position.epoch)
+            point, skips=skips, history=self.history if whole_history else self.history.before(point.position.epoch)
         )
 
     def leave_epoch(self) -> None:

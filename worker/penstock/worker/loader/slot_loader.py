@@ -15,7 +15,7 @@ import xxhash
 
 from penstock.proto.batch.classes import MAX_NAME
 from penstock.proto.errors import InputFnError, NotRestartableError, PenstockError
-from penstock.proto.state import assignment as place_of
+from penstock.proto.state import assignment as assignments
 from penstock.proto.state.counts import Group, Tally
 from penstock.proto.state.generators import derive_seed, seed_rng
 from penstock.proto.state.restartable import (
@@ -46,7 +46,7 @@ class SlotLoader:
         self,
         assignment: records_pb2.WorkerAssignment,
         doing: Callable[[str], None] = lambda activity: None,
-        left_out: Callable[[int, int], None] = lambda epoch, count: None,
+        skipped: Callable[[int, int], None] = lambda epoch, count: None,
         load: Callable[[records_pb2.LoaderSpec], Callable[..., Any]] = load_input_fn,
     ) -> None:
         """Store the settings, without calling user code.
@@ -54,7 +54,7 @@ class SlotLoader:
         Args:
             assignment: the slot, and the loader to make for it.
             doing: called with the name of the activity before user code is called.
-            left_out: called when quarantined batches were skipped, with the epoch and the number of skipped batches.
+            skipped: called when quarantined batches were skipped, with the epoch and the number of skipped batches.
             load: returns input_fn, given the loader's part of the assignment.
         """
         self.assignment = assignment
@@ -64,7 +64,7 @@ class SlotLoader:
         began = point.slots[slot].total if len(point.slots) > slot else 0
         self.history = StreamHistory(Launch(point.step, began), complete=point.step == 0 and not assignment.resume.blob)
         self._doing = doing
-        self._left_out = left_out
+        self._skipped = skipped
         self._load_fn = load
         self._skips = {(skip.epoch, skip.total): skip.count for skip in assignment.skips}
         self._loader: Any = None
@@ -146,7 +146,9 @@ class SlotLoader:
         a, worker = self.assignment, self.worker
         self._taken_for = worker
         offer_worker_info(a)
-        place_of.set_assignment(place_of.Assignment(a.box, a.num_boxes, worker, a.num_workers_per_box, a.seed, step))
+        assignments.set_assignment(
+            assignments.Assignment(a.box, a.num_boxes, worker, a.num_workers_per_box, a.seed, step)
+        )
 
     def _seed(self) -> None:
         """Seed the random generators before input_fn is called. The seed is the same at each start of the slot, except
@@ -217,13 +219,13 @@ class SlotLoader:
         assert self._iterator is not None
         try:
             if self._skips:
-                self._leave_out()
+                self._skip_quarantined()
             return next(self._iterator)
         finally:
             if forks.strayed:
                 forks.leave()
 
-    def _leave_out(self) -> None:
+    def _skip_quarantined(self) -> None:
         """Skip the quarantined batches that are next at the present position."""
         position = self.position
         count = self._skips.get((position.epoch, position.total), 0)
@@ -235,7 +237,7 @@ class SlotLoader:
                 f"{self.name}: batch {position.total + 1} killed its runner process each time, and cannot be skipped "
                 f'although poison="skip" is set: {why}. Mend the sample or the code that kills the process'
             ) from None
-        self._left_out(position.epoch, count)
+        self._skipped(position.epoch, count)
 
     # ---- states
 

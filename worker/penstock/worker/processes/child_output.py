@@ -46,7 +46,7 @@ class OutputLines:
         self._credit = float(BURST)
         self._bytes_credit = float(BYTES_PER_S)
         self._at = now
-        self._told_at = now
+        self._reported_at = now
         self.left_out = 0
         """Number of lines that were left out and not reported yet."""
 
@@ -72,9 +72,9 @@ class OutputLines:
         self._credit -= len(shown)
         self.left_out += len(lines) - len(shown)
         texts = [_text(line) for line in shown]
-        if self.left_out and (now - self._told_at >= REPORT_S or not data):
+        if self.left_out and (now - self._reported_at >= REPORT_S or not data):
             texts.append(f"... {self.left_out} lines were left out: more than {LINES_PER_S:g} a second were printed")
-            self.left_out, self._told_at = 0, now
+            self.left_out, self._reported_at = 0, now
         return texts
 
     @property

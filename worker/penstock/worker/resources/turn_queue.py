@@ -39,9 +39,9 @@ class QueueTurn:
         """Future that is done once the turn has begun."""
 
     @property
-    def place(self) -> int:
+    def position(self) -> int:
         """Position of the turn in the queue, from 1; 0 once the turn has begun."""
-        return self._queue.place(self)
+        return self._queue.position_of(self)
 
     async def end_when_idle(self, pid: int) -> None:
         """End the turn as soon as the starting runner, process `pid`, uses almost no processor time, and after TURN_S
@@ -72,7 +72,7 @@ class TurnQueue:
         self._under_way = 0
         self._urgent: dict[QueueTurn, None] = {}
         self._others: dict[QueueTurn, None] = {}
-        self._places: dict[QueueTurn, int] = {}
+        self._positions: dict[QueueTurn, int] = {}
         """Positions of the waiting turns, computed when one is requested."""
         self._lent: set[asyncio.Future[None]] = set()
 
@@ -80,11 +80,11 @@ class TurnQueue:
         """Return the number of turns that wait."""
         return len(self._urgent) + len(self._others)
 
-    def place(self, turn: QueueTurn) -> int:
-        """Return the position of a turn in the queue; see QueueTurn.place."""
-        if len(self._places) != len(self):
-            self._places = {waiting: number for number, waiting in enumerate([*self._urgent, *self._others], 1)}
-        return self._places.get(turn, 0)
+    def position_of(self, turn: QueueTurn) -> int:
+        """Return the position of a turn in the queue; see QueueTurn.position."""
+        if len(self._positions) != len(self):
+            self._positions = {waiting: number for number, waiting in enumerate([*self._urgent, *self._others], 1)}
+        return self._positions.get(turn, 0)
 
     def join(self, *, urgent: bool = False) -> QueueTurn:
         """Add a turn to the queue and return the turn. The caller must `end` the turn.
@@ -136,4 +136,4 @@ class TurnQueue:
             self._under_way += 1
             if not turn.came.done():  # otherwise the waiting task was cancelled, and is about to end the turn
                 turn.came.set_result(None)
-        self._places = {}
+        self._positions = {}

@@ -21,7 +21,7 @@ from functools import partial
 from typing import cast
 
 from penstock.proto.errors import LaneLostError
-from penstock.proto.state import assignment as place_of
+from penstock.proto.state import assignment as assignments
 from penstock.proto.state.generators import capture_rng
 from penstock.proto.v1 import records_pb2
 from penstock.runtime.process import forks
@@ -55,7 +55,7 @@ def run_helper(channel: ControlChannel) -> None:
 def _warm_up(spec: records_pb2.LoaderSpec, modules: Sequence[str]) -> str:
     """Import the modules that the loader needs. Return a description of the first side effect of these imports, "" if
     they had none."""
-    place_of.set_assignment(place_of.NEUTRAL)
+    assignments.set_assignment(assignments.NEUTRAL)
     before = _surroundings()
     try:
         load_input_fn(spec)
@@ -64,7 +64,7 @@ def _warm_up(spec: records_pb2.LoaderSpec, modules: Sequence[str]) -> str:
                 importlib.import_module(name)
     except BaseException as error:  # sys.exit() in a module, too
         return f"importing raised {type(error).__name__}"
-    if place_of.looked_at():
+    if assignments.looked_at():
         return "importing read the assignment"
     after = _surroundings()
     return next((f"importing changed the {what}" for what in before if before[what] != after[what]), "")

@@ -33,7 +33,7 @@ from penstock.proto.errors import (
     UnsupportedStateError,
 )
 from penstock.proto.lane.producer import check_size
-from penstock.proto.state import assignment as place_of
+from penstock.proto.state import assignment as assignments
 from penstock.proto.state.codec import decode_state
 from penstock.proto.v1 import records_pb2
 from penstock.worker.loader.restart_plan import Leg, Target, plan_recovery
@@ -143,7 +143,7 @@ class InProcessSlot:
             resume = decode_state(self._resume) if self._resume else None
             start(source, resume, partial(self._keep, source), partial(self._go, source))  # type: ignore[arg-type]
             self._source, self.capabilities = source, source.capabilities
-            self.capabilities.looked_at_assignment = place_of.looked_at()
+            self.capabilities.looked_at_assignment = assignments.looked_at()
 
     def next(self, step: int, epoch: int, total: int) -> MadeBatch | None:
         """Return the slot's batch `total + 1`, for training step `step` of the box; None at the end of the epoch.
@@ -161,7 +161,7 @@ class InProcessSlot:
                     source.open_epoch(step=step)
                 batch = source.next()
                 made = None if batch is END else self._made(batch, source.changed_counts())
-                self.capabilities.looked_at_assignment |= place_of.looked_at()
+                self.capabilities.looked_at_assignment |= assignments.looked_at()
         except (KeyboardInterrupt, BdbQuit):
             self.lose()
             raise
@@ -256,7 +256,7 @@ class InProcessSlot:
         self._unsaved = source.unsaved
         if self._unsaved is None:
             try:
-                self._start_data = source.marked(point, way_on=True).encode()
+                self._start_data = source.marked(point, whole_history=True).encode()
             except UnsupportedStateError as error:
                 self._unsaved = error
 

@@ -31,7 +31,7 @@ from penstock.proto.errors import (
 from penstock.proto.lane.endpoints import FreeEntry, Producer
 from penstock.proto.lane.frames import KNOWN_STRUCTURES, LONG_SHAPES
 from penstock.proto.lane.ring import ring_bytes
-from penstock.proto.state import assignment as place_of
+from penstock.proto.state import assignment as assignments
 from penstock.proto.state.codec import decode_state
 from penstock.proto.state.snapshot_cadence import SnapshotCadence
 from penstock.proto.v1 import lane_pb2, records_pb2
@@ -165,7 +165,7 @@ class _Runner:
         except Exception as error:
             self._channel.send("failed", error=plain_detail(error))
             raise _StopError from error
-        if place_of.looked_at():
+        if assignments.looked_at():
             self._progress_page.note_assignment_read()
         self._progress_page.set_position(source.position.total, source.position.epoch, source.position.samples)
 
@@ -321,7 +321,7 @@ class _Runner:
             if total in producer.wanted or position.delivered == 1 or self._cadence.due(now):
                 self._snapshot()
                 self._doing("next")
-            if not self._looked and place_of.looked_at():
+            if not self._looked and assignments.looked_at():
                 self._looked = True
                 progress_page.note_assignment_read()
             progress_page.record(total, position.epoch, digest, position.samples, producer.delivered)
@@ -437,7 +437,7 @@ class _Runner:
         error = self.source.unsaved
         if error is None:
             try:
-                data = self.source.marked(point, way_on=start).encode()
+                data = self.source.marked(point, whole_history=start).encode()
                 if start:
                     self._start_data = data
                     self.source.counts_from = RestartPoint.decode(data) if self._counts else None

@@ -47,7 +47,7 @@ class DurableSnapshots:
         slot = self._slot
         await slot.ready.wait()
         # The slots of a job start together, so each begins after a random delay.
-        await asyncio.sleep(random.random() * slot.host.share.every_s)
+        await asyncio.sleep(random.random() * slot.host.snapshot_quota.every_s)
         while True:
             size = 0
             # Skip restart points beyond the last delivered batch: the loop may still abandon that part of the stream.
@@ -56,7 +56,7 @@ class DurableSnapshots:
                 if not point.durable:
                     size += len(point.data)
                     await self.make(point)
-            await asyncio.sleep(slot.host.share.pause_s(size))
+            await asyncio.sleep(slot.host.snapshot_quota.pause_s(size))
 
     def newest(self, below: int | None = None) -> list[StoredSnapshot]:
         """Return the newest usable restart point, as a list of at most one.
@@ -126,12 +126,12 @@ class DurableSnapshots:
         )
 
     def _count(self, refused: str, size: int) -> None:
-        slot, tally = self._slot, self._slot.host.tally
+        slot, counters = self._slot, self._slot.host.counters
         if refused:
-            tally.snapshots_refused += 1
+            counters.snapshots_refused += 1
         else:
-            tally.snapshots_sent += 1
-            tally.snapshot_sent_bytes += size
+            counters.snapshots_sent += 1
+            counters.snapshot_sent_bytes += size
         if refused and not self.refused:
             why = "the coordinator does not keep a snapshot of the loader, so a recovery replays from an older one"
             slot.log.warning("%s: %s: %s", slot.name, why, refused)

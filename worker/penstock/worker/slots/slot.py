@@ -122,7 +122,7 @@ class Slot:
         """True if a lane's connection was sent to the runner, which may not have received the connection yet."""
         self.begun = asyncio.Event()
         self._awaits_fork_server = False
-        self._stage_told: coordinator_pb2.StartStage.ValueType = coordinator_pb2.START_STAGE_UNSPECIFIED
+        self._stage_reported: coordinator_pb2.StartStage.ValueType = coordinator_pb2.START_STAGE_UNSPECIFIED
         self._life: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._rates = BatchRates(time.monotonic())
@@ -135,12 +135,12 @@ class Slot:
 
     def start(self) -> None:
         """Start the slot's task, which runs the runner."""
-        self.host.tally.recoveries += self.assignment.recovery
+        self.host.counters.recoveries += self.assignment.recovery
         self._life = asyncio.ensure_future(self._run())
 
     async def _run(self) -> None:
         """Start the runner, wait until it ends, and report how it ended."""
-        self.spawn(self._tell_start())
+        self.spawn(self._report_start_stages())
         try:
             await self._start()
             assert self._child is not None
@@ -196,12 +196,12 @@ class Slot:
         await self._send_findings(child)
         await child.send("go")
 
-    async def _tell_start(self) -> None:
+    async def _report_start_stages(self) -> None:
         """Report each new stage of the slot's start, checked every STAGE_S seconds. A quick start causes no report."""
         while self.phase == coordinator_pb2.STARTING:
             await asyncio.sleep(STAGE_S)
             self.progress_page.refresh()
-            if self.start_stage != self._stage_told:
+            if self.start_stage != self._stage_reported:
                 self.host.slot_changed()
 
     @property
@@ -281,7 +281,7 @@ class Slot:
             return
         self.phase, self.error, self.lost = coordinator_pb2.FAILED, error, lost
         self._end_turn()
-        self.host.tally.losses += lost
+        self.host.counters.losses += lost
         self._log_failure(error.message, error.remote_traceback if lost else "")
         if self._child is not None:
             self._child.kill()
@@ -344,8 +344,8 @@ class Slot:
             spent = used_by(self._child.pid) if self._child is not None else NOTHING
             self._rates.look(now, self.progress_page.total, self.progress_page.working_s, spent)
         run, attempt, box, slot, generation = key_of(self.assignment)
-        self._stage_told = self.start_stage
-        place = self._turn.place if self._turn is not None else 0
+        self._stage_reported = self.start_stage
+        position = self._turn.position if self._turn is not None else 0
         self.capabilities.not_used = self.findings.not_used[:MAX_UNSAVED_TEXT]
         # Not known before the first batch is sent: True avoids a warning until then.
         self.capabilities.looked_at_assignment = bool(self.progress_page.looked) or not self.begun.is_set()
@@ -371,9 +371,9 @@ class Slot:
             recycle=self.recycle,
             outgrown=self.outgrown,
             making=self._making,
-            start_queue_position=place,
-            start_queue_length=len(self.host.starts) if place else 0,
-            start_stage=self._stage_told,
+            start_queue_position=position,
+            start_queue_length=len(self.host.starts) if position else 0,
+            start_stage=self._stage_reported,
         )
 
     # ---- messages of the runner
@@ -388,7 +388,7 @@ class Slot:
             point.verified = point.start = bool(fields["start"])
             again = any(kept.begins and (kept.epoch, kept.total) == (epoch, total) for kept in self.store)
             point.wanted, point.begins = bool(fields["wanted"]), bool(fields["begins"]) or again
-            self.host.tally.snapshots += 1
+            self.host.counters.snapshots += 1
             self.store.add(point, *self._oldest_wanted())
             return  # snapshots do not change the report, and a heartbeat for each would cost four times the snapshot
         if message.kind == "generators":

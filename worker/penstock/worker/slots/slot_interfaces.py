@@ -69,8 +69,8 @@ class SlotHost(ReplayHost, Protocol):
     coordinator: AsyncCoordinatorClient
     runner_memory: int
     """Largest number of bytes that a runner may hold; 0 = no limit."""
-    share: SnapshotQuota
-    tally: DaemonCounters
+    snapshot_quota: SnapshotQuota
+    counters: DaemonCounters
     starts: TurnQueue
     embedded: bool
     """True if the daemon is a child of the training job (embedded mode)."""

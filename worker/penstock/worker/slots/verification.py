@@ -81,8 +81,8 @@ class RestartPointVerifier:
                 await self._pause(LATER_LOOK_S if self._done else LOOK_S)
                 continue
             took = await self.verify(candidate)
-            crowd = max(1.0, self._slot.host.slots_here() / (os.cpu_count() or 1))
-            await self._pause(took * crowd * min(1 + self._failed, RARELY) / SHARE)
+            per_core = max(1.0, self._slot.host.slots_here() / (os.cpu_count() or 1))
+            await self._pause(took * per_core * min(1 + self._failed, RARELY) / SHARE)
 
     async def _pause(self, seconds: float) -> None:
         self._hurried.clear()
@@ -127,8 +127,8 @@ class RestartPointVerifier:
         if early and not self._done and slot.capabilities.state_methods:
             return None
         # First the delivered batches: the loop may still abandon later ones by a `break`.
-        handed = [point for point in store if point.total <= slot.progress_page.delivered]
-        open_ones = self._unjudged(handed) or self._unjudged(store)
+        delivered = [point for point in store if point.total <= slot.progress_page.delivered]
+        open_ones = self._unjudged(delivered) or self._unjudged(store)
         if self._failed and any(point.epoch_start for point in open_ones):  # snapshots fail, so try epoch starts
             open_ones = [point for point in open_ones if point.epoch_start]
         wanted = [point for point in open_ones if point.wanted]

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from penstock.proto.state import assignment as place_of
+from penstock.proto.state import assignment as assignments
 from penstock.proto.state.generators import capture_rng, restore_rng
 from penstock.worker.user_loader import worker_info
 
@@ -22,7 +22,7 @@ class ProcessGlobals:
 
     def __init__(self) -> None:
         self._generators: bytes | None = None
-        self._seat: place_of.Seat | None = None
+        self._seat: assignments.Seat | None = None
         self._answers: worker_info.Answers | None = None
 
     @contextmanager
@@ -32,12 +32,12 @@ class ProcessGlobals:
         generators = capture_rng()
         if self._generators is not None:
             restore_rng(self._generators)
-        seat = place_of.exchange(self._seat)
+        seat = assignments.exchange(self._seat)
         answers = worker_info.exchange(self._answers)
         try:
             yield
         finally:
             self._answers = worker_info.exchange(answers)
-            self._seat = place_of.exchange(seat)
+            self._seat = assignments.exchange(seat)
             self._generators = capture_rng()
             restore_rng(generators)

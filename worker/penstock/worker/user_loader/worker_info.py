@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch.utils.data
 from torch.utils.data._utils import worker as torch_worker
 
-from penstock.proto.state import assignment as place_of
+from penstock.proto.state import assignment as assignments
 from penstock.proto.state.generators import derive_seed
 from penstock.proto.v1 import records_pb2
 
@@ -72,12 +72,12 @@ def offer_worker_info(a: records_pb2.WorkerAssignment) -> None:
 
     def get_worker_info() -> torch_worker.WorkerInfo | None:
         answers = _current
-        if answers is None or os.getpid() != own or answers.hidden or place_of.stands_aside():
+        if answers is None or os.getpid() != own or answers.hidden or assignments.stands_aside():
             return theirs()
         if sys._getframe(1).f_globals.get("__name__") == _TORCH_COLLATE:
             return None
         answers.given += 1
-        position = place_of.current_assignment()
+        position = assignments.current_assignment()
         number = position.global_worker_id
         if number not in answers.infos:
             dataset: Any = None  # not known yet: user code makes it later
