@@ -105,8 +105,8 @@ async def test_warm_helpers_answer_like_fresh_children(monkeypatch: pytest.Monke
         ("import json", ""),
         ("import random; random.random()", "importing changed the random generators"),
         ("import penstock.worker; penstock.worker.current_assignment()", "importing read the assignment"),
-        ("import threading; over = threading.Event(); threading.Thread(target=over.wait).start()", "its threads"),
-        ("file = open(__file__)", "its open files"),
+        ("import threading; over = threading.Event(); threading.Thread(target=over.wait).start()", "the threads"),
+        ("file = open(__file__)", "the open files"),
         ("raise SystemExit", "importing raised InputFnError"),
     ],
 )
