@@ -99,6 +99,7 @@ async def test_snapshot_of_an_ended_run_is_dropped(caplog: pytest.LogCaptureFixt
         await slot.durable.make(point)
     assert all(point.durable for point in points)
     assert [record.getMessage() for record in caplog.records] == [
-        "job/0 box 0 slot 0: a snapshot could not be sent to the coordinator, so a recovery replays from an older one: lost"
+        "job/0 box 0 slot 0: a snapshot could not be sent to the coordinator, so a recovery replays from an older one: "
+        "lost"
     ]
     slot.progress_page.close()
