@@ -98,8 +98,6 @@ async def test_snapshot_of_an_ended_run_is_dropped(caplog: pytest.LogCaptureFixt
     for point in points:
         await slot.durable.make(point)
     assert all(point.durable for point in points)
-    assert [record.getMessage() for record in caplog.records] == [
-        "job/0 box 0 slot 0: a snapshot could not be sent to the coordinator, so a recovery replays from an older one: "
-        "lost"
-    ]
+    why = "a snapshot could not be sent to the coordinator, so a recovery replays from an older one: lost"
+    assert [record.getMessage() for record in caplog.records] == [f"job/0 box 0 slot 0: {why}"]
     slot.progress_page.close()
