@@ -39,7 +39,7 @@ def test_refused_snapshot_costs_only_replay(tmp_path: Path) -> None:
                 """Take one more batch, because a runner that waits for the loop takes no snapshot; then return True if
                 the log reports a refused one."""
                 got.append(next(executor)["number"])
-                return b"does not keep its snapshot, so a recovery replays" in log.read_bytes()
+                return b"does not keep a snapshot of the loader, so a recovery replays" in log.read_bytes()
 
             until(refused, 30, "no snapshot was refused")
             os.kill(runners(worker.pid)[0], signal.SIGKILL)
