@@ -397,7 +397,7 @@ def test_loaders_that_cannot_be_saved(appliances: Any) -> None:
         iter(DataExecutor(loader, appliance=plain))
     assert len(list(DataExecutor(loader, appliance=replayed))) == 3
     persistent = appliances(numbers)
-    persistent.capabilities["not_restartable"] = "persistent_workers=True keeps worker processes"
+    persistent.capabilities["not_restartable"] = "with persistent_workers=True its worker processes keep data"
     loader = DataLoader(streams.persistent)
     list(DataExecutor(loader, num_steps=1, appliance=persistent))
     assert not loader.is_restartable

@@ -144,5 +144,5 @@ def test_only_an_embedded_worker_takes_them() -> None:
     fn, args, kwargs = unpacked(load_input_fn(spec), spec)
     assert (fn(1), args, kwargs) == (2, (Path("/data"),), {})
     del spec.sys_path[:]
-    with pytest.raises(InputFnNotAllowedError, match="as a pickle, which only an embedded worker takes"):
+    with pytest.raises(InputFnNotAllowedError, match="as a pickle, which only an embedded worker accepts"):
         unpacked(load_input_fn(spec), spec)

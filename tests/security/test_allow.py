@@ -140,5 +140,5 @@ def test_what_is_defined_where_it_may_be_is_found() -> None:
 def test_search_path_or_script_of_peer_is_refused() -> None:
     check_plain(spec("streams:counter"))
     for said in (records_pb2.LoaderSpec(sys_path=["/tmp"]), records_pb2.LoaderSpec(main_path="/tmp/x.py")):
-        with pytest.raises(InputFnNotAllowedError, match="only an embedded worker takes"):
+        with pytest.raises(InputFnNotAllowedError, match="only an embedded worker accepts"):
             check_plain(said)

@@ -80,7 +80,7 @@ def test_a_breakpoint_stops_in_the_users_frame(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*no worker read its assignment")
 def test_a_worker_says_where_a_breakpoint_works(appliance: Appliance) -> None:
-    says = r"batch 3 raised BdbQuit: breakpoint\(\) needs a terminal, and workers have none: set num_"
+    says = r"batch 3 raised BdbQuit: breakpoint\(\) needs a terminal, and workers have none. Set num_"
     with pytest.raises(InputFnError, match=says) as caught:
         list(DataExecutor(DataLoader(lambda: stops()), appliance=appliance))
     assert "PENSTOCK_NUM_WORKERS_PER_BOX=0" in str(caught.value)

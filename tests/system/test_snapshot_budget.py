@@ -39,7 +39,7 @@ def test_refused_snapshot_costs_only_replay(tmp_path: Path) -> None:
                 """Take one more batch, because a runner that waits for the loop takes no snapshot; then return True if
                 the log reports a refused one."""
                 got.append(next(executor)["number"])
-                return b"does not keep its snapshot, so a recovery replays" in log.read_bytes()
+                return b"does not keep a snapshot of the loader, so a recovery replays" in log.read_bytes()
 
             until(refused, 30, "no snapshot was refused")
             os.kill(runners(worker.pid)[0], signal.SIGKILL)
@@ -55,7 +55,7 @@ def test_unkept_first_snapshot_prevents_start(tmp_path: Path) -> None:
             Appliance(cluster.address, token=TOKEN, job="job", seed=3, timeout_s=60) as appliance,
             pytest.raises(
                 errors.JournalError,
-                match=r"cannot keep its first snapshot.* bytes of the coordinator's snapshot budget",
+                match=r"cannot keep the loader's first snapshot.* bytes of the coordinator's snapshot budget",
             ),
         ):
             next(iter(DataExecutor(DataLoader(streams.heavy, 200, STATE), appliance=appliance)))

@@ -107,7 +107,7 @@ def test_kept_fork_server_is_replaced_and_retired(monkeypatch: pytest.MonkeyPatc
         begun = start_fork_server()
         kept = KeptForkServer(folders, TurnQueue(1), 60.0, sandboxed=True, started=begun)
         begun.process.kill()
-        with pytest.raises(WorkerLostError, match="died at its start"):
+        with pytest.raises(WorkerLostError, match="died while it started"):
             await kept.get()
         fork_server = await kept.get(main_script=True)
         assert await kept.get() is fork_server

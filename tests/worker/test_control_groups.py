@@ -128,9 +128,9 @@ def test_a_busy_group_is_killed_and_goes_later(own: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"cgroup.controllers": "cpu pids\n"}, "has no controller memory"),
-        ({"cgroup.procs": "1\n2\n0\n"}, "has 2 processes that are not the worker's"),
-        ({"cgroup.procs": None}, "is not this process's to write to"),
+        ({"cgroup.controllers": "cpu pids\n"}, "does not have the controller memory"),
+        ({"cgroup.procs": "1\n2\n0\n"}, "has 2 processes that do not belong to the worker"),
+        ({"cgroup.procs": None}, "the worker must be allowed to write to"),
     ],
 )
 def test_what_is_not_ours_is_left_alone(own: Path, change: dict[str, str | None], why: str) -> None:
@@ -147,7 +147,7 @@ def test_what_is_not_ours_is_left_alone(own: Path, change: dict[str, str | None]
 
 
 def test_no_hierarchy_is_no_group() -> None:
-    assert "no cgroup v2 hierarchy" in why_not(None, [1])
+    assert "not in a mounted cgroup v2 hierarchy" in why_not(None, [1])
 
 
 def test_a_division_that_fails_is_undone(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,7 +98,7 @@ async def test_slot_that_cannot_start_is_reported_lost(monkeypatch: pytest.Monke
     assert (told[1].phase, told[1].lost) == (coordinator_pb2.FAILED, True)
     assert "Too many open files" in told[1].error.message
     assert (told[4].error.name, told[4].lost) == ("OverloadedError", True)
-    assert "all its 2 slots" in told[4].error.message
+    assert "all 2 slots of worker" in told[4].error.message
     daemon._take(reply(2, 2, 5))  # its places are free again
     assert sorted(slot.generation for slot in daemon._heartbeat(0.0).slots) == [2, 5]
     await daemon.coordinator.close()
@@ -120,7 +120,7 @@ async def test_one_lane_at_a_time_waits_for_its_runner() -> None:
             os.close(fds[0])
 
     runner = Busy()
-    host: Any = SimpleNamespace(name="w", tally=DaemonCounters(), findings=lambda _: LoaderFindings())
+    host: Any = SimpleNamespace(name="w", counters=DaemonCounters(), findings=lambda _: LoaderFindings())
     slot = Slot(host, records_pb2.WorkerAssignment(run="job/0"))
     slot._child = runner  # type: ignore[assignment]
     slot.ready.set()

@@ -42,7 +42,7 @@ async def test_target_worker_gets_the_newest_when_ready() -> None:
         name="w",
         coordinator=coordinator,
         slot_changed=changed.set,
-        tally=DaemonCounters(),
+        counters=DaemonCounters(),
         findings=lambda _: LoaderFindings(),
     )
     slot = Slot(host, records_pb2.WorkerAssignment(run="job/0", attempt=1, num_workers_per_box=1))
@@ -91,14 +91,13 @@ async def test_snapshot_of_an_ended_run_is_dropped(caplog: pytest.LogCaptureFixt
         LaneLostError("lost"),
     ]
     host: Any = SimpleNamespace(
-        name="w", coordinator=Ended(), tally=DaemonCounters(), findings=lambda _: LoaderFindings()
+        name="w", coordinator=Ended(), counters=DaemonCounters(), findings=lambda _: LoaderFindings()
     )
     slot = Slot(host, records_pb2.WorkerAssignment(run="job/0", attempt=1, num_workers_per_box=1))
     points = [StoredSnapshot(0, total, total, total, False, total, b"state", verified=True) for total in (1, 2, 3)]
     for point in points:
         await slot.durable.make(point)
     assert all(point.durable for point in points)
-    assert [record.getMessage() for record in caplog.records] == [
-        "job/0 box 0 slot 0: its snapshot could not be sent to the coordinator: lost"
-    ]
+    why = "a snapshot could not be sent to the coordinator, so a recovery replays from an older one: lost"
+    assert [record.getMessage() for record in caplog.records] == [f"job/0 box 0 slot 0: {why}"]
     slot.progress_page.close()

@@ -72,14 +72,14 @@ async def test_warm_helpers_answer_like_fresh_children(monkeypatch: pytest.Monke
     assert [message.payload for message in await burst(plain, point, 2 * PAYS)] == [alone.payload] * 2 * PAYS
     state: Any = decode_state(alone.payload)
     assert state["user"] == {"done": 3, "built": 1}
-    crew = next(iter(helpers._crews.values()))
+    group = next(iter(helpers._groups.values()))
     await burst(plain, point, 2 * PAYS)  # by now nothing is left to learn, whichever helper was first
-    assert crew.unfit == ""
-    assert {"stained", "statistics"} <= set(crew.modules or ())
+    assert group.unfit == ""
+    assert {"stained", "statistics"} <= set(group.modules or ())
 
     def ready() -> set[int]:
-        known = set(crew.modules or ())
-        return {each.child.pid for each in crew.idle if each.child is not None and each.modules >= known}
+        known = set(group.modules or ())
+        return {each.child.pid for each in group.idle if each.child is not None and each.modules >= known}
 
     kept = ready()
     assert kept
@@ -93,7 +93,7 @@ async def test_warm_helpers_answer_like_fresh_children(monkeypatch: pytest.Monke
     with pytest.raises(InputFnError, match="no child of the fork server"):
         await burst(assignment("wrong/0", 10, 1, "raises"), point, 1)
     helpers.forget(set())
-    assert not helpers._crews
+    assert not helpers._groups
     fork_server.close()
     await fork_server.wait()
     progress_page.close()
@@ -103,11 +103,11 @@ async def test_warm_helpers_answer_like_fresh_children(monkeypatch: pytest.Monke
     ("code", "why"),
     [
         ("import json", ""),
-        ("import random; random.random()", "it changed its random generators"),
-        ("import penstock.worker; penstock.worker.current_assignment()", "it asked for its assignment"),
-        ("import threading; over = threading.Event(); threading.Thread(target=over.wait).start()", "its threads"),
-        ("file = open(__file__)", "its open files"),
-        ("raise SystemExit", "it raised InputFnError"),
+        ("import random; random.random()", "importing changed the random generators"),
+        ("import penstock.worker; penstock.worker.current_assignment()", "importing read the assignment"),
+        ("import threading; over = threading.Event(); threading.Thread(target=over.wait).start()", "the threads"),
+        ("file = open(__file__)", "the open files"),
+        ("raise SystemExit", "importing raised InputFnError"),
     ],
 )
 def test_imports_that_do_more_are_told(code: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

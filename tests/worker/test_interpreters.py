@@ -52,7 +52,7 @@ def test_folder_others_can_write_is_not_searched(
     folder.chmod(0o1777)  # as /tmp is: nobody may remove another's files there, and everybody may add some
     assert said(probe, tmp_path) == ["True", "not found"]
     monkeypatch.chdir(folder)
-    assert f"{folder} is not searched, because other users can write to it" in why_not_searched()
+    assert f"{folder} cannot be imported, because other users can write to it" in why_not_searched()
     folder.chmod(0o775)
     assert why_not_searched() == ""
     if os.getuid() == 0:

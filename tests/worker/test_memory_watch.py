@@ -35,7 +35,7 @@ class Away:
 def watched(coordinator: Away) -> Slot:
     """A slot whose runner is ready and has begun, with one snapshot that is not durable."""
     host: Any = SimpleNamespace(
-        name="w", coordinator=coordinator, slot_changed=lambda: None, tally=DaemonCounters(), embedded=False
+        name="w", coordinator=coordinator, slot_changed=lambda: None, counters=DaemonCounters(), embedded=False
     )
     host.findings = lambda assignment: LoaderFindings()
     slot = Slot(host, records_pb2.WorkerAssignment(run="job/0", attempt=1, num_workers_per_box=1))

@@ -16,7 +16,7 @@ from penstock.worker.processes.progress_page import EARLY, ENDS, ENTRIES, BatchR
     [
         (None, False, 503, "the coordinator has not answered yet"),
         (98.0, False, 200, "ok"),
-        (96.0, False, 503, "the coordinator has not answered for 4.0 s, its lease is 3 s"),
+        (96.0, False, 503, "the coordinator has not answered for 4.0 s; it must within 3 s"),
         (99.9, True, 503, "the worker is stopping"),
     ],
 )

@@ -40,7 +40,7 @@ def test_heartbeat_hold_is_that_of_the_last_reply() -> None:
         daemon._take(reply(7, snapshot_every_s=25, snapshot_bytes_per_s=3000))
         request = daemon._heartbeat(daemon._hold_s)
         assert (request.hold_s, request.lease_s, request.seen_version) == (5, 15, 7)
-        assert daemon.share == SnapshotQuota(25, 3000)
+        assert daemon.snapshot_quota == SnapshotQuota(25, 3000)
 
     with_daemon(body)
 

@@ -82,7 +82,7 @@ def _generator() -> Iterator[int]:
     ("loader", "says"),
     [
         (DataLoader(streams.Sharded(), batch_size=2), "IterableDataset"),
-        (DataLoader(Counted(), num_workers=1), "makes its batches in 1 worker processes"),
+        (DataLoader(Counted(), num_workers=1), "makes its batches in worker processes .num_workers=1"),
         (_generator(), r"a generator, nor its iterator has a method skip_batch\(\)"),
         ([torch.zeros(1)], "a list, nor"),
     ],

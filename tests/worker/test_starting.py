@@ -47,5 +47,5 @@ def test_epoch_is_abandoned_behind_empty_ones(empty: int) -> None:
 def test_epoch_with_batches_is_not_skipped() -> None:
     source = source_of(2)
     source.open_epoch()
-    with pytest.raises(ReplayMismatchError, match="epoch 2 has more batches than when it was delivered"):
+    with pytest.raises(ReplayMismatchError, match="epoch 2 has more batches than before"):
         catch_up(source, 4)

@@ -183,7 +183,7 @@ def test_replay_follows_the_known_way_of_the_loop(loader: str, place: tuple[int,
         travel(again, target, lambda leg: again.seek(leg.total, leg.epoch, lambda batch: None))
         catch_up(again, epoch)
         assert goes_on(again) == truth
-        told = source.marked(first, way_on=True)
+        told = source.marked(first, whole_history=True)
         known = saying(built(), told, epoch=epoch, delivered=delivered, total=total)
         assert known.payload == said.payload, (
             "epochs that were left in former launches stand in what a launch starts from"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from coroutines import in_loop
 
-from penstock.worker.resources.processor_time import NOTHING, cores, unless_it_stands_still, used_by
+from penstock.worker.resources.processor_time import NOTHING, cores, used_by, wait_while_active
 from penstock.worker.resources.turn_queue import TurnQueue
 
 
@@ -31,17 +31,17 @@ def running(*command: str) -> Iterator[int]:
 async def test_first_come_first_served() -> None:
     queue = TurnQueue(2)
     turns = [queue.join() for _ in range(5)]
-    assert [turn.place for turn in turns] == [0, 0, 1, 2, 3]
+    assert [turn.position for turn in turns] == [0, 0, 1, 2, 3]
     assert [turn.came.done() for turn in turns] == [True, True, False, False, False]
     turns[3].end()  # given up while it waited
-    assert [turn.place for turn in turns] == [0, 0, 1, 0, 2]
+    assert [turn.position for turn in turns] == [0, 0, 1, 0, 2]
     turns[0].end()
     turns[0].end()
-    assert [turn.place for turn in turns] == [0, 0, 0, 0, 1]
+    assert [turn.position for turn in turns] == [0, 0, 0, 0, 1]
     for turn in turns:
         turn.end()
     assert len(queue) == 0
-    assert [queue.join().place for _ in range(3)] == [0, 0, 1]
+    assert [queue.join().position for _ in range(3)] == [0, 0, 1]
 
 
 @in_loop
@@ -50,7 +50,7 @@ async def test_urgent_turns_come_first() -> None:
     queue = TurnQueue(1)
     queue.join()
     turns = [queue.join(urgent=urgent) for urgent in (False, True, False, True)]
-    assert [turn.place for turn in turns] == [3, 1, 4, 2]
+    assert [turn.position for turn in turns] == [3, 1, 4, 2]
 
 
 @in_loop
@@ -62,7 +62,7 @@ async def test_killed_process_that_stays_takes_a_place() -> None:
 
     queue.lend_until(wait())
     turn = queue.join()
-    assert turn.place == 1
+    assert turn.position == 1
     ended.set()
     await asyncio.wait_for(turn.came, 10)
 
@@ -87,10 +87,10 @@ def test_turn_ends_before_its_time(how: str) -> None:
 def test_deadline_counts_time_of_standing_still() -> None:
     async def body(idle: int, busy: int) -> None:
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(unless_it_stands_still(asyncio.Event().wait(), idle, 0.6, 100), 50)
+            await asyncio.wait_for(wait_while_active(asyncio.Event().wait(), idle, 0.6, 100), 50)
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(unless_it_stands_still(asyncio.Event().wait(), busy, 100, 0.6), 50)
-        await unless_it_stands_still(asyncio.sleep(1.2), busy, 0.6, 100)
+            await asyncio.wait_for(wait_while_active(asyncio.Event().wait(), busy, 100, 0.6), 50)
+        await wait_while_active(asyncio.sleep(1.2), busy, 0.6, 100)
 
     with running("sleep", "60") as idle, running("sh", "-c", "while :; do :; done") as busy:
         asyncio.run(body(idle, busy))

@@ -1,5 +1,4 @@
-"""python -m penstock.worker: start a worker daemon without the `penstock` command line. Programs that start a daemon
-use it.
+"""Entry point of `python -m penstock.worker`, with which programs start a worker daemon. People use `penstock worker`.
 
 The exit status is 1 for a Penstock error, and 16 if the daemon refused to listen beyond this machine without TLS.
 """

@@ -1,1 +1,1 @@
-"""Batches that user code builds directly in the shared memory that they are sent from."""
+"""Batches that user code builds directly in the shared memory from which batches are sent."""

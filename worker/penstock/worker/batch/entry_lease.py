@@ -1,23 +1,25 @@
-"""Lease of a ring entry in which user code builds a batch, before the size of the batch is known.
+"""Lease of a ring entry in which user code builds a batch, before the size of the batch is known. A ring is the shared
+memory through which a runner sends batches; an entry is its room for one batch.
 
     begin ──> the arena of an entry, under a weak reference ── place, place ... ──> leaves cut from the arena
-    take  ──> if the batch lies exactly there and nothing else can reach it: the entry, ready to publish
+    take  ──> if the batch lies exactly there and no other code can reach it: the entry, ready to publish
 
-Building a batch in the ring is unsafe if code still holds a piece of the batch after it was published: the entry then
-belongs to the training loop, and later to another batch. So a batch is published in place only if no piece of it is
-alive. All leaves cut from an entry have one array as their base object, the *arena*, and only the leaves keep it alive.
-`take` drops the batch and checks whether the arena was freed with it. A generator's variable, a list of old batches, a
-thread, or a view of a view keeps the arena alive. Then the batch is copied to another entry, and this entry stays
-unchanged until the last piece is dropped. So neither a batch that user code holds nor a delivered batch ever changes.
+Building a batch in the ring is unsafe if user code still holds a tensor of the batch after the batch was published: the
+entry then belongs to the training loop, and later to another batch. So a batch is published in place only if none of
+its tensors is alive. All tensors and arrays (*leaves*) cut from an entry have one array as their base object, the
+*arena*, and only the leaves keep the arena alive. `take` drops the batch and checks whether the arena was freed with
+it. A generator's variable, a list of old batches, a thread, or a view of a view keeps the arena alive. Then the batch
+is copied to another entry, and this entry stays unchanged until the last leaf is dropped. So neither a batch that user
+code holds nor a delivered batch ever changes.
 
 Every other failure also ends in the plain copy: leaves in another order or transformed, two batches begun before the
 first was yielded, a batch that needs a larger ring. If a batch is dropped before it is yielded (an exception, an
 abandoned epoch), its arena is freed, and the entry is used again from its start.
 
-At most one entry is leased at a time, and only from rings with at least MIN_ENTRIES, so that the stream can continue
-with the others if the leased one is never freed. A process that is forked while an arena is alive holds views of the
-entry, and this process cannot see when it drops them: that entry is not used again while its ring is in use, and no
-other one is leased.
+At most one entry is leased at a time, and only from rings with at least MIN_ENTRIES entries, so that the stream can
+continue with the other entries if the leased one is never freed. A process that is forked while an arena is alive holds
+views of the entry, and the parent cannot see when the child drops these views. So the entry is not used again while its
+ring is in use, and no other entry is leased.
 """
 
 from __future__ import annotations
@@ -38,17 +40,17 @@ __all__ = ["NOWHERE", "VAIN_LIMIT", "WORTH_FROM", "EntryArena", "EntryLease"]
 NOWHERE = 1 << 62
 """Value of `EntryLease.cursor` after a leaf of unknown size: no later leaf of the batch fits into the entry."""
 WORTH_FROM = 512 << 10
-"""Smallest ring entry that is leased, in bytes: copying half a MiB takes 9 us, the same as a lease (see
+"""Size of the smallest ring entry that is leased, in bytes: copying half a MiB takes 9 us, the same as a lease (see
 benchmarks/collate.md)."""
 VAIN_LIMIT = 8
-"""Number of consecutive batches that were built in an entry and still had to be copied, after which the rest of the
-epoch is built in ordinary memory: this loader keeps or changes its batches, and will probably continue to."""
+"""Number of consecutive batches that were built in an entry and had to be copied nevertheless, after which the rest of
+the epoch is built in ordinary memory: this loader keeps or changes its batches, and will probably continue to do so."""
 
 
 class EntryArena(np.ndarray[Any, np.dtype[np.uint8]]):
-    """Array over all bytes of a leased ring entry. Each tensor that user code builds there has it as base object.
+    """Array over all bytes of a leased ring entry: the base object of each tensor that user code builds in the entry.
 
-    It must be a class of its own because numpy shortens a chain of bases of one type: the leaves would then refer to
+    The arena has a class of its own because numpy shortens a chain of bases of one type: the leaves would then refer to
     another base, and the arena would be freed at once.
     """
 
@@ -56,10 +58,10 @@ class EntryArena(np.ndarray[Any, np.dtype[np.uint8]]):
 
 
 class EntryLease:
-    """Lease of one ring entry at a time, one object for each runner; it serves only the thread that made it.
+    """Lease of one ring entry at a time. A runner has one such object, which serves only the thread that made it.
 
-    wait: called when all entries are taken; returns True once one may be free, or False to build in ordinary memory
-    instead. It must not raise, because it is called inside user code.
+    wait: called when all entries are taken; returns True once an entry may be free, or False to build in ordinary
+    memory instead. `wait` must not raise, because it is called inside user code.
     """
 
     def __init__(self, producer: Producer, wait: Callable[[], bool]) -> None:
@@ -70,13 +72,13 @@ class EntryLease:
         self.built = 0
         """Number of batches that were built in a ring entry and published there without a copy."""
         self.copied = 0
-        """Number of batches that were copied although a leaf of them was built in a ring entry."""
+        """Number of batches that were copied although one of their leaves was built in a ring entry."""
         self._producer = producer
         self._wait = wait
         self._thread = threading.get_ident()
         self._reserved: FreeEntry | None = None
         self._arena: Callable[[], EntryArena | None] = _none
-        self._yielded = False  # a batch of this arena was yielded while pieces of it were still held
+        self._yielded = False  # a batch of this arena was yielded while user code still held leaves of it
         self._forked = False  # a forked child may hold views
         self._vain = 0
         self._leaf_ranges: list[tuple[int, int]] = []  # (start, size) where leaves of the last misplaced batch belonged
@@ -110,11 +112,11 @@ class EntryLease:
         return arena
 
     def place(self, arena: EntryArena, nbytes: int, *, guess: bool = False) -> int | None:
-        """Return the offset in the arena for a leaf of `nbytes`, and move the cursor behind the leaf. Return None if
-        the leaf must be built in ordinary memory.
+        """Return the offset in the arena for a leaf of `nbytes` bytes, and move the cursor behind the leaf. Return None
+        if the leaf must be built in ordinary memory.
 
-        guess: the caller does not know the sizes of the leaves between those that it asks for. The offset is then taken
-        from the layout of the last batch whose leaves were misplaced.
+        guess: True if the caller requests places for some leaves only, and does not know the sizes of the leaves in
+        between. The offset is then taken from the layout of the last batch whose leaves were misplaced.
         """
         at = self._guess(nbytes) if guess and self._leaf_ranges else self.cursor
         if at is None or at + nbytes > len(arena):
@@ -127,12 +129,12 @@ class EntryLease:
         self.cursor += (nbytes + ALIGN - 1) & -ALIGN
 
     def take(self, flat: FlatBatch, need: int) -> FreeEntry | None:
-        """Return the leased entry if `flat` may be written there: each of its leaves in the entry then lies at its
-        final offset, and no other code holds one. Return None if the caller must reserve another entry and copy. `flat`
-        can be written in both cases.
+        """Return the leased entry if `flat` may be published there: all of its leaves in the entry lie at their final
+        offsets, and no other code holds one of these leaves. Otherwise return None: the caller must reserve another
+        entry and copy `flat` there.
 
         The caller must hold no other reference to the batch.
-        need: smallest size of the entry, in bytes.
+        need: number of bytes that the entry must have at least.
         """
         reserved, arena = self._reserved, self._arena()
         if reserved is None:
@@ -157,7 +159,7 @@ class EntryLease:
         return None
 
     def release(self) -> None:
-        """Return the leased entry to the ring at the end of an epoch, unless user code still holds a piece of it."""
+        """Return the leased entry to the ring at the end of an epoch, unless user code still holds a leaf in it."""
         self._vain = 0
         if self._reserved is not None and self._arena() is None and not self._forked:
             self._return()
@@ -183,8 +185,8 @@ class EntryLease:
         self._forked = False
 
     def _guess(self, nbytes: int) -> int | None:
-        """Return the offset of the next leaf of this size in the layout of the last misplaced batch; None if there is
-        none."""
+        """Return the offset of the next leaf of `nbytes` bytes in the layout of the last misplaced batch; None if that
+        batch had no such leaf."""
         for start, size in self._leaf_ranges:
             if size == nbytes and start >= self.cursor:
                 return start

@@ -25,7 +25,7 @@ _dtype_of = attrgetter("dtype")
 
 
 class Builder:
-    """Object that builds a runner's batches in ring entries: it implements `collate` and `empty` of building.py."""
+    """Builder of a runner's batches in ring entries: the implementation of `collate` and `empty` of building.py."""
 
     def __init__(self, lease: EntryLease) -> None:
         self.lease = lease
@@ -78,8 +78,8 @@ class Builder:
         return self._leaf(torchs.collate_tensor_fn, samples, collate_fn_map=collate_fn_map)
 
     def _leaf(self, plain: Callable[..., Any], samples: Any, *, collate_fn_map: Any = None) -> Any:
-        """Return the result of torch's collate function `plain` for a leaf. Move the cursor by the leaf's size unless a
-        nested call has moved it."""
+        """Return the result of torch's collate function `plain` for a leaf. Move the lease's cursor by the leaf's size
+        unless a nested call has moved the cursor."""
         cursor = self.lease.cursor
         made = plain(samples, collate_fn_map=collate_fn_map)
         if self.lease.cursor == cursor:
@@ -103,7 +103,7 @@ class Builder:
     def _cut(
         self, arena: EntryArena, dims: tuple[int, ...], dtype: torch.dtype, *, guess: bool = False
     ) -> torch.Tensor | None:
-        """Return a tensor of these dims in the arena, None if it does not fit."""
+        """Return a tensor with the dims `dims` in the arena, None if the tensor does not fit."""
         known = CARRIERS.get(dtype)
         count = prod(dims)
         if known is None or count <= 0 or min(dims, default=1) < 0:

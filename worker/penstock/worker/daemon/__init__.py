@@ -1,1 +1,2 @@
-"""The worker daemon: registers, supervises slots, sends batches. It never runs user code."""
+"""The worker daemon: registers at the coordinator, starts and watches the runners of its slots, sends batches to other
+hosts. User code never runs in the daemon."""

@@ -1,4 +1,7 @@
-"""The worker daemon: registers, asks which slots to run, starts and stops them. It never runs user code.
+"""The worker daemon: registers with the coordinator, asks which slots to run, starts and stops them.
+
+A slot is a logical worker of a training run, as one worker process of a DataLoader; a child process, the runner, runs
+the slot's loader (docs/concepts.md). The daemon itself never runs user code.
 
 Each heartbeat's reply holds the whole set of slots that this worker should run. The daemon starts slots that are
 missing and stops slots that are not in the set, so a lost, late or repeated message does no harm.
@@ -58,29 +61,32 @@ __all__ = ["Daemon", "serve"]
 _log = logging.getLogger("penstock.worker")
 
 RETRY_S = 0.3
-AWAY_AGAIN_S = 60.0
+"""Seconds between a failed call of the coordinator and the next try."""
+UNAVAILABLE_AGAIN_S = 60.0
 """Seconds between two log lines that say that the coordinator cannot be reached."""
-AWAY = (CoordinatorUnavailableError, DeadlineError, JournalError)
+UNAVAILABLE = (CoordinatorUnavailableError, DeadlineError, JournalError)
 """Temporary errors whose cause is the coordinator: unreachable, slow, or unable to write its journal (full disk)."""
 ATTACH_DEADLINE_S = 30.0
+"""Largest number of seconds that a runner may take to accept a connection from a training job."""
 HELPERS_AT_ONCE = 2
 """Smallest limit on helper tasks that run at the same time. With more than two cores the limit is one task per core."""
 ASSIGNED = 2
-"""Largest number of assignments that are processed, as a multiple of the worker's number of slots. Assignments beyond
-it are ignored. Those beyond the number of slots but within this limit are reported lost."""
+"""Largest number of assignments that are processed, as a multiple of the worker's number of slots. Further assignments
+are ignored. Assignments within this limit but beyond the number of slots are reported lost."""
 ANSWERS_AT_ONCE = 1024
-"""Largest number of state requests answered at the same time; a coordinator sends at most as many in one reply."""
+"""Largest number of state requests answered at the same time; one reply of a coordinator holds at most this number."""
 TURN_S = 0.5
-"""Seconds between two signs of progress that the event loop gives to the heartbeat thread."""
+"""Seconds between two calls by which the event loop shows the heartbeat thread that it makes progress."""
 
 
 class Daemon:
-    """The worker daemon of this process. `run()` returns after `stop()`."""
+    """Worker daemon of this process: runs a coordinator's slots in child processes. `run()` returns after `stop()`."""
 
     def __init__(self, settings: DaemonSettings, fork_server: StartedForkServer | None = None) -> None:
-        """Take the settings; `run()` does the rest.
+        """Store the settings; `run()` registers and serves.
 
-        fork_server: a fork server that was already started for this daemon. None: one is started for the first slot.
+        fork_server: process, already started for this daemon, from which runners are forked. None: one is started for
+        the first slot.
         """
         self.settings = settings
         self.name = settings.name or own_name()
@@ -112,8 +118,8 @@ class Daemon:
         self._liveness = LivenessWriter(settings.liveness_file)
         self._hold_s, self._lease_s = HOLD_S, 0.0
         self._pace = PollPace()
-        self.share = SnapshotQuota(every_s=1.0, bytes_per_s=4 << 20)
-        self.tally = DaemonCounters()
+        self.snapshot_quota = SnapshotQuota(every_s=1.0, bytes_per_s=4 << 20)
+        self.counters = DaemonCounters()
         self.state_answers: Counter[str] = Counter()
         """Number of answers to state requests by result: "ok", "error" or "dropped" (not sent)."""
         self.started_at = time.monotonic()
@@ -127,23 +133,23 @@ class Daemon:
         self._answering = 0
         """Number of state requests that are being answered."""
         self._unanswered = False
-        """True if a state request was put off because ANSWERS_AT_ONCE were being answered."""
+        """True if a state request was postponed because ANSWERS_AT_ONCE others were being answered."""
         self._made = self._seen = 0
-        """Versions of the coordinator's replies, which rise. `_made`: version of the last reply that was applied.
-        `_seen`: version that heartbeats name as seen; with 0 the coordinator sends its whole reply again."""
+        """Version numbers of the coordinator's replies, which rise. `_made`: version of the last reply that was
+        applied. `_seen`: version that heartbeats name as seen; with 0 the coordinator sends its whole reply again."""
         self._listeners = LaneListeners(self._attach, settings.tls, insecure=settings.insecure)
         self._coordinators_clock = 0.0
-        """Coordinator's clock minus this worker's monotonic clock at the last reply, in seconds."""
+        """Coordinator's Unix time minus this worker's monotonic clock at the last reply, in seconds."""
         self._dirty = asyncio.Event()
         self._assigned = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._ending: set[asyncio.Task[None]] = set()
-        """Tasks that stop slots. They are never cancelled, so that their runners are reaped."""
+        """Tasks that stop slots. These tasks are never cancelled, so that the slots' runners are reaped."""
         self._draining = self._leaving = False
         """Reasons why this worker gets no new slots. `_draining`: the coordinator drains the worker. `_leaving`: the
         worker is about to end."""
         self._stuck = 0
-        """Number of this worker's slots for which no other worker has free capacity; the coordinator reports it during
+        """Number of this worker's slots for which no other worker has free capacity, as the coordinator reports during
         a drain."""
         self._commit_mark = b""
         """Number of the newest journal commit that the coordinator reported, with the coordinator's signature; b""
@@ -174,17 +180,16 @@ class Daemon:
             registering.result()
             if os.geteuid() == 0 and not (self.settings.runner_user or self.settings.embedded):
                 _log.warning(
-                    "user code runs as root, and can read and write every file that this worker can: set runner_user "
+                    "user code runs as root, and can read and write every file that this worker can. Set runner_user "
                     "(penstock worker --runner-user USER), or start the worker as a user of its own"
                 )
             for prefix in missing_packages(self.settings.allow):
                 _log.warning(
-                    "allow=%s: no such module can be imported here, so each input_fn in it will fail: install it, or "
-                    "start the worker where it is (in PYTHONPATH or the working directory; now: %s)",
-                    prefix,
-                    working_directory(),
+                    "allow=%s: this worker cannot import the module, so each input_fn in it will fail. Install the "
+                    "module, add its folder to PYTHONPATH, or start the worker in its folder (now: %s)",
+                    *(prefix, working_directory()),
                 )
-            _log.info("worker %s: %d slots, lanes on %s", self.name, self.settings.slots, self._listeners.tcp_address)
+            _log.info("worker %s: %d slots, batches at %s", self.name, self.settings.slots, self._listeners.tcp_address)
             if ready is not None:
                 ready(self.name)
             self._heart.start()
@@ -199,8 +204,8 @@ class Daemon:
             await self._leave()
 
     async def _migrate_slots(self) -> None:
-        """Wait for a stop request, then for every slot to move to another worker. Give up after `drain_s`, on a second
-        stop request, or if no other worker has free capacity."""
+        """Wait for a stop request, then until every slot has moved to another worker. Give up after `drain_s` seconds,
+        on a second stop request, or if no other worker has free capacity."""
         await self.stopping.wait()
         self._leaving = True
         self._dirty.set()
@@ -226,7 +231,7 @@ class Daemon:
         return CoordinatorClient(settings.coordinator, settings.token, tls=settings.tls)
 
     async def _turn(self) -> None:
-        """Report every TURN_S to the heartbeat thread that the event loop makes progress."""
+        """Report to the heartbeat thread every TURN_S seconds that the event loop makes progress."""
         while True:
             self._heart.turned()
             await asyncio.sleep(TURN_S)
@@ -274,10 +279,10 @@ class Daemon:
                 return
             except OverloadedError as error:
                 self._liveness.turned()
-                _log.info("the coordinator is busy: %s", error.message)
+                _log.info("the coordinator is too busy to register this worker; trying again: %s", error.message)
                 # a random delay, so that the workers do not all retry at once
                 await asyncio.sleep(error.retry_after_s * random.uniform(1.0, 1.5))
-            except AWAY as error:
+            except UNAVAILABLE as error:
                 if first:
                     _log.info("waiting for the coordinator: %s", error.message)
                     first = False
@@ -291,13 +296,13 @@ class Daemon:
             try:
                 reply = await self.coordinator.heartbeat(self._heartbeat(self._hold_s))
                 self._note_answer()
-            except AWAY as error:
+            except UNAVAILABLE as error:
                 self._liveness.turned()
                 now = asyncio.get_running_loop().time()
                 if not away_since:
                     away_since = logged = now
-                    _log.warning("the coordinator is unreachable, lanes continue: %s", error.message)
-                elif now - logged > AWAY_AGAIN_S:
+                    _log.warning("the coordinator is unreachable; running slots continue: %s", error.message)
+                elif now - logged > UNAVAILABLE_AGAIN_S:
                     logged = now
                     _log.warning("the coordinator has been unreachable for %.0f s: %s", now - away_since, error.message)
                 await asyncio.sleep(RETRY_S)
@@ -317,7 +322,7 @@ class Daemon:
             self._dirty.clear()
             try:
                 reply = await self.coordinator.heartbeat(self._heartbeat(0.0))
-            except AWAY:
+            except UNAVAILABLE:
                 await asyncio.sleep(RETRY_S)
                 self._dirty.set()
                 continue
@@ -326,7 +331,7 @@ class Daemon:
                 self._take(reply)
 
     def _note_answer(self) -> None:
-        """Record that the coordinator has answered a heartbeat."""
+        """Record that the coordinator has answered a call."""
         self.answered_at = time.monotonic()
         self._heart.note_answer()
         self._liveness.note_answer()
@@ -335,12 +340,13 @@ class Daemon:
         self._hold_s, self._lease_s = intervals(reply)
         self._coordinators_clock = within(reply.wall_s, MOST, 0.0) - time.monotonic()
         if reply.draining != self._draining:
-            _log.info("worker %s: %s", self.name, "drains" if reply.draining else "takes slots again")
+            drains = "drains: its slots move to other workers"
+            _log.info("worker %s: %s", self.name, drains if reply.draining else "takes slots again")
         self._draining, self._stuck = reply.draining, reply.stuck
         self._commit_mark = reply.commit_mark
-        self.share = SnapshotQuota(
-            within(reply.snapshot_every_s, MOST, self.share.every_s),
-            within(reply.snapshot_bytes_per_s, MOST, self.share.bytes_per_s),
+        self.snapshot_quota = SnapshotQuota(
+            within(reply.snapshot_every_s, MOST, self.snapshot_quota.every_s),
+            within(reply.snapshot_bytes_per_s, MOST, self.snapshot_quota.bytes_per_s),
         )
         # a reply with a lower version was overtaken by the reply to a later heartbeat
         if not reply.unchanged and reply.version >= self._made:
@@ -351,8 +357,8 @@ class Daemon:
     def _heartbeat(self, hold_s: float, bare: bool = False) -> coordinator_pb2.HeartbeatRequest:
         """Build a heartbeat request.
 
-        hold_s: seconds that the coordinator may hold the call until it has something new. bare: leave out the slots'
-        reports, which only the event loop may read.
+        hold_s: seconds that the coordinator may delay its reply until something changes. bare: True leaves out the
+        slots' reports, which only the event loop may read.
         """
         return coordinator_pb2.HeartbeatRequest(
             worker=self.name,
@@ -372,7 +378,7 @@ class Daemon:
         most = ASSIGNED * self.settings.slots
         if len(reply.assignments) > most:
             _log.warning(
-                "worker %s has %d slots and was assigned %d: those after the first %d are ignored",
+                "worker %s has %d slots, but the coordinator assigned %d; assignments after the first %d are ignored",
                 *(self.name, self.settings.slots, len(reply.assignments), most),
             )
         wanted = {key_of(assignment): assignment for assignment in reply.assignments[:most]}
@@ -409,11 +415,11 @@ class Daemon:
         try:
             if len(self._slots) >= self.settings.slots:
                 raise OverloadedError(
-                    f"worker {self.name} has all its {self.settings.slots} slots in use, and was assigned one more"
+                    f"all {self.settings.slots} slots of worker {self.name} are in use; the slot goes to another worker"
                 )
             self._begin_slot(key, assignment)
         except (PenstockError, OSError) as error:  # for example no memory or no descriptors
-            _log.warning("%s box %d slot %d cannot be started: %s", *key[:1], *key[2:4], error)
+            _log.warning("run %s box %d slot %d cannot be started: %s", *key[:1], *key[2:4], error)
             run, attempt, box, slot, generation = key
             self._unstarted[key] = coordinator_pb2.SlotReport(
                 run=run,
@@ -449,8 +455,8 @@ class Daemon:
         task.add_done_callback(self._ending.discard)
 
     def _drop_unused(self) -> None:
-        """Release helpers, values and findings of runs that have no slot on this worker any more. Without any slot,
-        also end the fork server, a little later, in case another run comes."""
+        """Release helpers, values and findings of runs that have no slot on this worker any more. If no slot is left,
+        let the fork server end after a delay, in case another run starts soon."""
         attempts = {_attempt_of(slot.assignment) for slot in self._slots.values()}
         for attempt in [attempt for attempt in self._findings if attempt not in attempts]:
             del self._findings[attempt]
@@ -466,7 +472,7 @@ class Daemon:
         finally:
             self._answering -= 1
             if self._unanswered:
-                self._unanswered, self._seen = False, 0  # ask for the others again
+                self._unanswered, self._seen = False, 0  # the next reply repeats the postponed requests
 
     async def _answer(self, request: coordinator_pb2.StateRequest) -> None:
         key = (request.run, request.attempt, request.box, request.slot, request.generation)
@@ -483,19 +489,19 @@ class Daemon:
             self.state_answers["error" if answer.HasField("error") else "ok"] += 1
         except PenstockError as error:
             self.state_answers["dropped"] += 1
-            slot.log.warning("%s: its state could not be sent: %s", slot.name, error.message)
+            slot.log.warning("%s: the slot's state could not be sent to the coordinator: %s", slot.name, error.message)
             self._not_answered(request.request)
 
     def _not_answered(self, request: str) -> None:
         """Forget that this state request was received, and let the next heartbeat request the coordinator's whole
-        reply. The reply contains the request again if it is still open."""
+        reply, which contains the request again if it is still open."""
         self._answered.discard(request)
         self._seen = 0
 
     # ---- SlotHost
 
     async def fork_server(self, assignment: records_pb2.WorkerAssignment) -> ForkServer:
-        """Return the daemon's fork server. Start one if none runs."""
+        """Return the daemon's fork server, from which all child processes are forked. Start one if none runs."""
         return await self._fork_server.get(main_script=bool(assignment.loader.main_path))
 
     def findings(self, assignment: records_pb2.WorkerAssignment) -> LoaderFindings:
@@ -528,7 +534,8 @@ class Daemon:
         if slot is None:
             raise SupersededError(
                 f"worker {self.name} no longer has box {hello.box} slot {hello.slot} of run {hello.run} (attempt "
-                f"{hello.attempt}, generation {hello.generation}): the slot was moved, or its run is over"
+                f"{hello.attempt}, generation {hello.generation}): the slot has moved to another worker, or its run is "
+                "over. A job that still runs connects to the slot's new worker by itself"
             )
         now = self._coordinators_clock + time.monotonic()
         check_ticket(hello.ticket, slot.assignment.lane_key, now, slot.name)
@@ -538,7 +545,7 @@ class Daemon:
 
     @property
     def slots(self) -> list[Slot]:
-        """Slots that run on this worker now."""
+        """Slots on this worker now."""
         return list(self._slots.values())
 
     @property
@@ -567,7 +574,10 @@ async def serve(
     ready: Callable[[str], None] | None = None,
     fork_server: StartedForkServer | None = None,
 ) -> None:
-    """Run a daemon until SIGTERM or SIGINT, or until one of `settings.parent_pids` is gone."""
+    """Run a daemon until SIGTERM or SIGINT, or until a process in `settings.parent_pids` ends.
+
+    ready: called with the worker's name once the worker is registered. fork_server: see `Daemon`.
+    """
     daemon = Daemon(settings, fork_server)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

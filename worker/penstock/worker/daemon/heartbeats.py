@@ -1,12 +1,12 @@
 """Heartbeats that do not wait for the daemon's event loop.
 
 The event loop reports its slots and receives its assignments. While it is busy with something else (hundreds of states
-at once, a large value) it sends nothing, and the coordinator would take the worker for dead after one lease and move
-all of its slots. So a thread with a connection of its own watches the time since the coordinator's last answer. If that
-time is too long, the thread sends a bare heartbeat, without slots, and ignores the answer.
+at once, a large value) it sends no heartbeats. After the time called *lease* the coordinator would take the worker for
+dead, and move all of its slots. So a thread with a connection of its own watches the time since the coordinator's last
+answer. If that time is too long, the thread sends a bare heartbeat, without slots, and ignores the answer.
 
-This is a thread and not a process, because it must stop when the daemon is stopped or killed. It also stops if the
-event loop hangs: after `HANGS_S` it sends nothing more, and other workers take over.
+A thread is used and not a process, because heartbeats must stop when the daemon is stopped or killed. The heartbeats
+also stop `HANGS_S` seconds after the event loop has stopped making progress, and other workers get the slots.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ __all__ = ["Heartbeats", "fitted"]
 REPORTS_MAX = 3 << 20
 """Largest total size of the slots' reports in one heartbeat, in bytes. The coordinator accepts messages of 4 MiB."""
 BARE = 300
-"""Bytes reserved in a shortened report for all fields but its texts and its run's name."""
+"""Bytes reserved in a shortened report for all fields except texts and the run's name."""
 
 LATE = 0.5
-"""Share of the lease that may pass without an answer of the coordinator before the thread sends a heartbeat."""
+"""Share of the lease that may pass without an answer of the coordinator before the thread sends a heartbeat. The lease
+is the time without heartbeats after which the coordinator takes a worker for dead."""
 LOOKS = 8
 """Number of times per lease that the thread checks whether a heartbeat is due."""
 HANGS_S = 60.0
@@ -38,8 +39,8 @@ SOON_S = 0.5
 
 
 def fitted(reports: list[coordinator_pb2.SlotReport]) -> list[coordinator_pb2.SlotReport]:
-    """Return slot reports that fit into one heartbeat. If they are too large together, each is shortened to an equal
-    share of REPORTS_MAX."""
+    """Return slot reports that fit into one heartbeat. If `reports` are too large together, each one is shortened to an
+    equal share of REPORTS_MAX."""
     if sum(report.ByteSize() for report in reports) <= REPORTS_MAX:
         return reports
     share = REPORTS_MAX // len(reports)
@@ -91,7 +92,8 @@ class Heartbeats:
         self._thread.start()
 
     def stop(self) -> None:
-        """Send no more heartbeats, because the worker is about to end. Return without waiting for the thread."""
+        """Let the thread end and send no more heartbeats, because the worker is about to end. Return without waiting
+        for the thread."""
         self._stopped.set()
 
     def note_answer(self) -> None:
@@ -103,8 +105,8 @@ class Heartbeats:
         self._turned = time.monotonic()
 
     def is_due(self, now: float, lease_s: float) -> bool:
-        """Return whether the thread should send a heartbeat at time `now`: the coordinator's last answer is too old,
-        and the event loop still makes progress."""
+        """Return True if the thread must send a heartbeat at monotonic time `now` (seconds): the coordinator's last
+        answer is too old, and the event loop still makes progress."""
         return lease_s > 0 and now - self._answered > LATE * lease_s and now - self._turned < HANGS_S
 
     def _run(self) -> None:
@@ -117,7 +119,7 @@ class Heartbeats:
             try:
                 client.heartbeat(self._bare())
             except PenstockError:
-                continue  # the event loop detects and reports this
+                continue  # the event loop meets the same error and reports it
             self._answered = time.monotonic()
             self.heartbeats += 1
         if client is not None:

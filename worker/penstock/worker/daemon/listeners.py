@@ -1,16 +1,17 @@
-"""The listeners for lanes: an abstract Unix socket for consumers on this host, a TCP port for others.
+"""Listeners for lanes, the connections through which training jobs (consumers) read a slot's batches: an abstract Unix
+socket for consumers on this host, a TCP port for others.
 
 A consumer sends a Hello message. If the Hello has a valid ticket for the slot, the daemon passes the connection to the
 runner and takes no further part. For a consumer on another host the daemon starts a sender in between, which the runner
 treats as any other consumer.
 
-A peer that has not sent Hello must cost little: it gets no thread, may send only the bytes of a handshake and a Hello,
-and has one deadline for both. The number of such peers is limited. At the limit, the longest-waiting connection of the
-address that has most of them is closed. So a peer that floods the port with silent connections loses its own; other
-peers need milliseconds, and are not affected.
+A peer that has not sent a Hello must cost little: the peer gets no thread, may send only the bytes of a handshake and a
+Hello, and has one deadline for both. The number of such peers is limited. At the limit, the daemon takes the address
+with the most such connections, and closes the oldest one. So a peer that floods the port with silent connections loses
+these; other peers send their Hello within milliseconds, and are not affected.
 
 Every user of the network namespace can connect to an abstract name, so the daemon checks the peer's user, which the
-kernel reports. With TLS, a consumer on another host is checked by its certificate before its Hello is read. If only one
+kernel reports. With TLS, the certificate of a consumer on another host is checked before its Hello is read. If only one
 of the two ends uses TLS, the peer gets an error at once; otherwise both ends would wait for each other.
 """
 
@@ -60,7 +61,8 @@ PAUSE_S = 0.1
 
 Attach = Callable[[socket.socket, lane_pb2.Hello], Awaitable[None]]
 SlotOf = tuple[str, int, int, int, int]
-"""Key of a slot's runner: (run, attempt, box, slot, generation)."""
+"""Key of a slot's runner: (run, attempt, box, slot, generation). `attempt` counts the launches of the run's job,
+`generation` the runners that the slot has had."""
 
 
 def slot_of(hello: lane_pb2.Hello) -> SlotOf:
@@ -72,22 +74,22 @@ def check_hello(hello: lane_pb2.Hello) -> None:
     """Raise VersionSkewError unless the consumer uses this worker's version of the lane protocol."""
     if hello.protocol != LANE_PROTOCOL:
         raise VersionSkewError(
-            f"the training job uses lane protocol {hello.protocol}, this worker {LANE_PROTOCOL}: install the same "
-            "version of Penstock on both"
+            f"the training job uses version {hello.protocol} of the protocol for batches, this worker version "
+            f"{LANE_PROTOCOL}. Install the same version of Penstock on both"
         )
 
 
 class LaneListeners:
-    """Listeners for lanes, on an abstract Unix socket and on TCP.
+    """Listeners for lanes (connections over which training jobs read batches), on an abstract Unix socket and on TCP.
 
-    attach: called with each connection and its Hello; it checks the ticket and passes the connection to the runner.
-    tls: certificate for consumers on other hosts. If it holds a CA, consumers must show a certificate too.
-    insecure: allow an address that other machines can reach without TLS.
+    attach: called with each connection and its Hello; checks the ticket and passes the connection to the runner.
+    tls: TLS files for consumers on other hosts. With a CA, consumers must show a certificate too.
+    insecure: True allows an address that other machines can reach without TLS.
     """
 
     def __init__(self, attach: Attach, tls: Tls | None = None, *, insecure: bool = False) -> None:
         self._attach = attach
-        # With only a CA this worker can check its coordinator, but has no certificate to show to consumers.
+        # With a CA alone this worker can check its coordinator, but has no certificate to show to consumers.
         self._files: Renewing | None = None
         self._context: ssl.SSLContext | None = None
         if tls is not None and tls.cert:
@@ -106,8 +108,13 @@ class LaneListeners:
         self.tcp_address = ""
 
     def open(self, listen: str) -> None:
-        """Listen at `listen`: host:port for TCP, port 0 for any. Raise UnsafeBindError, PortTakenError,
-        InvalidArgumentError."""
+        """Listen on the local socket, and for TCP at `listen`, as host:port (port 0: any free port).
+
+        Raises:
+            UnsafeBindError: other machines can reach the address, TLS is off, and `insecure` is False.
+            PortTakenError: another process listens at the port.
+            InvalidArgumentError: this machine cannot listen at the address.
+        """
         refuse_unsafe(listen, encrypted=self._context is not None, insecure=self._insecure)
         local = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.local_address = f"penstock-lanes-{secrets.token_hex(8)}"
@@ -121,7 +128,10 @@ class LaneListeners:
             local.close()
             tcp_listener.close()
             kind = PortTakenError if error.errno == errno.EADDRINUSE else InvalidArgumentError
-            raise kind(f"cannot listen on {listen} for lanes: {error.strerror}") from error
+            raise kind(
+                f"the worker cannot listen on {listen} for training jobs that read batches: {error.strerror}. Set "
+                "--listen HOST:PORT to an address of this machine and a free port (0 = any)"
+            ) from error
         self.tcp_address = f"{host}:{tcp_listener.getsockname()[1]}"
         for listener, greet in ((local, self._greet_local), (tcp_listener, self._greet_tcp)):
             listener.listen(WAITING)
@@ -139,12 +149,12 @@ class LaneListeners:
             sender.stop()
 
     def drop(self, slot: SlotOf) -> None:
-        """End the senders of this slot, because its runner ends or has a newer lane.
+        """End the senders of this slot, because the slot's runner ends or has a newer lane.
 
-        Without this, a consumer whose host has vanished would keep the sender, the connection and the ring's memory
-        until the kernel gives up. A consumer that opens lanes again and again could have any number of senders.
+        Otherwise a consumer whose host has vanished would keep the sender, the connection and the ring's memory until
+        the kernel gives up, and a consumer that opens lanes again and again could have any number of senders.
         """
-        for sender in [sender for sender, of in self._senders.items() if of == slot]:
+        for sender in [sender for sender, served in self._senders.items() if served == slot]:
             sender.stop(0)
             self._forget(sender)
 
@@ -174,7 +184,7 @@ class LaneListeners:
                 connection, peer = await loop.sock_accept(listener)
             # for example no free descriptor: continue, because a listener that ends here is never opened again
             except OSError as error:
-                _log.warning("a lane's connection could not be accepted: %s", error)
+                _log.warning("a connection to read batches could not be accepted; trying again: %s", error)
                 await asyncio.sleep(PAUSE_S)
                 continue
             address = peer[0] if listener.family != socket.AF_UNIX else "this host"
@@ -185,10 +195,10 @@ class LaneListeners:
             task.add_done_callback(self._forget_waiting)
 
     def _close_oldest(self) -> None:
-        """Close one connection that has not sent a Hello: the oldest one of the address that has most of them."""
+        """Close one connection that has not sent a Hello: the oldest of the address with the most such connections."""
         (busiest, count), *_ = Counter(self._waiting.values()).most_common(1)
         oldest = next(task for task, address in self._waiting.items() if address == busiest)
-        why = f"{count} connections from {busiest} were opened to read batches and sent no request: closing the oldest"
+        why = f"{count} connections from {busiest} sent no request to read batches after connecting: closing the oldest"
         self._refusals.warning(f"{busiest} sends nothing", why)
         del self._waiting[oldest]
         oldest.cancel()
@@ -207,7 +217,7 @@ class LaneListeners:
         try:
             await greet(connection)
         except (PenstockError, OSError, TimeoutError) as error:
-            why = str(error) or "it sent no request in time"
+            why = str(error) or f"no request arrived within {HELLO_DEADLINE_S:g} s"
             self._refusals.warning(address, f"a connection from {address} to read batches was refused: {why}")
             connection.close()
         except asyncio.CancelledError:
@@ -259,24 +269,24 @@ class LaneListeners:
         try:
             sender = Sender(lane, ours, hello, name)
             sender.start()
-        except (OSError, RuntimeError) as error:  # no descriptor or no thread is left
+        except (OSError, RuntimeError) as error:  # the limit on descriptors or threads is reached
             ours.close()
             lane.close()
             raise LaneLostError(
-                f"no thread to send the batches of {name} could be started: {error}: allow the worker more threads and "
-                "open files (ulimit -u, ulimit -n)"
+                f"the thread that sends the batches of {name} could not be started: {error}. Allow the worker more "
+                "threads and open files (ulimit -u, ulimit -n)"
             ) from error
         self._senders[sender] = slot_of(hello)
 
     async def _under_tls(self, connection: socket.socket) -> socket.socket:
-        """Return the connection as lanes use it: as it is, or as a TlsSocket if this worker has a certificate. Raise
-        TlsError if only one of the two ends uses TLS."""
+        """Return `connection` itself, or a TlsSocket around it if this worker has a certificate. Raise TlsError if only
+        one of the two ends uses TLS."""
         under_tls = looks_like_tls(await _first_bytes(connection))
         if self._files is None or self._context is None:
             if under_tls:
                 raise TlsError(
-                    "the training job connects with TLS, but this worker has no TLS files: give it --tls-cert and "
-                    "--tls-key"
+                    "the training job connects with TLS, but this worker has no TLS files. Start the worker with "
+                    "--tls-cert and --tls-key"
                 )
             return connection
         if not under_tls:
@@ -299,19 +309,19 @@ class LaneListeners:
 
 
 def _check_certificate(lane: TlsSocket, tls: Tls) -> None:
-    """Raise TlsError if a consumer's certificate is for a role that may not read batches. The roles "client" and
-    "admin" may: `penstock doctor` reads as an admin."""
+    """Raise TlsError unless the consumer's certificate is for a role that may read batches: "client", or "admin" for
+    `penstock doctor`."""
     names = dns_names(lane.getpeercert() or {})
     if tls.ca and not tls.roles_named(names, ("client", "admin")):
         shown = ascii(", ".join(names)[:SHOWN])
         raise TlsError(
-            f"a worker's lanes need a client certificate for the name {tls.expected('client')}, got one for {shown}: "
-            "see docs/security.md"
+            f"the certificate of a job that reads batches must be for the name {tls.expected('client')}, got one for "
+            f"{shown}. Issue a client certificate for the job: see docs/security.md"
         )
 
 
 async def _first_bytes(connection: socket.socket) -> bytes:
-    """Return enough of the peer's first bytes to detect TLS, without consuming them."""
+    """Return the peer's first PEEKED bytes, enough to detect TLS, and leave these bytes in the socket."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, PEEKED)
     await when_readable(connection)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
@@ -322,7 +332,7 @@ async def _first_bytes(connection: socket.socket) -> bytes:
 
 
 async def _read_hello(lane: socket.socket) -> lane_pb2.Hello:
-    """Read a Hello from a new connection, and no byte beyond it, because the sender reads the bytes after it."""
+    """Read a Hello from a new connection, and leave all later bytes in the socket, because the sender reads them."""
     reading = tcp.HelloReader()
     while reading.missing:
         try:
@@ -346,7 +356,7 @@ def _parse(data: bytes) -> lane_pb2.Hello:
     try:
         return lane_pb2.Hello.FromString(data)
     except Exception as error:
-        raise ProtocolError(f"the request to read batches (Hello) cannot be decoded: {error}") from error
+        raise ProtocolError(f"the request to read batches (a Hello message) cannot be decoded: {error}") from error
 
 
 def _refusal(error: PenstockError) -> bytes:

@@ -1,25 +1,26 @@
-"""The sender: it sends the batches in a runner's ring over TCP, to a box on another host.
+"""Sender of batches over TCP: reads a runner's ring (shared memory), and sends its batches to a box (a data-parallel
+rank) on another host.
 
-The daemon runs one sender thread for each TCP lane. To the runner it is a consumer like any other. To the receiver it
-writes the same frames, each BATCH frame followed by its payload straight from the ring's mapping, or compressed if the
-consumer requested that. So the runner works as for a local consumer and spends no processor time on sending. Batches
-that it had produced before it died are still sent.
+The daemon runs one sender thread for each TCP lane. The runner treats the sender as any other consumer. To the receiver
+the sender writes the same frames, each BATCH frame followed by its payload straight from the ring's mapping, or
+compressed if the consumer requested that. So the runner works as for a local consumer and spends no processor time on
+sending. Batches that the runner had produced before it died are still sent.
 
 The sender never blocks on one side while the other is ready: it polls both sockets, and each write takes as much as the
-socket accepts. Outgoing data waits in `_out`, in order; many small buffers go out in one call. `_out` needs no bound of
-its own: each batch in it holds a ring entry, so the ring is the bound (compressed batches are copies, smaller than
-their entries). Only announcements are counted, against a runner that floods them.
+socket accepts. Outgoing data waits in `_out`, in order; many small buffers are sent in one call. The bytes in `_out`
+need no bound of their own: each batch there holds a ring entry, so the ring is the bound (compressed batches are
+copies, smaller than their entries). Only announcements are counted, against a runner that floods them.
 
 The checksum behind a payload (penstock.proto.lane.tcp) is computed a piece at a time, right before the piece is sent,
 so that the kernel copies from the processor's cache.
 
-A ring entry goes back to the runner when its batch was delivered to the remote training loop, not when it was sent. So
-a broken TCP connection costs no computation: the sender ends, the runner keeps the batches that were not delivered, and
-the next lane sends them again. The acks in between (free entries of the receiver's ring) are internal to the receiver.
+A ring entry is released to the runner when its batch was delivered to the remote training loop, not when it was sent.
+So a broken TCP connection costs no computation: the sender ends, the runner keeps the batches that were not delivered,
+and the next lane sends these batches again. Acks for free entries of the receiver's ring stay within the receiver.
 
-When the runner is gone, the sender sends all that it had produced, shuts its direction of the TCP connection, and
-receives the last acks until the receiver closes: closing sooner would destroy data in flight. When the TCP connection
-is gone, the sender detaches from the runner without a message. A CLOSE from either side is passed on.
+When the runner has ended, the sender sends all batches that the runner had produced, shuts its direction of the TCP
+connection, and receives the last acks until the receiver closes: closing sooner would destroy data in flight. When the
+TCP connection is lost, the sender detaches from the runner without a message. A CLOSE from either side is passed on.
 """
 
 from __future__ import annotations
@@ -52,16 +53,16 @@ BUFFERS_A_CALL = 128
 FRAMES_A_TURN = 64
 """Largest number of frames read from the runner before data is sent over TCP again: more than a ring has entries."""
 PACKED_A_TURN = 1 << 20
-"""Bytes of batches that are compressed before data is sent over TCP again; compressing them takes 2 ms."""
+"""Bytes of batches that are compressed before data is sent over TCP again; compressing 1 MiB takes 2 ms."""
 MAX_BACKLOG = 1 << 16
-"""Largest number of acks, and of numbers in them, that may wait for the runner to read them. A receiver that causes
-more counts as flooding the runner."""
+"""Largest number of acks, and of numbers in acks, that may wait until the runner reads them. A receiver that causes
+more is treated as an attacker: its lane ends."""
 AT_ONCE = 512 << 10
-"""Bytes given to one sendmsg, and bytes of a payload that are checksummed at a time: as much as the send buffer of a
-connection to a nearby peer holds. With half or twice as much, sending batches of 1 and 8 MiB takes a tenth longer."""
+"""Bytes given to one sendmsg, and bytes of a payload that are checksummed at a time: the size of the send buffer of a
+connection to a nearby peer. With half or twice the size, sending batches of 1 and 8 MiB takes a tenth longer."""
 MAX_OUT = 512
-"""Largest number of buffers waiting to be sent. At the limit nothing more is read from the runner. All entries of a
-ring together need fewer."""
+"""Largest number of buffers waiting to be sent; at the limit the sender reads no more from the runner. A ring whose
+entries are all full needs fewer buffers."""
 
 
 class _Payload:
@@ -74,7 +75,7 @@ class _Payload:
         self._hasher = xxh3_64()
 
     def next(self) -> tuple[bytes | memoryview, bool]:
-        """Return the next bytes to send, and whether they are the last. The last bytes are the checksum."""
+        """Return the next bytes to send, and True if these bytes are the last, which are the checksum."""
         left = self._left
         if not left:
             return tcp.check_of(self._hasher), True
@@ -89,12 +90,12 @@ class _Payload:
 
 
 class Sender(threading.Thread):
-    """Thread that forwards one runner's lane to one TCP connection, until either side ends.
+    """Thread that forwards one runner's batches to one TCP connection, until either side ends.
 
     tcp_socket: connected socket whose Hello was read and verified; under TLS a TlsSocket. local: the daemon's end of a
     SEQPACKET socket pair; the runner has the other end and the same Hello. hello: the consumer's Hello. The sender
     closes both sockets.
-    name: text for messages that names the worker, box and slot. on_end: called in the sender's thread when it ends.
+    name: text for messages, which names the run, box and slot. on_end: called in the sender's thread when it ends.
     """
 
     def __init__(
@@ -129,10 +130,10 @@ class Sender(threading.Thread):
         self._shut = False  # nothing more will be sent over TCP
 
     def stop(self, timeout: float = 5.0) -> bool:
-        """Close both connections now, and wait for the thread to end. Batches that were not delivered stay in the
-        runner's ring. Return False if this takes longer than `timeout` seconds.
+        """Close both connections now, and wait until the thread ends. Return False if that takes longer than `timeout`
+        seconds. Batches that were not delivered stay in the runner's ring.
 
-        May be called from any thread but the sender's own, and more than once.
+        The call is allowed from any thread but the sender's own, and more than once.
         """
         with self._lock:
             self._stopped = True
@@ -184,7 +185,7 @@ class Sender(threading.Thread):
                     poll.unregister(runner_fd)  # even with an empty mask poll would report a hang-up each time
                 asked_runner = want_runner
             more = more and want_runner != 0
-            # poll does not report frames that were already received with an earlier one.
+            # Poll does not report frames that arrived in one read with an earlier frame.
             events = dict(poll.poll(0 if more or look else None))
             if (look or events.get(tcp_fd, 0) & ~select.POLLOUT) and not self._take_acks():
                 return "the receiver closed the connection"
@@ -200,7 +201,7 @@ class Sender(threading.Thread):
     def _take_frames(self) -> bool:
         """Move frames from the runner to `_out`. Payloads are not copied unless they are compressed.
 
-        Return False if the runner has sent no more frames yet.
+        Return False if no more frames have arrived from the runner.
         """
         runner, out = self._runner, self._out
         to_pack = PACKED_A_TURN
@@ -222,8 +223,7 @@ class Sender(threading.Thread):
             return False
 
     def _take_batch(self, frame: Frame) -> int:
-        """Append a batch to `_out`. Return the number of its bytes that had to be compressed, 0 for a batch sent
-        uncompressed."""
+        """Append a batch to `_out`. Return the batch's size in bytes if the batch was compressed, 0 otherwise."""
         runner, out, packer = self._runner, self._out, self._packer
         ring = runner.rings[frame.ring]
         size = frame.nbytes + 8 * frame.size
@@ -244,7 +244,7 @@ class Sender(threading.Thread):
         return size
 
     def _make_ready(self) -> None:
-        """Move buffers from `_out` to `_ready`, as many as one sendmsg call sends."""
+        """Move the buffers for one sendmsg call from `_out` to `_ready`."""
         out, ready = self._out, self._ready
         size = sum(map(len, ready))
         while out and size < AT_ONCE and len(ready) < BUFFERS_A_CALL:
@@ -286,7 +286,7 @@ class Sender(threading.Thread):
                 self._tcp.shutdown(socket.SHUT_WR)
 
     def _take_acks(self) -> bool:
-        """Pass the remote consumer's acks on to the runner. Return False if the consumer's connection has ended."""
+        """Forward the remote consumer's acks to the runner. Return False if the consumer's connection has ended."""
         inbox = self._inbox
         try:
             size = self._tcp.recv_into(inbox.room(1 << 16))
@@ -320,7 +320,7 @@ class Sender(threading.Thread):
         if runner.backlog > MAX_BACKLOG:
             raise ProtocolError(
                 f"the training job sends acknowledgements faster than the runner reads them: {runner.backlog} are "
-                "waiting"
+                f"waiting, the limit is {MAX_BACKLOG}. The connection is closed, and the job may connect again"
             )
 
     def _leave(self, reason: str) -> None:
@@ -336,7 +336,7 @@ class Sender(threading.Thread):
 
 
 def _packer(codecs: Sequence[int]) -> Packer | None:
-    """Return a compressor with a codec that the consumer accepts, None to send batches uncompressed."""
+    """Return a compressor for a codec that the consumer accepts and this worker has, None to send uncompressed."""
     codec = first_of(codecs)
     if codecs and codec is None:
         _warn_missing_codec(codecs)
@@ -348,7 +348,7 @@ def _warn_missing_codec(codecs: Sequence[int]) -> None:
     known = lane_pb2.Codec.DESCRIPTOR.values_by_number
     names = ", ".join(known[number].name.lower() if number in known else str(number) for number in codecs)
     _log.warning(
-        "a training job asks for batches compressed with %s, which is not installed on this worker: they are sent "
-        "uncompressed; pip install penstock[compression] here",
+        "a training job asks for batches compressed with %s, which is not installed on this worker. The batches are "
+        "sent uncompressed. Run pip install penstock[compression] on this worker to compress them",
         names,
     )

@@ -1,7 +1,7 @@
-"""The HTTP pages of a worker daemon: /metrics for Prometheus, /healthz for orchestrators.
+"""HTTP pages of a worker daemon: /metrics for Prometheus, /healthz for orchestrators.
 
-Only the event loop may read the daemon's state. So a scrape lets the event loop copy the needed figures, and reads
-/proc, which takes longer, on the scrape's own thread. Nothing is kept between scrapes.
+Only the event loop may read the daemon's state. So a scrape lets the event loop copy the needed figures. /proc, which
+takes longer to read, is read on the scrape's own thread. Nothing is kept between scrapes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class MeasuredDaemon(Protocol):
     name: str
     settings: DaemonSettings
     started_at: float
-    tally: DaemonCounters
+    counters: DaemonCounters
     state_answers: Counter[str]
     answered_at: float | None
     stopping: asyncio.Event
@@ -67,7 +67,7 @@ class MeasuredDaemon(Protocol):
 
 @dataclass(frozen=True)
 class _SlotNow:
-    place: dict[str, str | int]
+    labels: dict[str, str | int]
     produced: int
     delivered: int
     replayed: int
@@ -81,7 +81,7 @@ class _Now:
     slots: list[_SlotNow]
     phases: Counter[str]
     answers: Counter[str]
-    tally: DaemonCounters
+    counters: DaemonCounters
     sent_bytes: int
     lanes: int
     answered_at: float | None
@@ -111,7 +111,7 @@ def _look(daemon: MeasuredDaemon) -> _Now:
         slots,
         phases,
         Counter(daemon.state_answers),
-        daemon.tally,
+        daemon.counters,
         daemon.listeners.sent_bytes,
         daemon.listeners.remote,
         daemon.answered_at,
@@ -132,23 +132,23 @@ def _readings(daemon: MeasuredDaemon, loop: asyncio.AbstractEventLoop) -> Metric
     found.add("penstock_worker_lease_seconds", at.lease_s)
     found.add("penstock_worker_sent_bytes_total", at.sent_bytes, lane="tcp")
     found.add("penstock_worker_lanes", at.lanes, lane="tcp")
-    found.add("penstock_worker_snapshots_total", at.tally.snapshots)
-    found.add("penstock_worker_snapshots_sent_total", at.tally.snapshots_sent)
-    found.add("penstock_worker_snapshots_refused_total", at.tally.snapshots_refused)
-    found.add("penstock_worker_snapshot_sent_bytes_total", at.tally.snapshot_sent_bytes)
-    found.add("penstock_worker_recoveries_total", at.tally.recoveries)
-    found.add("penstock_worker_losses_total", at.tally.losses)
+    found.add("penstock_worker_snapshots_total", at.counters.snapshots)
+    found.add("penstock_worker_snapshots_sent_total", at.counters.snapshots_sent)
+    found.add("penstock_worker_snapshots_refused_total", at.counters.snapshots_refused)
+    found.add("penstock_worker_snapshot_sent_bytes_total", at.counters.snapshot_sent_bytes)
+    found.add("penstock_worker_recoveries_total", at.counters.recoveries)
+    found.add("penstock_worker_losses_total", at.counters.losses)
     for status in ("ok", "error", "dropped"):
         found.add("penstock_worker_state_answers_total", at.answers[status], status=status)
     for slot in at.slots:
-        found.add("penstock_slot_produced_batches_total", slot.produced, **slot.place)
-        found.add("penstock_slot_delivered_batches_total", slot.delivered, **slot.place)
-        found.add("penstock_slot_replayed_batches_total", slot.replayed, **slot.place)
-        found.add("penstock_slot_queue_batches", slot.queue, **slot.place)
-        found.add("penstock_slot_busy_seconds_total", slot.busy_s, **slot.place)
+        found.add("penstock_slot_produced_batches_total", slot.produced, **slot.labels)
+        found.add("penstock_slot_delivered_batches_total", slot.delivered, **slot.labels)
+        found.add("penstock_slot_replayed_batches_total", slot.replayed, **slot.labels)
+        found.add("penstock_slot_queue_batches", slot.queue, **slot.labels)
+        found.add("penstock_slot_busy_seconds_total", slot.busy_s, **slot.labels)
         if slot.runner:
-            found.add("penstock_runner_cpu_seconds_total", cpu_seconds(family(slot.runner)), **slot.place)
-            found.add("penstock_runner_memory_bytes", held_by(slot.runner, MANY), **slot.place)
+            found.add("penstock_runner_cpu_seconds_total", cpu_seconds(family(slot.runner)), **slot.labels)
+            found.add("penstock_runner_memory_bytes", held_by(slot.runner, MANY), **slot.labels)
     return found
 
 
@@ -163,7 +163,7 @@ def health(answered_at: float | None, lease_s: float, stopping: bool, now: float
     if answered_at is None:
         return 503, "the coordinator has not answered yet"
     if now - answered_at > lease_s:
-        return 503, f"the coordinator has not answered for {now - answered_at:.1f} s, its lease is {lease_s:g} s"
+        return 503, f"the coordinator has not answered for {now - answered_at:.1f} s; it must within {lease_s:g} s"
     return 200, "ok"
 
 
@@ -183,6 +183,6 @@ def open_web(daemon: MeasuredDaemon, loop: asyncio.AbstractEventLoop) -> WebServ
 
     settings = daemon.settings
     routes = {"/metrics": metrics_route(Collector(lambda: _readings(daemon, loop))), "/healthz": well}
-    # No TLS on loopback, whose clients do not have the cluster's CA, and none if this worker has no certificate.
+    # No TLS on loopback, because clients there do not have the cluster's CA, and none without a certificate.
     tls = None if is_local(settings.http) or settings.tls is None or not settings.tls.cert else settings.tls
     return WebServer(settings.http, routes, tokens=settings.http_tokens, tls=tls, insecure=settings.insecure)

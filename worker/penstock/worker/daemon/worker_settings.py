@@ -1,4 +1,4 @@
-"""Settings of a worker daemon, and two functions that find the user and the control groups of its runners."""
+"""Settings of a worker daemon, and two functions that return the user and the control groups of its runners."""
 
 from __future__ import annotations
 
@@ -24,25 +24,31 @@ _log = logging.getLogger("penstock.worker")
 
 @dataclass(frozen=True)
 class DaemonSettings:
-    """Settings of a worker daemon."""
+    """Settings of a worker daemon, the process that runs users' loaders in child processes (runners)."""
 
     coordinator: str
+    """Address of the coordinator, as host:port."""
     token: str = field(repr=False)
+    """Secret with which the worker registers at the coordinator."""
     slots: int
+    """Number of runners, and so of loaders, that may run at the same time."""
     allow: Sequence[str]
+    """Names of the modules and packages from which an input_fn may be run."""
     listen: str = "127.0.0.1:0"
-    """Address for lanes from other hosts, as host:port; port 0 = any free port."""
+    """Address at which training jobs on other hosts read batches, as host:port; port 0 = any free port."""
     name: str = ""
+    """Name of the worker, unique in the cluster; "" = `own_name()`."""
     parent_pids: Sequence[int] = ()
     """Process ids; the daemon ends when one of these processes ends. In embedded mode: the training job and its
     coordinator."""
     embedded: bool = False
+    """Flag that this daemon was started by a training job on its own machine, for that job alone."""
     runner_memory: int = 0
     """Largest number of bytes of memory that one runner may hold; 0 = no limit."""
     starts: int = 0
-    """Largest number of runners that start at the same time; 0 = as many as there are processors."""
+    """Largest number of runners that start at the same time; 0 = the number of processors."""
     start_timeout_s: float = START_DEADLINE_S
-    """Largest number of seconds that the fork server of a run's runners may take to start."""
+    """Largest number of seconds that the fork server, the process from which runners are forked, may take to start."""
     runner_user: str = ""
     """User that user code runs as, by name or number; "" = the daemon's own user. See runner_user.py."""
     runner_processes: int = 0
@@ -60,10 +66,10 @@ class DaemonSettings:
     drain_s: float = 0.0
     """Seconds that the daemon continues after a stop request, while other workers prepare to take over its slots."""
     liveness_file: str = ""
-    """Path of the file that is touched when the coordinator answers, see penstock.runtime.process.liveness_file; "" =
-    none."""
+    """Path of a file that is touched when the coordinator answers (penstock.runtime.process.liveness_file); "" = no
+    file."""
     http: str = ""
-    """Address of the pages for metrics and health, as host:port, see worker_metrics.py; "" = none."""
+    """Address of the pages for metrics and health (worker_metrics.py), as host:port; "" = no pages."""
     http_tokens: str = field(default="", repr=False)
     """Tokens with which other machines may read the metrics, in the syntax of penstock.proto.rpc.credentials.tokens."""
 
@@ -74,13 +80,14 @@ def own_name() -> str:
 
 
 def user_of_runners(settings: DaemonSettings) -> RunnerUser | None:
-    """Return the user that user code runs as, None for the daemon's own user. Log a warning if memory that this user's
-    processes share cannot be measured."""
+    """Return the user that user code runs as, None for the daemon's own user. Log a warning if the memory limit would
+    count memory that this user's processes share several times."""
     if settings.runner_user:
         if settings.runner_memory and not sees_shared_memory():
             _log.warning(
-                "memory that a runner shares with its own processes is counted in each; to measure what is "
-                "shared, runner_memory needs CAP_SYS_PTRACE beside runner_user (docker run --cap-add SYS_PTRACE)"
+                "runner_memory counts memory that a runner's processes share once for each of them, because with "
+                "runner_user the kernel does not show which memory is shared. To count it once, give the worker "
+                "CAP_SYS_PTRACE (docker run --cap-add SYS_PTRACE)"
             )
         return find_user(settings.runner_user, settings.runner_processes)
     return None
@@ -100,7 +107,7 @@ def groups_of_runners(settings: DaemonSettings) -> ControlGroups | None:
     elif settings.runner_processes and not settings.runner_user:
         raise InvalidArgumentError(
             f"runner_processes={settings.runner_processes} needs runner_user, because the kernel counts processes by "
-            "user, and would count this worker and everything else of its user: set runner_user too. Control groups "
-            f"would count the runners alone, but cannot be used here: {why_not}"
+            "user, and would count this worker and all other processes of its user. Set runner_user too. (Control "
+            f"groups would count only the runners, but cannot be used here: {why_not})"
         )
     return groups

@@ -1,1 +1,1 @@
-"""Helper processes, which do single tasks with a slot's loader, and the large values that they need."""
+"""Helper processes, which do single tasks with a slot's loader, and the large values that these tasks need."""

@@ -1,4 +1,4 @@
-"""Large values that slots need (a loader's arguments, the state to resume from), fetched once for each daemon.
+"""Large values that slots need (a loader's arguments, the state to resume from), fetched once for each worker daemon.
 
 A value is kept in a sealed memfd, and every child process gets a descriptor of it: copies of 300 MB for each of 32
 slots would take 10 GB. A thread with a connection of its own fetches the value. If the daemon's event loop fetched it,
@@ -29,10 +29,10 @@ class _Client(Protocol):
 
 
 class Blobs:
-    """Cache of large values of the coordinator, by name.
+    """Cache of large values (such as a loader's arguments) that the coordinator holds, by name.
 
     Args:
-        connect: returns the client with which values are fetched.
+        connect: returns the client with which values are fetched from the coordinator.
     """
 
     def __init__(self, connect: Callable[[], _Client]) -> None:
@@ -42,8 +42,8 @@ class Blobs:
         self._blobs: dict[str, asyncio.Task[int]] = {}
 
     async def descriptor(self, name: str) -> int:
-        """Return a file descriptor of the value called `name`, which the caller must close. Fetch the value if it is
-        not here yet. Raise the coordinator's error if that fails."""
+        """Return a file descriptor of the value called `name`; the caller must close the descriptor. Fetch the value
+        unless it is cached. Raise the coordinator's error if that fails."""
         fetching = self._blobs.get(name)
         if fetching is None or (fetching.done() and (fetching.cancelled() or fetching.exception() is not None)):
             fetching = self._blobs[name] = asyncio.ensure_future(self._fetch(name))
@@ -62,17 +62,17 @@ class Blobs:
     def keep(self, names: Collection[str]) -> None:
         """Release all values except those called `names`."""
         for name in [name for name in self._blobs if name not in names]:
-            self._blobs.pop(name).add_done_callback(_let_go)
+            self._blobs.pop(name).add_done_callback(_close_fetched)
 
     def close(self) -> None:
-        """Release all values, and stop fetching."""
+        """Release all values, and fetch no more."""
         self.keep(())
         if self._client is not None:
             self._client.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _let_go(fetching: asyncio.Task[int]) -> None:
+def _close_fetched(fetching: asyncio.Task[int]) -> None:
     if not fetching.cancelled() and fetching.exception() is None:
         os.close(fetching.result())
 

@@ -1,8 +1,8 @@
-"""The daemon's warm helper processes (helper_process.py): as many as there are processors, shared by the tasks of a
-run. *Warm* means that the process has imported the modules that the loader needs before it gets a task.
+"""Pool of the daemon's warm helper processes (helper_process.py): at most one for each processor, shared by the tasks
+of a run. *Warm* means that the process has imported the modules that the loader needs before it gets a task.
 
-If a run has many tasks at once, for example the states of a hundred slots, they go to warm helpers, one task at a time
-to each. The first task of a run goes to a fresh child process, which reports the modules that it had to import. Warm
+If a run has many tasks at once, for example the states of a hundred slots, warm helpers do them, each helper one task
+at a time. The first task of a run goes to a fresh child process, which reports the modules that it had to import. Warm
 helpers import the same modules. A task that fails in a warm helper is done again by a fresh child, whose answer counts.
 So results of user code never depend on whether a warm helper ran it.
 """
@@ -36,7 +36,7 @@ _Key = tuple[str, ...]
 
 
 class HelperProcess:
-    """A warm helper process, which does one task at a time."""
+    """Warm helper process: a child that has imported a loader's modules, and forks a child of its own for each task."""
 
     def __init__(self) -> None:
         self.child: Child | None = None
@@ -61,7 +61,7 @@ class HelperProcess:
         return self.answer
 
     async def stack(self) -> str:
-        """Return the stack of the child that does the helper's task, "" if there is none."""
+        """Return the stack of the child that does the helper's task, "" if no child does one."""
         if not self.worker or self.child is None:
             return ""
         try:
@@ -80,20 +80,20 @@ class HelperProcess:
 
 
 @dataclass
-class _Crew:
-    """Warm helpers for one kind of loader, and what is known about its tasks."""
+class _LoaderHelpers:
+    """Idle warm helpers for one loader, and facts about the loader's tasks."""
 
     tasks: int = 0
     """Number of tasks of this loader that run or wait."""
     modules: list[str] | None = None
-    """Names of the modules that warm helpers import; None until the first task has reported them."""
+    """Names of the modules that warm helpers import; None until the first task has reported its modules."""
     unfit: str = ""
-    """Reason why this loader's tasks must not use warm helpers; "" = they may."""
+    """Reason why warm helpers must not do this loader's tasks; "" = they may."""
     idle: list[HelperProcess] = field(default_factory=list)
 
 
 class HelperPool:
-    """Pool of warm helpers, kept apart by the loader that they serve.
+    """Pool of warm helper processes, in groups by loader.
 
     Args:
         fork_server: returns the fork server from which warm helpers are forked.
@@ -101,70 +101,73 @@ class HelperPool:
 
     def __init__(self, fork_server: Callable[[records_pb2.WorkerAssignment], Awaitable[ForkServer]]) -> None:
         self._fork_server = fork_server
-        self._crews: dict[_Key, _Crew] = {}
+        self._groups: dict[_Key, _LoaderHelpers] = {}
 
     @contextlib.contextmanager
     def counted(self, assignment: records_pb2.WorkerAssignment) -> Any:
         """Count one more task of this assignment's loader while the `with` block runs."""
-        crew = self._crews.setdefault(_key_of(assignment), _Crew())
-        crew.tasks += 1
+        group = self._groups.setdefault(_key_of(assignment), _LoaderHelpers())
+        group.tasks += 1
         try:
             yield
         finally:
-            crew.tasks -= 1
+            group.tasks -= 1
 
     async def take(self, assignment: records_pb2.WorkerAssignment, progress_page: ProgressPage) -> HelperProcess | None:
-        """Return a warm helper for one task; start one if the loader has enough tasks. Return None if a fresh child
-        must do the task. The caller must give the helper back or end it."""
-        crew = self._crews.get(_key_of(assignment))
-        if crew is None or crew.unfit or crew.modules is None or (crew.tasks < PAYS and not crew.idle):
+        """Return a warm helper (a process that has imported the loader's modules) for one task; start a helper if the
+        loader has enough tasks. Return None if a fresh child process must do the task. The caller must give the helper
+        back or end it."""
+        group = self._groups.get(_key_of(assignment))
+        if group is None or group.unfit or group.modules is None or (group.tasks < PAYS and not group.idle):
             return None
-        while crew.idle:
-            helper = crew.idle.pop()
+        while group.idle:
+            helper = group.idle.pop()
             assert helper.idle is not None
             helper.idle.cancel()
-            if helper.child is not None and not helper.child.exited.done() and helper.modules.issuperset(crew.modules):
+            if helper.child is not None and not helper.child.exited.done() and helper.modules.issuperset(group.modules):
                 return helper
             helper.end()
-        return await self._started(assignment, progress_page, crew)
+        return await self._started(assignment, progress_page, group)
 
     def give_back(self, assignment: records_pb2.WorkerAssignment, helper: HelperProcess) -> None:
-        """Return a warm helper to the pool after its task."""
-        crew = self._crews[_key_of(assignment)]
-        helper.idle = asyncio.get_running_loop().call_later(IDLE_S, self._let_go, crew, helper)
-        crew.idle.append(helper)
+        """Put a warm helper back into the pool after its task. The helper is ended if it gets no task for IDLE_S."""
+        group = self._groups[_key_of(assignment)]
+        helper.idle = asyncio.get_running_loop().call_later(IDLE_S, self._end_idle, group, helper)
+        group.idle.append(helper)
 
     def learn(self, assignment: records_pb2.WorkerAssignment, modules: object) -> None:
-        """Record the modules that a task of this assignment's loader had to import. Warm helpers of the loader will
-        import them."""
+        """Record the modules that a task of this assignment's loader had to import, so that the loader's warm helpers
+        import these modules too. Ignore anything but a list of names, because user code may have forged it."""
         if type(modules) is not list or not all(type(name) is str for name in modules):
             return
-        crew = self._crews[_key_of(assignment)]
-        known = crew.modules or []
-        crew.modules = known + [name for name in modules if name not in set(known)]
+        group = self._groups[_key_of(assignment)]
+        known = group.modules or []
+        group.modules = known + [name for name in modules if name not in set(known)]
 
     def distrust(self, assignment: records_pb2.WorkerAssignment, why: str) -> None:
-        """Stop using warm helpers for this loader, because one gave another result than a fresh process. `why`: the
-        reason."""
-        self._crews[_key_of(assignment)].unfit = why
+        """Stop using warm helpers for this loader, because a helper's result differed from a fresh process's.
+
+        why: the reason, for people.
+        """
+        self._groups[_key_of(assignment)].unfit = why
 
     def forget(self, attempts: set[tuple[str, int]]) -> None:
-        """End the warm helpers of all attempts except `attempts`, because the other attempts have no slots on this
-        worker."""
+        """End the warm helpers of all runs but those in `attempts`, given as (run, attempt): only these have slots on
+        this worker."""
         live = {(run, str(attempt)) for run, attempt in attempts}
-        for key in [key for key, crew in self._crews.items() if key[:2] not in live and not crew.tasks]:
-            for helper in self._crews.pop(key).idle:
+        for key in [key for key, group in self._groups.items() if key[:2] not in live and not group.tasks]:
+            for helper in self._groups.pop(key).idle:
                 helper.end()
 
-    def _let_go(self, crew: _Crew, helper: HelperProcess) -> None:
-        if helper in crew.idle:
-            crew.idle.remove(helper)
+    def _end_idle(self, group: _LoaderHelpers, helper: HelperProcess) -> None:
+        if helper in group.idle:
+            group.idle.remove(helper)
         helper.end()
 
     async def _started(
-        self, assignment: records_pb2.WorkerAssignment, progress_page: ProgressPage, crew: _Crew
+        self, assignment: records_pb2.WorkerAssignment, progress_page: ProgressPage, group: _LoaderHelpers
     ) -> HelperProcess | None:
-        modules = crew.modules or []
+        modules = group.modules or []
         fork_server, helper = await self._fork_server(assignment), HelperProcess()
         helper.modules = frozenset(modules)
         spec = records_pb2.LoaderSpec()
@@ -180,13 +183,13 @@ class HelperPool:
             await helper.child.send("warm", spec.SerializeToString(), modules=modules)
             either: set[asyncio.Future[Any]] = {warm, helper.child.exited}
             await asyncio.wait(either, timeout=WARM_S, return_when="FIRST_COMPLETED")
-            crew.unfit = str(warm.result().fields.get("unfit", "")) if warm.done() else "it was not ready in time"
+            group.unfit = str(warm.result().fields.get("unfit", "")) if warm.done() else "it was not ready in time"
         except WorkerLostError:
             return None
         except BaseException:
             helper.end()
             raise
-        if crew.unfit:
+        if group.unfit:
             helper.end()
             return None
         return helper

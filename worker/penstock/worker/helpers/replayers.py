@@ -1,5 +1,5 @@
-"""Running one task with a slot's loader in a helper process, while the slot's runner continues to stream. This is the
-daemon's side; replayer.py is the helper's. The stream continues whatever the task's result is."""
+"""Tasks with a slot's loader in a helper process, while the slot's runner continues to stream: the daemon's side. The
+helper's side is replayer.py. The stream continues even if the task fails."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from penstock.worker.resources.turn_queue import TurnQueue
 __all__ = ["DEADLINE_S", "ReplayHost", "run_task", "send_assignment"]
 
 DEADLINE_S = 120.0
+"""Default for the largest number of seconds that a task may take."""
 ASKED_FOR = ("state", "aggregate", "advance")
-"""Names of tasks for whose result a training job waits. They run before tasks that the daemon starts by itself."""
+"""Names of tasks for whose result a training job waits, and which therefore run before the daemon's own tasks."""
 
 
 class ReplayHost(Protocol):
@@ -48,11 +49,14 @@ async def run_task(
     deadline_s: float = DEADLINE_S,
     **fields: Any,
 ) -> ControlMessage:
-    """Let a helper process do `task` with the slot's loader, and return its answer. If the helper is killed from
-    outside (SIGKILL), another one does the task.
+    """Let a helper process do `task` with the slot's loader, and return the helper's answer. If the helper is killed
+    from outside (SIGKILL), another helper does the task.
+
+    name: the slot's name for messages. points: restart points (earlier positions of the loader with its states),
+    serialized, in the order to try. task: one of the messages that replayer.py handles, with its `fields`.
 
     Raises:
-        DeadlineError: the task took longer than `deadline_s`; with the helper's stack.
+        DeadlineError: the task took longer than `deadline_s` seconds; with the helper's stack.
         WorkerLostError: the helper died; with its stack, if it crashed.
         PenstockError: the error with which the task failed.
     """
@@ -86,7 +90,7 @@ async def _by_helper(
     left_s: float,
     fields: dict[str, Any],
 ) -> ControlMessage | None:
-    """Return the answer of a warm helper to the task. Return None if a fresh child must do the task."""
+    """Return the answer of a warm helper to the task. Return None if a fresh child process must do the task."""
     assert helper.child is not None
     answer, whole = helper.expect(), False
     try:
@@ -119,8 +123,8 @@ async def _by_child(
     left_s: float,
     fields: dict[str, Any],
 ) -> ControlMessage:
-    """Return the answer of a fresh child process to the task. If the child is killed from outside, try once with a
-    second one."""
+    """Return the answer of a fresh child process to the task. If the child is killed from outside, try once more with a
+    second child."""
     what = f"the helper process of {name}"
     for last in (False, True):
         fork_server = await host.fork_server(assignment)
@@ -138,7 +142,7 @@ async def _by_child(
                 raise _late(what, task, deadline_s, await child.stack())
             status = child.exited.result()
             if last or child.unwanted or status != -signal.SIGKILL:
-                how = f"{what} {describe_exit(status)} during the task {task}; the stream continues"
+                how = f"{what} {describe_exit(status)} during the task {task}; the stream of batches continues"
                 raise descriptors_closed(status, what) or WorkerLostError(how, remote_traceback=child.last_stack)
         finally:
             child.kill()
@@ -167,7 +171,8 @@ async def send_assignment(blobs: Blobs, child: Child, assignment: records_pb2.Wo
 
 def _late(what: str, task: str, deadline_s: float, stack: str) -> DeadlineError:
     return DeadlineError(
-        f"{what} did not finish the task {task} in {deadline_s:.0f} s; the stream continues", remote_traceback=stack
+        f"{what} did not finish the task {task} in {deadline_s:.0f} s; the stream of batches continues",
+        remote_traceback=stack,
     )
 
 

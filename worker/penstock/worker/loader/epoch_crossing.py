@@ -1,21 +1,20 @@
-"""Crossing the end of an epoch with a loader that was restored within it.
+"""Crossings: the ways in which a loader that was restored within an epoch enters the next epoch.
 
 The next epoch of a loader that ran the whole epoch is opened by `iter()`. A loader that was restored within an epoch
 may not know any more where an epoch begins: a Hugging Face IterableDataset begins every later epoch at the restored
 position. A new loader from input_fn begins an epoch at its beginning, but if it counts epochs, its count is wrong. A
-loader replayed from the beginning is always right, but takes long. So there are three ways to enter the next epoch,
-called *crossings*:
+loader replayed from the beginning is always right, but takes long. So there are three crossings:
 
     KEPT     continue with the restored loader
     FRESH    call input_fn() again, with the random generators as they are
     REPLAY   replay a new loader from the beginning
 
-`StreamHistory.crossing` names the right one, once it is known. Until then the first batch of the next epoch is made in
-the first two ways. If the two batches are equal, and also `state_dict()` and the random generators after them, FRESH is
-used. Otherwise the slot's stream is replayed from the beginning, once, and the result decides for good. Comparing the
-batch alone is not enough: where the order of shards depends on the epoch's number, two epochs may begin with the same
-batch. If a state was saved at this epoch's end, the batch that followed is known (`PositionedLoader.awaited`): a
-crossing that leads to another batch is wrong.
+`StreamHistory.crossing` names the right crossing, once it is known. Until then the first batch of the next epoch is
+made by the first two. If the two batches are equal, and also `state_dict()` and the random generators after them, FRESH
+is used. Otherwise the slot's stream is replayed from the beginning, once, and the result decides for the rest of the
+run. Comparing the batch alone is not enough: where the order of shards depends on the epoch's number, two epochs may
+begin with the same batch. If a state was saved at this epoch's end, the batch that followed is known
+(`PositionedLoader.awaited`): a crossing that leads to another batch is wrong.
 """
 
 from __future__ import annotations
@@ -40,8 +39,11 @@ _log = logging.getLogger("penstock.worker")
 
 
 def cross(source: PositionedLoader, step: int) -> RestartPoint:
-    """Open the next epoch of a loader that was restored within an epoch. Use the right crossing (see
-    crossing_kinds.py), and find it first if it is not known. Return the epoch start."""
+    """Open the next epoch of a loader that was restored within an epoch, by the right crossing (see the module's text),
+    which is found first if it is not known. Return the epoch start: the loader's state at the new epoch's beginning.
+
+    step: training step of the box (data-parallel rank) as of which the state is taken.
+    """
     end, untouched, history = source.rng(), source.is_untouched, source.history
     choice = first_choice(
         history.crossing,
@@ -75,22 +77,22 @@ def cross(source: PositionedLoader, step: int) -> RestartPoint:
         source.learn_crossing(the_right_one(right, kept, fresh))
         opened = source.marked(opened)
         _log.warning(
-            "%s: restored within epoch %d, the loader begins the next epoch otherwise than a new loader does. A replay "
-            "of the stream from the beginning showed which of the two is right: %s",
+            "%s: restored within epoch %d, the loader begins the next epoch differently from a new loader. A replay of "
+            "all batches from the beginning has shown which of the two is right: %s",
             source.name,
             source.position.epoch - 1,
-            {KEPT: "the restored loader", FRESH: "the new one"}.get(source.history.crossing, "neither"),
+            {KEPT: "the restored loader", FRESH: "the new loader"}.get(source.history.crossing, "neither"),
         )
     return opened
 
 
 def _cross_as_resumed(source: PositionedLoader, step: int) -> RestartPoint:
-    """Open the next epoch of a loader that resumes by its own methods. Such a loader can be restored only to the start
-    of its launch. Return the epoch start.
+    """Open the next epoch of a loader that resumes by its own four state methods (deaggregate_state_dict, then
+    load_state_dict), and so can be restored only to the start of its launch. Return the epoch start.
 
     The next epoch is right if it begins with the batch that followed when a state was saved at this position. If that
-    batch is not known or differs, a loader is replayed from the beginning, once; the next epoch must begin with the
-    same batch as that loader's.
+    batch is not known or differs, a second loader is replayed from the beginning, once; both must begin the next epoch
+    with the same batch.
     """
     take = ReplayDigest(cover=cover_of(source.assignment.loader.options)).take
     start, untouched, target, history = source.start, source.is_untouched, source.position.copy(), source.history
@@ -101,7 +103,7 @@ def _cross_as_resumed(source: PositionedLoader, step: int) -> RestartPoint:
             opened = source.open(step=step)
             came = _first_of(source, take)
         except InputFnError as error:
-            _log.info("%s: the restored loader fails to begin the next epoch: %s", source.name, error.message)
+            _log.info("%s: the restored loader failed to begin the next epoch: %s", source.name, error.message)
         else:
             if awaited is not None and came.digest == awaited:
                 return opened
@@ -118,8 +120,8 @@ def _cross_as_resumed(source: PositionedLoader, step: int) -> RestartPoint:
         source.learn_crossing(REPLAY)
         opened = source.marked(opened)
         _log.warning(
-            "%s: restored within epoch %d, the loader does not begin the next epoch with the right batch: its stream "
-            "is replayed from the beginning at the end of each epoch",
+            "%s: restored within epoch %d, the loader does not begin the next epoch with the right batch. To get the "
+            "right batches, all batches are replayed from the beginning at the end of each epoch, which takes long",
             source.name,
             target.epoch - 1,
         )
@@ -127,7 +129,8 @@ def _cross_as_resumed(source: PositionedLoader, step: int) -> RestartPoint:
 
 
 def _to(source: PositionedLoader, target: StreamPosition, history: StreamHistory, seen: Callable[[Any], None]) -> None:
-    """Replay to a position. An epoch that ends before it is not an error. `seen` is called with each batch."""
+    """Replay to the position `target`, and call `seen` with each batch. An epoch that ends before the position is not
+    an error."""
 
     def go(leg: Leg) -> None:
         source.seek(leg.total, leg.epoch, seen)
@@ -143,8 +146,8 @@ def _as_resumed(
     take: Callable[[Any], tuple[int, int]],
 ) -> None:
     """Bring a loader that resumes by its own methods back to its position between two epochs: restore the start of its
-    launch, then replay. Epochs that end on the way are crossed by the loader itself, as in its launch, and are not
-    verified again."""
+    launch, then replay. The loader itself crosses the ends of epochs on the way, as in its launch, and the result is
+    not verified again."""
 
     def seen(batch: Any) -> None:
         source.digest, samples = take(batch)
@@ -167,9 +170,9 @@ def _first_of(source: PositionedLoader, take: Callable[[Any], tuple[int, int]]) 
 
 
 def _tried(source: PositionedLoader, step: int, take: Callable[[Any], tuple[int, int]]) -> First:
-    """Open the next epoch from the loader's present state and return its beginning; then undo the opening. An error of
-    the loader is part of the result: some loaders cannot open an epoch after a restore, and then another crossing is
-    tried."""
+    """Open the next epoch from the loader's present state and return the epoch's beginning; then undo the opening. An
+    error of the loader is part of the result: some loaders cannot open an epoch after a restore, and then another
+    crossing is tried."""
     try:
         source.open(step=step)
         return _first_of(source, take)
@@ -184,14 +187,14 @@ def _from_the_beginning(source: PositionedLoader, take: Callable[[Any], tuple[in
     cannot be replayed from the beginning."""
     target, digest, history = source.position.copy(), source.digest, source.history
     why = (
-        f"{source.name}: how it begins epoch {target.epoch} cannot be determined: it was restored within the epoch "
-        "before, and does not begin this one as a new loader from input_fn does"
+        f"{source.name}: the right first batch of epoch {target.epoch} cannot be determined: the loader was restored "
+        "within the previous epoch, and now begins this epoch with another batch than a new loader from input_fn"
     )
     if not history.complete:
         raise ReplayMismatchError(
-            f"{why}; and its stream cannot be replayed from the beginning, because it began on another topology, or "
-            "more than a thousand epochs were abandoned by `break`. Let its state_dict() contain the epoch and "
-            "the position in it, so that a restored loader begins the next epoch as a new one does"
+            f"{why}; and the batches cannot be replayed from the beginning, because the run began with another number "
+            "of boxes or workers, or abandoned more than a thousand epochs by `break`. Return the epoch and the "
+            "position in the epoch from state_dict(), so that a restored loader begins the next epoch as a new one does"
         )
 
     def seen(batch: Any) -> None:
@@ -205,7 +208,7 @@ def _from_the_beginning(source: PositionedLoader, take: Callable[[Any], tuple[in
         digest and source.digest != digest
     ):
         raise ReplayMismatchError(
-            f"{why}; and replayed from the beginning, batch {target.total} is not the one that was delivered: the "
+            f"{why}; and in a replay from the beginning, batch {target.total} is not the one that was delivered. The "
             "loader is not deterministic (see penstock doctor)"
         )
     source.history = history.of(source.history.launch)

@@ -1,22 +1,22 @@
-"""Bringing a user's loader to any position in its stream.
+"""A user's loader with its position: opening, saving, restoring and replaying it.
 
-All code that opens, saves, restores or replays a loader is here; the runner that streams and the helper processes that
-verify and make states run the same code. The order of these steps matters. It was found by trying all orders on
-shuffled torch DataLoaders and StatefulDataLoaders with and without worker processes:
+The runner that streams and the helper processes that verify and make states run the same code, in this module. The
+order of the steps matters; it was found by trying all orders on shuffled torch DataLoaders and StatefulDataLoaders with
+and without worker processes (RNG: the states of all random generators):
 
     open an epoch         take RNG R0, `iter(loader)`, take `state_dict()`, take RNG R1           -> an epoch start
     from an epoch start   load its state, set R0, `iter`, set R1, then replay n batches
     a snapshot            `state_dict()` after batch n and the RNG of that moment, encoded before the next `next()`
-    from a snapshot       load it, `iter`, then set its RNG
+    from a snapshot       load its state, `iter`, then set its RNG
 
 RNG restored at any other moment gives other batches. No state is taken after StopIteration: a finished epoch is
-described by a snapshot or epoch start in it and the number of all its batches. A loader that is its own iterator (a
-generator) is made again by input_fn for each epoch. A state is loaded only into a loader that input_fn has just made,
-because a used loader may hold other data that a state does not replace.
+described by a snapshot or epoch start of that epoch and the number of all its batches. A loader that is its own
+iterator (a generator) is made again by input_fn for each epoch. A state is loaded only into a loader that input_fn has
+just made, because a used loader may hold other data that a state does not replace.
 
 By the protocol, the load_state_dict of a loader with four state methods gets only results of its
-`deaggregate_state_dict`, unless it declares `loads_own_state`. So such a loader starts from the beginning, or from the
-state that the launch resumed from.
+`deaggregate_state_dict`, unless the loader declares `loads_own_state`. So such a loader starts from the beginning, or
+from the state from which the launch resumed.
 """
 
 from __future__ import annotations
@@ -36,49 +36,51 @@ __all__ = ["PositionedLoader"]
 
 
 class PositionedLoader(SlotLoader, ABC):
-    """Loader of a slot that can be opened, replayed, saved and restored. Its subclass `RestorableLoader` adds how the
-    next epoch is opened after a restore within an epoch."""
+    """Loader of a slot that can be opened, replayed, saved and restored. The subclass `RestorableLoader` opens the next
+    epoch after a restore within an epoch."""
 
     def __init__(
         self,
         assignment: records_pb2.WorkerAssignment,
         doing: Callable[[str], None] = lambda activity: None,
-        left_out: Callable[[int, int], None] = lambda epoch, count: None,
+        skipped: Callable[[int, int], None] = lambda epoch, count: None,
         load: Callable[[records_pb2.LoaderSpec], Callable[..., Any]] = load_input_fn,
     ) -> None:
-        super().__init__(assignment, doing, left_out, load)
+        super().__init__(assignment, doing, skipped, load)
         self.digest = 0
-        """Digest of the last batch; 0 = not known. The code that flattens batches sets it."""
+        """Digest (hash) of the last batch, set by the code that flattens batches; 0 = not known."""
         self.unsaved: Exception | None = None
         """Error of state_dict() when the epoch start was taken; None if the state could be taken."""
         self.resume: dict[str, Any] | None = None
-        """Decoded state that the launch resumed from, None without one. A loader with four state methods needs it to
-        start its launch again."""
+        """Decoded state from which the launch resumed; None without one. A loader with four state methods needs this
+        state to start its launch again."""
         self.restored = False
-        """Flag that the loader was brought to the middle of its epoch by a state, and has not yielded the batches
+        """True if a state has brought the loader into the middle of its epoch, so that it has not yielded the batches
         before."""
         self.strays = False
-        """Flag that the loader drew other random numbers after a restore to an epoch's start than the loader that
-        streamed: the random generators differ after `iter()`."""
+        """True if the loader, restored to an epoch's start, drew other random numbers than the loader that streamed:
+        the random generators differ after `iter()`."""
         self.counts_from: RestartPoint | None = None
         """Start of the stream; None unless the loader's own states lead to wrong batches. If set, later positions are
-        saved as numbers of batches after it, and not as states."""
+        saved as numbers of batches after the start, and not as states."""
         self.awaited: dict[int, int] = {}
         """Digests of batches that followed when a state was saved at an epoch's end. The key is the slot's total at
         that end."""
         self._restored_at = 0
         self._ahead: list[Any] = []
-        """Batch that `peek` has taken and `next` has not returned yet; a list of at most one."""
+        """Batch that `peek` has taken and `next` has not returned yet, as a list of at most one."""
         self._rng_at_peek = b""
         self._held: tuple[Iterator[Any], list[Any], RestartPoint | None] | None = None
-        """Next epoch, if the loader began it before `next` has returned the end of the present one: its iterator, the
-        batch taken by `peek`, and its epoch start. None otherwise."""
+        """Next epoch, if the loader began that epoch before `next` has returned the end of the present one: its
+        iterator, the batch taken by `peek`, and its epoch start. None otherwise."""
         self._start: RestartPoint | None = None
-        """Start of the launch; None unless the loader can be restored by its own methods only."""
+        """Start of the launch; None unless the loader can be restored by its own methods only, that is
+        deaggregate_state_dict and load_state_dict."""
 
     @abstractmethod
     def open_epoch(self, *, step: int = 0) -> RestartPoint:
-        """Open epoch `position.epoch`. Return its epoch start, whose state is taken as of the box's `step`."""
+        """Open epoch `position.epoch`. Return the epoch start: the position with the loader's state, taken as of
+        training step `step` of the box (data-parallel rank)."""
 
     @property
     def is_open(self) -> bool:
@@ -87,8 +89,8 @@ class PositionedLoader(SlotLoader, ABC):
 
     @property
     def is_untouched(self) -> bool:
-        """True if the loader was restored and has yielded nothing since. When the next epoch is opened, such a loader
-        may continue the restored epoch instead."""
+        """True if the loader was restored and has yielded nothing since. Such a loader may continue the restored epoch
+        when the next one is opened."""
         return self.restored and self.position.total == self._restored_at
 
     @property
@@ -98,20 +100,21 @@ class PositionedLoader(SlotLoader, ABC):
 
     @property
     def start(self) -> RestartPoint | None:
-        """Start of the launch, for a loader that can be restored by its own methods only; None for any other loader."""
+        """Start of the launch, for a loader that can be restored by its own methods only (deaggregate_state_dict and
+        load_state_dict); None for any other loader."""
         return self._start
 
     def learn_resume(self, resume: dict[str, Any] | None) -> None:
         """Record the state from which the launch resumed. If the state was saved at an epoch's end, record also the
-        digest of the batch that followed then, so that it can be compared with the batch that follows now."""
+        digest of the batch that followed then, for a comparison with the batch that follows now."""
         self.resume, a = resume, self.assignment
         part = resume["slots"].get(a.slot) if resume is not None and a.resume.same_topology else None
         if part is not None and part.get("next_epoch") and part["next_digest"] and self.trusts_history(part):
             self.awaited[a.start.slots[a.slot].total] = part["next_digest"]
 
     def trusts_history(self, part: dict[str, Any]) -> bool:
-        """Return whether the stream's history in a slot's saved part can be used. It cannot if an older release wrote
-        the part, if the user edited it, or if the user loads it with strict=False. Then only the loader's own state is
+        """Return True if the stream's history in a slot's saved part can be used. Return False if an older release
+        wrote the part, or the user edited it or loads it with strict=False: then only the loader's own state is
         used."""
         strict = self.capabilities.state_methods != 4 or self.resume is None or self.resume["strict"]
         return bool("history" in part["restart"] and strict and not part.get("changed"))
@@ -119,10 +122,11 @@ class PositionedLoader(SlotLoader, ABC):
     # ---- epochs
 
     def open(self, *, step: int = 0, rng_after: bytes | None = None) -> RestartPoint:
-        """Open the next epoch with the present loader, whatever its state. Return its epoch start. If the loader can
-        be restored only to the start of its launch, the result is marked as reached from there by replay.
+        """Open the next epoch with the present loader, in any state, and return the epoch start. If the loader can be
+        restored only to the start of its launch, the result says that a replay from there is needed.
 
-        step: the box's step. rng_after: states of the random generators to set once the epoch is open, on a resume.
+        step: training step of the box. rng_after: states of the random generators to set once the epoch is open, on a
+        resume.
         """
         before = self._begin()
         if rng_after is not None:
@@ -135,7 +139,7 @@ class PositionedLoader(SlotLoader, ABC):
     def _epoch_start(self, step: int, before: bytes) -> RestartPoint:
         """Return the epoch start of the epoch that was just opened.
 
-        step: the box's step. before: states of the random generators before the epoch was opened.
+        step: training step of the box. before: states of the random generators before the epoch was opened.
         """
         state, asked = None, False
         if self.saves_state:
@@ -152,8 +156,8 @@ class PositionedLoader(SlotLoader, ABC):
     ) -> None:
         """Let `next` return the end of the previous epoch before the batches of epoch `epoch`, which is open already.
 
-        position: the slot's position, which still lies in the previous epoch. epoch_start: epoch start of the open
-        epoch; None if no batch of it was made yet.
+        position: the slot's position, which is still in the previous epoch. epoch_start: epoch start of the open epoch;
+        None if none of its batches was made yet.
         """
         assert self._iterator is not None
         self._held = self._iterator, self._ahead, epoch_start
@@ -169,25 +173,25 @@ class PositionedLoader(SlotLoader, ABC):
         return self._reached_from_start(self._epoch_start(step, self.rng()) if epoch_start is None else epoch_start)
 
     def enter(self, epoch: int) -> None:
-        """Record that the loader was resumed at the end of an epoch and continued with epoch `epoch` at once, without
-        ending the epoch first."""
+        """Record that the loader was resumed at the end of an epoch, and continued with epoch `epoch` without a
+        StopIteration in between."""
         self.history = self.history.of(replace(self.history.launch, enters=epoch))
         assert self._start is not None
         self._start = replace(self._start, history=self._start.history.of(self.history.launch))
 
     def _reached_from_start(self, point: RestartPoint) -> RestartPoint:
-        """Return the point. For a loader that can be restored only to its start, set `behind` to that start: the
-        point's position is then reached by a replay from there."""
+        """Return the point. For a loader that can be restored only to its start, set `behind` to that start, because a
+        replay from the start is then the way to the point's position."""
         start = self._start or self.counts_from
         return point if start is None or point.position == start.position else replace(point, behind=start)
 
     def abort(self) -> None:
-        """Forget the open epoch, of which at most one batch was made, as if it had not been opened."""
+        """Forget the open epoch as if it had not been opened. At most one of its batches may have been made."""
         self._iterator, self._ahead, self._held = None, [], None
 
     def peek(self) -> Any:
-        """Return the next batch, or END at the end of the epoch, without advancing the position: `next` returns it
-        again. The loader itself is then one batch ahead, so use this only to compare digests."""
+        """Return the next batch, or END at the end of the epoch, without advancing the position: `next` returns the
+        same batch. The loader itself is then one batch ahead, so use `peek` only to compare digests."""
         position, iterator, self._rng_at_peek = self.position.copy(), self._iterator, self.rng()
         self._ahead = [self.next()]
         self.position, self._iterator = position, iterator
@@ -195,7 +199,7 @@ class PositionedLoader(SlotLoader, ABC):
 
     def _begin(self) -> bytes:
         """Start to iterate over the loader; a loader that is its own iterator is made again first. Return the states of
-        the random generators that a replay must set before it does the same."""
+        the random generators that a replay must set before this step."""
         if not self.capabilities.is_iterator:
             before = self.rng()
         else:
@@ -206,8 +210,8 @@ class PositionedLoader(SlotLoader, ABC):
         return before
 
     def next(self) -> Any:
-        """Return the next batch and advance the position, or return END at the end of the epoch. `position.samples` is
-        left to the caller."""
+        """Return the next batch and advance the position, or return END at the end of the epoch. The caller advances
+        `position.samples`."""
         assert self._iterator is not None
         try:
             if self._ahead:
@@ -219,7 +223,7 @@ class PositionedLoader(SlotLoader, ABC):
         except StopIteration:
             self.leave_epoch()
             return END
-        # also sys.exit() of user code, which must not look like a crash of the runner
+        # BaseException, because sys.exit() in user code must not look like a crash of the runner
         except BaseException as error:
             raise self.failed(f"batch {self.position.total + 1}", error) from error
         self.position.delivered += 1
@@ -227,40 +231,40 @@ class PositionedLoader(SlotLoader, ABC):
         return batch
 
     def learn(self, point: RestartPoint) -> None:
-        """Use the history of this restart point from now on, and skip the batches that were quarantined when it was
-        taken."""
+        """Use the history of this restart point from now on, and skip the batches that were quarantined when the point
+        was taken."""
         self.history = point.history.before(point.position.epoch).knowing(self.history.crossing)
         self.learn_skips(point)
 
     def learn_skips(self, point: RestartPoint) -> None:
-        """Add the restart point's list of quarantined batches to those that this loader skips."""
+        """Add the restart point's list of quarantined batches to the batches that this loader skips."""
         for epoch, total, count in point.skips:
             self._skips[epoch, total] = max(count, self._skips.get((epoch, total), 0))
 
     def learn_crossing(self, crossing: str) -> None:
-        """Record the crossing that was found for this loader, if it is more careful than the one known (see
-        epoch_crossing.py)."""
+        """Record a crossing (way into the next epoch, epoch_crossing.py) that was found for this loader, unless a more
+        careful crossing is known."""
         self.history = self.history.knowing(crossing)
 
-    def marked(self, point: RestartPoint, *, way_on: bool = False) -> RestartPoint:
+    def marked(self, point: RestartPoint, *, whole_history: bool = False) -> RestartPoint:
         """Return the restart point with the loader's present history and its list of skipped batches.
 
-        way_on: keep in the history also the epochs between the point and the loader's position that earlier launches
-        abandoned. The training loop of this launch does not know them.
+        whole_history: True keeps in the history also the epochs that earlier launches abandoned between the point and
+        the loader's position, which the training loop of this launch does not know.
         """
         skips = tuple((epoch, total, count) for (epoch, total), count in self._skips.items())
         return replace(
-            point, skips=skips, history=self.history if way_on else self.history.before(point.position.epoch)
+            point, skips=skips, history=self.history if whole_history else self.history.before(point.position.epoch)
         )
 
     def leave_epoch(self) -> None:
-        """Close the epoch, which has ended or was abandoned. Set the position to the beginning of the next one."""
+        """Close the epoch, which has ended or was abandoned, and set the position to the beginning of the next one."""
         self._iterator, self._ahead = None, []
         self.position.epoch += 1
         self.position.delivered = 0
 
     def abandon_epoch(self, total: int) -> None:
-        """Close the epoch that the training loop abandoned after batch `total`, and add it to the history."""
+        """Close the epoch that the training loop abandoned after batch `total`, and add the epoch to the history."""
         if self._ahead and self.saves_state:  # for a loader without states the caller seeds the generators
             self._restore_rng(self._rng_at_peek)
         self.history = self.history.leaving(self.position.epoch, total)
@@ -269,8 +273,8 @@ class PositionedLoader(SlotLoader, ABC):
     # ---- states
 
     def snapshot(self, step: int) -> RestartPoint:
-        """Return a snapshot of the present position, as of the box's `step`. Encode it before the next call of `next`,
-        because its state may share objects with the loader."""
+        """Return a snapshot (the loader's state and position), as of training step `step` of the box. The caller must
+        encode the snapshot before the next call of `next`, because its state may share objects with the loader."""
         state, asked = self.state(step)
         taken = self.marked(
             RestartPoint(self.position.copy(), state, self.rng(), None, self.digest, step if asked else 0)
@@ -278,11 +282,11 @@ class PositionedLoader(SlotLoader, ABC):
         return self._reached_from_start(taken)
 
     def restore(self, point: RestartPoint) -> None:
-        """Bring the loader to the position of a restart point. May be called at any time.
+        """Bring the loader to the position of a restart point (a saved state of the loader), at any time.
 
-        For the beginning of the stream a new loader is made and no state is loaded. Some loaders begin their epoch only
-        in the first next(). Their state from before does not record that the epoch was opened. A loader whose states
-        are exact gets its state, which may say what a new loader does not know: the version of its data.
+        For the beginning of the stream a new loader is made and no state is loaded, because some loaders begin their
+        epoch only in the first next(): their state from before does not record that the epoch was opened. A loader
+        whose states are exact gets its state, which may hold what a new loader lacks: the version of its data.
         """
         self.learn(point)
         self.abort()
@@ -301,8 +305,8 @@ class PositionedLoader(SlotLoader, ABC):
             self._call()
         if not as_made:
             self._load_restart_point(point)
-        # A snapshot has no RNG from before its epoch. Worker processes of the loader are seeded from it, so it must be
-        # the same at each restore; any value will do.
+        # A snapshot has no RNG from before its epoch. Worker processes of the loader are seeded from the RNG here, so
+        # it must be the same at each restore; any value is right.
         if point.rng_before is None or not self.capabilities.is_iterator:
             self._restore_rng(point.rng if point.rng_before is None else point.rng_before)
         self._iterate()
@@ -328,19 +332,19 @@ class PositionedLoader(SlotLoader, ABC):
         return Launch(worker=self.assignment.slot if self.by_own_methods else None)
 
     def _load_restart_point(self, point: RestartPoint) -> None:
-        """Load the state of a restart point into the loader, by the state methods that it has."""
+        """Load the state of a restart point into the loader, by the loader's state methods."""
         if self.by_own_methods:
             if self.resume is None:
                 raise StateMismatchError(
-                    f"{self.name} now has all four state methods without loads_own_state, so it cannot load a state "
-                    "that its state_dict returned: resume from a state of DataLoader.state_dict() instead"
+                    f"{self.name}: the loader now has all four state methods without loads_own_state, so it cannot "
+                    "load a state that its state_dict returned. Resume from a state of DataLoader.state_dict() instead"
                 )
             self.resume_by_own_methods(self.resume["aggregated"], self.resume["strict"])
         elif point.state is not None:
             if self.capabilities.state_methods == 0:
                 raise StateMismatchError(
-                    f"{self.name} has no load_state_dict, but the state was saved by a loader that has one: add the "
-                    "method"
+                    f"{self.name}: the loader must have load_state_dict to load this state, which was saved by a "
+                    "loader with that method. Add the method"
                 )
             self._load(point.state, True)
 
@@ -349,7 +353,8 @@ class PositionedLoader(SlotLoader, ABC):
         self.restored, self._restored_at = True, self.position.total
 
     def begin(self) -> None:
-        """Bring the loader to the beginning of the slot's stream: call input_fn again, load no state, open no epoch."""
+        """Bring the loader to the beginning of the slot's stream: call input_fn again, without loading a state or
+        opening an epoch."""
         self.abort()
         self.history = replace(self.history.of(self._first_launch()), abandoned=())
         self._make_again(1)
@@ -357,14 +362,14 @@ class PositionedLoader(SlotLoader, ABC):
         self.strays = False
 
     def renew(self, rng: bytes) -> None:
-        """Replace the loader by a new one from input_fn. Then set the random generators to the captured states
+        """Replace the loader by a new one from input_fn, then set the random generators to the captured states
         `rng`."""
         self._make_again(self.history.launch.step + 1)
         self._restore_rng(rng)
 
     def make_as(self, worker: int) -> None:
-        """Let user code see worker number `worker` of the box from now on. Call input_fn again, unless the present
-        loader was made as that worker and is unused."""
+        """Let user code see `worker` as its worker number in the box from now on. Call input_fn again, unless the
+        present loader is unused and was made with this number."""
         self.abort()
         self.history = self.history.of(replace(self.history.launch, worker=worker))
         self._start = None
@@ -379,9 +384,8 @@ class PositionedLoader(SlotLoader, ABC):
     def seek(
         self, total: int, epoch: int, seen: Callable[[Any], None], open_epoch: Callable[[], object] | None = None
     ) -> bool:
-        """Replay up to batch `total` of the slot, but not beyond the end of epoch `epoch`.
-
-        Returns False if epoch `epoch` ended earlier; `position` is then at its end.
+        """Replay up to batch `total` of the slot, but not beyond the end of epoch `epoch`. Return False if epoch
+        `epoch` ended earlier; `position` is then at its end.
 
         Args:
             seen: called with each batch.
@@ -400,9 +404,9 @@ class PositionedLoader(SlotLoader, ABC):
         return True
 
     def reach_end(self) -> None:
-        """Read the end of the epoch. Raise ReplayMismatchError if the loader yields another batch instead."""
+        """Read the end of the epoch. Raise ReplayMismatchError if the loader yields one more batch instead."""
         if self.is_open and self.next() is not END:
             raise ReplayMismatchError(
-                f"{self.name}: epoch {self.position.epoch} has more batches than when it was delivered: the data have "
-                "changed, or the loader is not deterministic (see penstock doctor)"
+                f"{self.name}: epoch {self.position.epoch} has more batches than before. The data have changed, or the "
+                "loader is not deterministic (see penstock doctor)"
             )

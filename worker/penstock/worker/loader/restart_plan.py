@@ -1,10 +1,10 @@
-"""The plan of how to bring a loader to a position: which restart points lead to it, in which order they are tried, and
-which legs are replayed from each.
+"""Plans for bringing a loader to a position: which restart points (states with their positions) lead there, in which
+order these are tried, and which legs (batches of one epoch) are replayed from each.
 
-Pure functions of values: no loader, no socket, no torch. A plan says "restore this restart point, replay these legs,
+The functions are pure: no loader, no socket, no torch. A plan says "restore this restart point, replay these legs,
 compare the last batch with this digest; on a mismatch take the next restart point". A runner (runner.py), a helper
-process (replayer.py) or a resume (start.py) carries it out. The daemon plans in the same way with the restart points
-that it keeps (snapshots.py).
+process (replayer.py) or a resume (start.py) carries the plan out. The daemon plans in the same way with the restart
+points that it keeps (snapshots.py).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ beginning."""
 
 
 class RestartPoint(Protocol):
-    """Interface of a restart point that planning uses."""
+    """Interface of a restart point (a loader's state with its position) for planning."""
 
     @property
     def epoch(self) -> int: ...
     @property
     def total(self) -> int:
-        """Number of the slot's batches, over all epochs, when the restart point was taken."""
+        """Number of the slot's batches, over all epochs, before the restart point."""
 
     @property
     def began(self) -> int:
@@ -46,7 +46,7 @@ class _History(Protocol):
 
 
 class _WithHistory(RestartPoint, Protocol):
-    """Fields of a restart point that holds the history of the stream up to its position."""
+    """Interface of a restart point that holds the history of the stream up to its position."""
 
     @property
     def history(self) -> _History: ...
@@ -61,36 +61,35 @@ W = TypeVar("W")
 
 @dataclass(frozen=True)
 class Leg:
-    """Part of a replay that lies within one epoch. It ends after the slot's batch `total`, counted over all epochs."""
+    """Part of a replay within one epoch, up to the slot's batch `total`, counted over all epochs."""
 
     epoch: int
     total: int
     leaves: bool = False
-    """Flag that the training loop abandoned the epoch after batch `total`, so the replay must abandon it too."""
+    """True if the training loop abandoned the epoch after batch `total`, so that the replay must abandon it too."""
     digest: int = 0
     """Digest that batch `total` must have; 0 = not compared."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """Position in a slot's stream to reach: after batch `total`, in epoch `epoch`."""
+    """Position in a slot's stream to be reached: after the slot's batch `total`, in epoch `epoch`."""
 
     epoch: int
     total: int
     left: Mapping[int, int] = field(default_factory=dict)
-    """Abandoned epochs: number of the epoch -> the slot's total at which the training loop abandoned it."""
+    """Epochs that the training loop abandoned: number of the epoch -> number of the slot's last batch there."""
     digest: int = 0
     """Digest that batch `total` must have; 0 = not known."""
 
     def behind(self, left: Iterable[tuple[int, int]]) -> Target:
-        """Return the same target, with abandoned epochs added that a restart point's history names as (epoch,
-        total)."""
+        """Return the target with more abandoned epochs, from a restart point's history, given as (epoch, total)."""
         return replace(self, left=dict(left) | dict(self.left))
 
 
 def route(from_epoch: int, target: Target) -> list[Leg]:
-    """Return the legs of a replay to the target from a position in epoch `from_epoch`. An abandoned epoch ends where
-    the training loop abandoned it."""
+    """Return the legs of a replay to the target from a position in epoch `from_epoch`. The leg of an abandoned epoch
+    ends at the batch where the training loop abandoned the epoch."""
     left = target.left
     legs = [Leg(epoch, left[epoch], leaves=True) for epoch in sorted(left) if from_epoch <= epoch < target.epoch]
     return [*legs, Leg(target.epoch, target.total, digest=target.digest)]
@@ -99,19 +98,19 @@ def route(from_epoch: int, target: Target) -> list[Leg]:
 def _is_on_the_way(point: RestartPoint, target: Target) -> bool:
     if point.epoch > target.epoch or point.total > target.total:
         return False
-    # A restart point beyond the position where the loop abandoned its epoch, or a later one, is not on the way.
+    # If the loop abandoned the point's epoch or a later one before the point, the point is not on the way.
     if any(point.total > there for epoch, there in target.left.items() if epoch >= point.epoch):
         return False
-    # The runner opened this epoch ahead of the loop if it began after the position where the loop abandoned the last
-    # one.
+    # If the point's epoch began after the batch where the loop abandoned the previous epoch, the runner was ahead.
     return point.began <= target.left.get(point.epoch - 1, point.began)
 
 
 def usable(points: Iterable[Point], target: Target) -> list[Point]:
     """Return the restart points from which the target can be reached, in the given order.
 
-    A snapshot taken exactly where the training loop abandoned an epoch is used only if there is no other: when the next
-    epoch is opened, a loader that was restored there and has yielded nothing may continue the abandoned one.
+    A snapshot taken exactly where the training loop abandoned an epoch is returned only if no other restart point is
+    usable: a loader that was restored there, and has yielded nothing since, may continue the abandoned epoch when the
+    next one is opened.
     """
     found = [point for point in points if _is_on_the_way(point, target)]
     return [point for point in found if point.is_epoch_start or point.total != target.left.get(point.epoch)] or found
@@ -119,26 +118,26 @@ def usable(points: Iterable[Point], target: Target) -> list[Point]:
 
 @dataclass(frozen=True)
 class Recovery(Generic[PointWithHistory]):
-    """Plan by which a new runner recovers a slot's position."""
+    """Plan by which a new runner brings its loader to a slot's position."""
 
     nearest: PointWithHistory
-    """Restart point nearest to the target; its history is the longest."""
+    """Restart point nearest to the target, which has the longest history."""
     ways: list[PointWithHistory | None]
-    """Restart points to try, the best first; BEGINNING = no restart point. There is at least one."""
+    """Restart points to try, at least one, the best first; BEGINNING = no restart point."""
 
 
 def plan_recovery(
     points: Iterable[PointWithHistory], target: Target, *, counted: bool
 ) -> Recovery[PointWithHistory] | None:
-    """Return the plan by which a runner that takes a slot over recovers its position; None if no restart point leads
-    there.
+    """Return the plan by which a slot's new runner brings its loader to the position `target`; None if no restart point
+    leads there.
 
-    The best way is the nearest restart point. If possible it lies before the last delivered batch, so that this batch
-    is made again and compared. Earlier restart points follow, because verification compared only a few batches. The
-    beginning comes last, if the stream can be replayed from it.
+    The best way is the nearest restart point, if possible one before the last delivered batch, so that this batch is
+    made again and compared. Earlier restart points follow, because verification has compared only a few batches. The
+    beginning is last, if the stream can be replayed from there.
 
-    counted: the loader's own states lead to wrong batches, so the beginning is the only way if the stream can be
-    replayed from it.
+    counted: True if the loader's own states lead to wrong batches. The beginning is then the only way, if the stream
+    can be replayed from there.
     """
     found = usable(points, target)
     before = [point for point in found if point.total < target.total] or found
@@ -158,15 +157,15 @@ def first_fit(
     unfit: tuple[type[Exception], ...],
     on_mismatch: Callable[[Exception, W], None],
 ) -> W:
-    """Try ways to a position, in order. Return the first one that leads to it.
+    """Try ways to a position, in order, and return the first way that leads there.
 
     Args:
         ways: the ways to try, at least one.
-        take: tries a way. It raises one of `unfit` if the way does not lead to the position.
+        take: tries a way; raises one of `unfit` if the way does not lead to the position.
         unfit: errors after which the next way is tried.
         on_mismatch: called with the error and with the way that is tried next.
 
-    Raises the error of the last way, and at once any error that is not one of `unfit`.
+    Raises the error of the last way if all fail, and at once any error that is not one of `unfit`.
     """
     for number, way in enumerate(ways, 1):
         try:
@@ -176,4 +175,4 @@ def first_fit(
             if number == len(ways):
                 raise
             on_mismatch(error, ways[number])
-    raise ValueError("ways must hold at least one, got none")
+    raise ValueError("ways must hold at least one way, got an empty sequence")

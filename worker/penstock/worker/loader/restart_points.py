@@ -1,11 +1,12 @@
-"""Restart points: the data from which a slot is rebuilt in a fresh process, and their encoding.
+"""Restart points: data from which a slot's loader is rebuilt in a fresh process at an earlier position, and their
+encoding.
 
 There are three kinds. Only the first needs no verification (see verification.py):
 
     the beginning    call input_fn() again, seeded as when the slot's counts began. For a loader with four state
-                     methods also the start of a launch: call input_fn(), and load the state that the launch resumed
-                     from by the loader's own methods.
-    an epoch start   the random generators before `iter()`, the state if there is one, the generators after `iter()`
+                     methods also the start of a launch: call input_fn(), and load the state from which the launch
+                     resumed by the loader's own methods.
+    an epoch start   the random generators before `iter()`, the loader's state, if any, the generators after `iter()`
     a snapshot       `state_dict()` after batch n, and the random generators at that moment
 """
 
@@ -23,12 +24,11 @@ from penstock.worker.loader.crossing_kinds import WAYS, more_careful
 __all__ = ["END", "UNFIT", "Launch", "RestartPoint", "StreamHistory", "StreamPosition"]
 
 UNFIT = (ReplayMismatchError, InputFnError)
-"""Errors that show that a restart point does not lead to the delivered batches: another batch came, or the restored
-loader raised. The next way to the position is then tried. If all fail, the error of the last one is raised to the user.
-"""
+"""Errors that show that a restart point does not lead to the delivered batches: the restored loader made another batch,
+or raised. The next way to the position is then tried. If all ways fail, the user gets the error of the last one."""
 MOST_ABANDONED = 1024
-"""Largest number of abandoned epochs that a restart point records. A stream with more cannot be replayed from the
-beginning."""
+"""Largest number of abandoned epochs that a restart point records. A stream with more abandoned epochs cannot be
+replayed from the beginning."""
 
 
 class _End:
@@ -41,10 +41,10 @@ END = _End()
 
 @dataclass
 class StreamPosition:
-    """Position in a slot's stream.
+    """Position in a slot's stream of batches.
 
-    epoch: number of the epoch. delivered: batches in this epoch. total: batches in all epochs. samples: samples in all
-    epochs.
+    epoch: number of the epoch, from 0. delivered: number of the slot's batches in this epoch. total: number of its
+    batches in all epochs. samples: number of samples in these batches.
     """
 
     epoch: int
@@ -66,20 +66,21 @@ class StreamPosition:
 
 @dataclass(frozen=True)
 class Launch:
-    """Point from which the loader counts its own steps, batches and samples: the start of the launch. A loader that was
-    replayed from the beginning counts from there instead."""
+    """Start of a launch, from which the loader counts its own steps, batches and samples. A loader that was replayed
+    from the beginning counts from the beginning instead."""
 
     step: int = 0
-    """Number of the box's steps before the launch."""
+    """Number of training steps of the box (data-parallel rank) before the launch."""
     batches: int = 0
     """Number of the slot's batches in all earlier launches."""
     samples: int = 0
     worker: int | None = None
-    """Worker number that input_fn saw; None unless the loader resumes by its own methods. Some loaders deal their
-    batches to workers in turn, and begin each launch with worker 0. So the slot whose turn it is becomes worker 0."""
+    """Worker number that input_fn saw; None unless the loader resumes by its own methods (deaggregate_state_dict, then
+    load_state_dict). Some loaders distribute their batches to workers in turn, and begin each launch with worker 0. So
+    the slot whose turn it is becomes worker 0."""
     enters: int | None = None
-    """Epoch with which a loader that was resumed at the end of an epoch continued at once, without ending that epoch.
-    Penstock then ends the epochs before it. None: the loader ended the epoch first."""
+    """Epoch with which a loader that was resumed at the end of an epoch continued, without a StopIteration in between.
+    Penstock then ends the earlier epochs itself. None: the loader ended the epoch first."""
 
     def encode(self) -> list[Any]:
         return [self.step, self.batches, self.samples, self.worker, self.enters]
@@ -87,20 +88,21 @@ class Launch:
 
 @dataclass(frozen=True)
 class StreamHistory:
-    """History of the slot's stream up to a position: what a replay from the beginning must repeat."""
+    """History of the slot's stream up to a position: facts that a replay from the beginning must repeat."""
 
     launch: Launch = Launch()
     abandoned: tuple[tuple[int, int], ...] = ()
-    """Abandoned epochs, oldest first, as (epoch, the slot's last delivered batch in it, counted over all epochs)."""
+    """Epochs that the loop abandoned by `break`, oldest first, as (number of the epoch, number of the slot's last
+    delivered batch there, counted over all epochs)."""
     complete: bool = False
-    """Flag that the stream can be replayed from the beginning: the slot's counts began with a new loader from input_fn,
+    """True if the stream can be replayed from the beginning: the slot's counts began with a new loader from input_fn,
     and `abandoned` lists all abandoned epochs."""
     crossing: str = ""
-    """Way in which the loader enters the next epoch after it was restored within one: KEPT, FRESH or REPLAY; "" = not
-    known yet. See crossing_kinds.py."""
+    """Way in which the loader enters the next epoch after a restore within an epoch: KEPT, FRESH or REPLAY; "" = not
+    known yet. See epoch_crossing.py."""
 
     def leaving(self, epoch: int, total: int) -> StreamHistory:
-        """Return the history with one more abandoned epoch, which the training loop abandoned after batch `total`."""
+        """Return the history with one more epoch, `epoch`, that the training loop abandoned after batch `total`."""
         abandoned = (*(known for known in self.abandoned if known[0] < epoch), (epoch, total))
         return replace(
             self, abandoned=abandoned[-MOST_ABANDONED:], complete=self.complete and len(abandoned) <= MOST_ABANDONED
@@ -111,12 +113,12 @@ class StreamHistory:
         return replace(self, launch=launch)
 
     def before(self, epoch: int) -> StreamHistory:
-        """Return the history as of the beginning of epoch `epoch`, without this and later epochs in `abandoned`."""
+        """Return the history as of the beginning of epoch `epoch`: `abandoned` without this epoch and later ones."""
         return replace(self, abandoned=tuple(known for known in self.abandoned if known[0] < epoch))
 
     def knowing(self, crossing: str) -> StreamHistory:
         """Return the history with the more careful of two crossings: its own, and `crossing`, which was found at
-        another position. A crossing that is wrong anywhere must not be used."""
+        another position, because a crossing that is wrong at one position must not be used."""
         return replace(self, crossing=more_careful(self.crossing, crossing))
 
     def encode(self) -> dict[str, Any]:
@@ -132,7 +134,7 @@ class StreamHistory:
     def decode(cls, value: dict[str, Any]) -> StreamHistory:
         abandoned = tuple((int(epoch), int(total)) for epoch, total in value["abandoned"])
         if value["crossing"] not in WAYS:
-            raise ValueError(f"impossible value crossing={value['crossing']!r:.40}")
+            raise ValueError(f"crossing must be one of {', '.join(map(repr, WAYS))}, got {value['crossing']!r:.40}")
         step, batches, samples, *known = value.get("launch", (0, 0, 0, None, None))
         worker, enters = (None if each is None else int(each) for each in known)
         launch = Launch(int(step), int(batches), int(samples), worker, enters)
@@ -141,23 +143,26 @@ class StreamHistory:
 
 @dataclass(frozen=True)
 class RestartPoint:
-    """Data from which a slot's loader is rebuilt: a snapshot after a batch, or the start of an epoch (`rng_before` is
-    set)."""
+    """Data from which a slot's loader is rebuilt at a position: a snapshot after a batch, or the start of an epoch
+    (`rng_before` is set)."""
 
     position: StreamPosition
     state: Any
     """Result of the loader's state_dict(); None if no state was taken."""
     rng: bytes
+    """States of the random generators at the position."""
     rng_before: bytes | None = None
+    """States of the random generators before the epoch was opened; None for a snapshot."""
     digest: int = 0
     """Digest of the last batch before this position; 0 = not known."""
     step: int = 0
-    """Step of the box at which the state was taken, if state_dict() called get_worker_state(); otherwise 0."""
+    """Training step of the box (data-parallel rank) for which the state was taken, if state_dict() called
+    get_worker_state(); otherwise 0."""
     skips: tuple[tuple[int, int, int], ...] = ()
     """Quarantined batches known when the restart point was taken, as (epoch, total, count), see records.proto."""
     history: StreamHistory = StreamHistory()
     behind: RestartPoint | None = None
-    """Restart point from which a replay reaches this position; None if this position can be restored directly."""
+    """Earlier restart point from which a replay leads here; None if this restart point can be restored directly."""
 
     @property
     def epoch(self) -> int:
@@ -179,8 +184,8 @@ class RestartPoint:
 
     @property
     def is_beginning(self) -> bool:
-        """True if this is the point from which the slot's batches are counted. If `history.complete` is set, a new
-        loader from input_fn starts there."""
+        """True if the slot's batches are counted from this restart point. If `history.complete` is set, a new loader
+        from input_fn starts there."""
         return self.is_epoch_start and self.position.total == self.position.epoch == 0
 
     def encode(self) -> bytes:
@@ -223,12 +228,14 @@ class RestartPoint:
 
     @classmethod
     def of(cls, value: dict[str, Any]) -> RestartPoint:
-        """Return the restart point in a decoded value. If the value's position is reached by replay, return the restart
-        point from which it is replayed. Raise StateCorruptError for a value that `encode` did not write."""
+        """Return the restart point in a decoded value; if a replay is needed, the restart point from which the replay
+        starts. Raise StateCorruptError for a value that `encode` did not write."""
         try:
             return cls._of(value)
         except (LookupError, ArithmeticError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            raise StateCorruptError(f"a saved state is corrupt: {type(error).__name__}: {error}") from error
+            raise StateCorruptError(
+                f"a saved state is corrupt: {type(error).__name__}: {error}. Resume from an earlier state"
+            ) from error
 
     @classmethod
     def _of(cls, value: dict[str, Any]) -> RestartPoint:
@@ -242,7 +249,9 @@ class RestartPoint:
         else:
             at, state, rng, digest = restart["at"], value["user"], restart["rng"], restart["digest"]
         if not isinstance(rng, bytes) or not isinstance(before, bytes | None):
-            raise TypeError(f"random generators must be bytes, got {type(rng).__name__} and {type(before).__name__}")
+            raise TypeError(
+                f"states of random generators must be bytes, got {type(rng).__name__} and {type(before).__name__}"
+            )
         if any(type(count) is not int or not 0 <= count <= MASK for count in (*at, digest, *chain(*skips))):
             raise ValueError(
                 f"position, digest and skipped batches of a restart point must be integers from 0 to {MASK}, got "

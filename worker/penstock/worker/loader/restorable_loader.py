@@ -1,8 +1,8 @@
 """A user's loader that can be brought to any position in its stream, across epochs.
 
 positioned_loader.py describes when the loader's state and the random generators are taken and set. epoch_crossing.py
-describes how the next epoch is opened. All code that opens, saves, restores or replays a loader is in these modules.
-The runner that streams runs the same code as the helper processes that verify and make states.
+describes how the next epoch is opened. The runner that streams and the helper processes that verify and make states run
+the same code.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ __all__ = ["RestorableLoader"]
 
 
 class RestorableLoader(PositionedLoader):
-    """Loader of one slot that can be brought to any position. An exception of user code is raised as InputFnError."""
+    """Loader of one slot that can be brought to any position. Exceptions of user code are raised as InputFnError."""
 
     def open_epoch(self, *, step: int = 0) -> RestartPoint:
-        """Open epoch `position.epoch`, by the right crossing if the loader was restored within the epoch before. Return
-        the epoch start, whose state is taken as of the box's `step`."""
+        """Open epoch `position.epoch`, by the right crossing (epoch_crossing.py) if the loader was restored within the
+        previous epoch. Return the epoch start: the loader's state there, as of training step `step` of the box."""
         if self._held is not None:
             return self._open_held(step)
         crosses = self.restored and not (self.capabilities.is_iterator or self.capabilities.exact_states)

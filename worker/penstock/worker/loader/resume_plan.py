@@ -1,5 +1,5 @@
-"""The ways in which a slot can resume from a state of the same topology, best first. Pure functions; start.py carries
-the ways out."""
+"""Ways in which a slot can resume from a state that was saved with the same numbers of boxes and workers, best first.
+The functions are pure; start.py carries the ways out."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ class ResumeKind(Enum):
     """Kind of data from which a resume starts."""
 
     OWN_METHODS = "own methods"
-    """The state aggregated over all workers: the loader takes its part of it by its own methods."""
+    """State aggregated over all workers, from which the loader loads its part by its own methods
+    (deaggregate_state_dict, then load_state_dict)."""
     RESTART_POINT = "restart point"
-    """The saved restart point: restore it, and replay the batches since."""
+    """Saved restart point, which is restored; the batches since are replayed."""
     BEGINNING = "beginning"
-    """The beginning of the stream: call input_fn again, and replay all batches."""
+    """Beginning of the stream: input_fn is called again, and all batches are replayed."""
 
 
 @dataclass(frozen=True)
@@ -26,24 +27,26 @@ class ResumeWay:
 
     kind: ResumeKind
     first: int | None = None
-    """Slot of the box that is made as worker 0; None unless the loader resumes by its own methods only."""
+    """Slot of the box (data-parallel rank) that becomes worker 0 for user code; None unless the loader resumes by its
+    own methods only."""
     doubted: bool = False
-    """Flag that this way counts only if it leads other slots of the box to their right batches too: one slot alone may
+    """True if this way counts only if other slots of the box get their right batches too, because a single slot may
     yield the right batch by chance."""
 
 
 def rotations(turn: int, own: int, other: int, *, whole: bool) -> list[ResumeWay]:
-    """Return the ways to resume by the loader's own methods. They differ in which slot of the box is made as worker 0.
+    """Return the ways to resume by the loader's own methods (deaggregate_state_dict, then load_state_dict). The ways
+    differ in the slot that becomes worker 0.
 
-    In most loaders slot 0 is always worker 0. A loader that counts the samples of all workers begins each launch with
-    worker 0. Its slot whose turn it was must then become worker 0, so that each slot continues with its own batches.
-    The next batches show which kind a loader is. If they cannot, the result is empty.
+    For most loaders slot 0 is always worker 0. But a loader that counts the samples of all workers begins each launch
+    with worker 0. Then the slot whose turn it was must become worker 0, so that each slot continues with its own
+    batches. The next batches show which kind a loader is. If the batches cannot show that, the result is empty.
 
     Args:
         turn: the slot whose turn it was; 0 if both kinds of loader give the same, or no batch can be compared.
         own: digest of this slot's next batch when the state was saved, 0 if not known.
-        other: digest of the next batch of the slot that is `turn` slots further.
-        whole: whether the stream can be replayed from the beginning.
+        other: digest of the next batch of the slot that is `turn` slots further, 0 if not known.
+        whole: True if the stream can be replayed from the beginning.
     """
     if not turn:
         return [ResumeWay(ResumeKind.OWN_METHODS, 0)]
@@ -60,10 +63,10 @@ def resume_ways(
     Args:
         methods: number of the four state methods that the loader has.
         turns: result of `rotations`, for a loader that is resumed by its own methods only; None for any other loader.
-        whole: whether the stream can be replayed from the beginning.
-        replays: whether a loader that was resumed by its own methods began its next epoch with a wrong batch. All
+        whole: True if the stream can be replayed from the beginning.
+        replays: True if a loader that was resumed by its own methods began its next epoch with a wrong batch. All
             workers of the box are then replayed, so that their own states are counted from the same position.
-        total: batches of the slot before the saved restart point; 0 if it is the beginning.
+        total: number of the slot's batches before the saved restart point; 0 at the beginning.
     """
     beginning = ResumeWay(ResumeKind.BEGINNING)
     if turns is not None and whole and replays:

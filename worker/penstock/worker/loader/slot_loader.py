@@ -15,7 +15,7 @@ import xxhash
 
 from penstock.proto.batch.classes import MAX_NAME
 from penstock.proto.errors import InputFnError, NotRestartableError, PenstockError
-from penstock.proto.state import assignment as place_of
+from penstock.proto.state import assignment as assignments
 from penstock.proto.state.counts import Group, Tally
 from penstock.proto.state.generators import derive_seed, seed_rng
 from penstock.proto.state.restartable import (
@@ -40,20 +40,21 @@ __all__ = ["SlotLoader"]
 
 
 class SlotLoader:
-    """Loader of one slot, and the position up to which it was read."""
+    """Loader that input_fn made for one slot, and the position up to which the loader was read."""
 
     def __init__(
         self,
         assignment: records_pb2.WorkerAssignment,
         doing: Callable[[str], None] = lambda activity: None,
-        left_out: Callable[[int, int], None] = lambda epoch, count: None,
+        skipped: Callable[[int, int], None] = lambda epoch, count: None,
         load: Callable[[records_pb2.LoaderSpec], Callable[..., Any]] = load_input_fn,
     ) -> None:
-        """Take the settings; call no user code.
+        """Store the settings, without calling user code.
 
         Args:
+            assignment: the slot, and the loader to make for it.
             doing: called with the name of the activity before user code is called.
-            left_out: called when quarantined batches were skipped, with the epoch and the number of batches skipped.
+            skipped: called when quarantined batches were skipped, with the epoch and the number of skipped batches.
             load: returns input_fn, given the loader's part of the assignment.
         """
         self.assignment = assignment
@@ -63,13 +64,13 @@ class SlotLoader:
         began = point.slots[slot].total if len(point.slots) > slot else 0
         self.history = StreamHistory(Launch(point.step, began), complete=point.step == 0 and not assignment.resume.blob)
         self._doing = doing
-        self._left_out = left_out
+        self._skipped = skipped
         self._load_fn = load
         self._skips = {(skip.epoch, skip.total): skip.count for skip in assignment.skips}
         self._loader: Any = None
         self._iterator: Iterator[Any] | None = None
         self._taken_for = slot
-        """Worker number in the box with which the present loader was made."""
+        """Worker number in the box (data-parallel rank) with which the present loader was made."""
         self._counts = False
         """True if the loader counts its samples."""
         self._unused = False
@@ -79,13 +80,13 @@ class SlotLoader:
 
     @property
     def name(self) -> str:
-        """Name of the loader in messages: its input_fn, box and slot."""
+        """Name of the loader in messages, such as "data:train (box 0, slot 1)": its input_fn, box and slot."""
         a = self.assignment
         return f"{a.loader.input_fn} (box {a.box}, slot {a.slot})"
 
     @property
     def worker(self) -> int:
-        """Worker number in the box that user code sees when the loader is made."""
+        """Worker number within the box that user code sees when the loader is made."""
         worker = self.history.launch.worker
         return self.assignment.slot if worker is None else worker
 
@@ -95,7 +96,8 @@ class SlotLoader:
 
     @property
     def by_own_methods(self) -> bool:
-        """True if the loader's load_state_dict takes only results of its deaggregate_state_dict."""
+        """True if the loader has all four state methods, and its load_state_dict accepts only results of its
+        deaggregate_state_dict."""
         return by_own_methods(self.capabilities)
 
     def another(self, assignment: records_pb2.WorkerAssignment) -> Self:
@@ -110,12 +112,12 @@ class SlotLoader:
         a = self.assignment
         self._seed()
         self._introduce(a.start.step + 1)
-        self._doing("input_fn")  # importing its module runs user code too
-        with self._user("its module"):
+        self._doing("input_fn")  # the import of its module runs user code too
+        with self._user("the import of its module"):
             self._fn = self._load_fn(a.loader)
         self._call()
         loader, capabilities = self._loader, self.capabilities
-        with self._user("its loader's methods"):
+        with self._user("reading the loader's methods"):
             capabilities.state_methods = state_methods(loader)
             capabilities.takes_strict = self._strict = takes_strict(loader)
             capabilities.is_iterator = hasattr(type(loader), "__next__")
@@ -127,8 +129,8 @@ class SlotLoader:
             capabilities.own_workers = int(getattr(loader, "num_workers", 0) or 0)
             if capabilities.own_workers and getattr(loader, "persistent_workers", False):
                 capabilities.not_restartable = (
-                    "persistent_workers=True keeps worker processes, and what they hold, over the end of an epoch, "
-                    "where no state reaches; use persistent_workers=False to save this loader"
+                    "with persistent_workers=True its worker processes keep data from one epoch to the next, which "
+                    "state_dict() does not contain. Set persistent_workers=False to save this loader"
                 )
             try:
                 capabilities.length = len(loader)
@@ -140,31 +142,33 @@ class SlotLoader:
             self.history = self.history.of(replace(self.history.launch, worker=a.slot))
 
     def _introduce(self, step: int) -> None:
-        """Set the assignment that user code reads, for a launch that begins with `step` of the box."""
+        """Set the assignment that user code reads, for a launch that begins with training step `step` of the box."""
         a, worker = self.assignment, self.worker
         self._taken_for = worker
         offer_worker_info(a)
-        place_of.set_assignment(place_of.Assignment(a.box, a.num_boxes, worker, a.num_workers_per_box, a.seed, step))
+        assignments.set_assignment(
+            assignments.Assignment(a.box, a.num_boxes, worker, a.num_workers_per_box, a.seed, step)
+        )
 
     def _seed(self) -> None:
-        """Seed the random generators before input_fn is called. The seed is the same at each start of the slot. After a
-        change of topology it differs, because the same random numbers would come again otherwise."""
+        """Seed the random generators before input_fn is called. The seed is the same at each start of the slot, except
+        after a change of the number of boxes or workers, where earlier random numbers would be drawn again."""
         a = self.assignment
         new_topology = a.start.step > 0 and not a.resume.same_topology
         seed_rng(derive_seed(a.seed, "slot", a.box, a.slot, *([a.start.step] if new_topology else [])))
 
     def _call(self) -> None:
         assert self._fn is not None
-        with self._user("its arguments"):
+        with self._user("unpacking its arguments"):
             fn, args, kwargs = unpacked(self._fn, self.assignment.loader)
         self._rng_before_call = self.rng()
-        self._loader = None  # release it first: it may hold an exclusive resource, such as an open database
+        self._loader = None  # the old loader may hold an exclusive resource, such as an open database
         with self._user("input_fn", activity="input_fn"):
             loader = fn(*args, **kwargs)
         if loader is None or not (hasattr(type(loader), "__iter__") or hasattr(type(loader), "__getitem__")):
             what = "None" if loader is None else f"a {type(loader).__qualname__}, which is not iterable"
             raise InputFnError(
-                f"{self.name} returned {what}; it must return a torch DataLoader or an iterable of batches"
+                f"{self.name} returned {what}. It must return a torch DataLoader or another iterable of batches"
             )
         self._counts = isinstance(getattr(loader, "tally", None), Tally)
         self._loader = FirstBatch(loader) if self.assignment.loader.options.synthetic else loader
@@ -178,28 +182,29 @@ class SlotLoader:
     # ---- batches
 
     def changed_counts(self) -> bytes:
-        """Return the counts that the batches since the last call have changed, as a BATCH frame carries them; b"" if
-        the loader does not count."""
+        """Return the counts of samples that the batches since the last call have changed, encoded as in a BATCH frame;
+        b"" if the loader does not count."""
         tally = self._tally
         return b"" if tally is None else tally.take()
 
     @property
     def key_field(self) -> str | None:
-        """Field of a batch with its restore keys, as the loader's attribute `key_field` says; None: it has none."""
+        """Name of the field of a batch that holds its restore keys: the loader's attribute `key_field`; None without
+        one."""
         name = getattr(self._loader, "key_field", None)
         return name if isinstance(name, str) else None
 
     def last_batch(self) -> tuple[list[range] | None, Mapping[Group, Sequence[int]] | None]:
-        """Return what the loader knows of the batch that it handed out last: the sample numbers of the global batch, as
-        `skip` takes them, and the counts of its samples; None for what it does not know."""
+        """Return two facts about the batch that the loader yielded last: the sample numbers of the global batch, as
+        `skip` takes them, and the counts of the samples; None for each fact that the loader does not know."""
         numbers, tally = getattr(self._loader, "last_samples", None), self._tally
         with self._user("last_samples()"):
             return (numbers() if callable(numbers) else None), (None if tally is None else tally.last)
 
     @property
     def _tally(self) -> Tally | None:
-        """Counts of the loader: its attribute `tally`, as the loaders of penstock.data have it. A loader that wraps one
-        of them passes its tally on."""
+        """Counts of the loader: the attribute `tally` of the loaders of penstock.data and of wrappers that forward the
+        attribute; None without it."""
         if not self._counts:
             return None
         tally = self._loader.tally
@@ -214,14 +219,14 @@ class SlotLoader:
         assert self._iterator is not None
         try:
             if self._skips:
-                self._leave_out()
+                self._skip_quarantined()
             return next(self._iterator)
         finally:
             if forks.strayed:
                 forks.leave()
 
-    def _leave_out(self) -> None:
-        """Skip the quarantined batches that come next at the present position."""
+    def _skip_quarantined(self) -> None:
+        """Skip the quarantined batches that are next at the present position."""
         position = self.position
         count = self._skips.get((position.epoch, position.total), 0)
         try:
@@ -229,16 +234,16 @@ class SlotLoader:
                 skip_batch(self._loader, self._iterator)
         except CannotSkipError as why:
             raise InputFnError(
-                f"{self.name}: batch {position.total + 1} killed its runner each time, and cannot be skipped as "
-                f'poison="skip" asks: {why}'
+                f"{self.name}: batch {position.total + 1} killed its runner process each time, and cannot be skipped "
+                f'although poison="skip" is set: {why}. Mend the sample or the code that kills the process'
             ) from None
-        self._left_out(position.epoch, count)
+        self._skipped(position.epoch, count)
 
     # ---- states
 
     def state(self, step: int) -> tuple[Any, bool]:
-        """Return the loader's state_dict() as of the box's `step`, and whether state_dict() called
-        get_worker_state()."""
+        """Return the loader's state_dict() as of training step `step` of the box (data-parallel rank), and True if
+        state_dict() called get_worker_state()."""
         a, position, launch = self.assignment, self.position, self.history.launch
         checkpoint = DataLoaderCheckpoint(
             self.worker,
@@ -261,8 +266,8 @@ class SlotLoader:
             return as_main_process(save)
 
     def resume_by_own_methods(self, aggregated: Any, strict: bool) -> None:
-        """Load a loader's part of an aggregated state by its deaggregate_state_dict and load_state_dict. The caller
-        opens the epoch afterwards."""
+        """Load the loader's part of an aggregated state by its deaggregate_state_dict and load_state_dict. The caller
+        must open the epoch afterwards."""
         arguments = {"strict": strict} if self._strict else {}
         with self._user("deaggregate_state_dict()", activity="load_state_dict"):
             own = self._loader.deaggregate_state_dict(aggregated, **arguments)
@@ -318,8 +323,8 @@ class SlotLoader:
             raise self.failed(what, error) from error
 
     def failed(self, what: str, error: BaseException) -> PenstockError:
-        """Return the error to raise for an exception of user code: a PenstockError unchanged, any other as
-        InputFnError. `what`: name of the call that raised it."""
+        """Return the error to raise for an exception of user code: a PenstockError unchanged, any other exception as
+        InputFnError. `what`: name of the call that raised the exception."""
         if isinstance(error, PenstockError):
             return error
         return InputFnError(f"{self.name}: {what} raised {describe(error)}", remote_traceback=format_remote(error))

@@ -1,5 +1,5 @@
-"""The start of a slot: the steps that bring a new loader to the slot's start position, before its first batch. Code
-that replays the stream takes the same steps in the same order."""
+"""The start of a slot: steps that bring a new loader to the slot's start position, before its first batch. A replay of
+the stream repeats the same steps in the same order."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def start(source: RestorableLoader, resume: dict[str, Any] | None, keep: Keep, g
     Args:
         source: the loader, after `build`.
         resume: decoded state to resume from; None to start from the beginning.
-        keep: called with each restart point that is reached, and whether all later batches of the slot are made from
-            it. Such a restart point needs no verification.
+        keep: called with each restart point that is reached, and True if all later batches of the slot are made from
+            there, so that the restart point needs no verification.
         go: replays a leg; see travel.py.
     """
     a = source.assignment
@@ -49,9 +49,9 @@ def start(source: RestorableLoader, resume: dict[str, Any] | None, keep: Keep, g
     if part is None:
         if source.capabilities.state_methods != 4:
             raise StateMismatchError(
-                f"{source.name}: the state was saved on another number of boxes or workers, which only a loader with "
-                f"all four state methods can load, got one with {source.capabilities.state_methods or 'none'}: use the "
-                "topology that it was saved on, or add aggregate_state_dict and deaggregate_state_dict"
+                f"{source.name}: the state was saved with another number of boxes or workers. To load such a state, "
+                f"the loader must have all four state methods, got {source.capabilities.state_methods or 'none'}. Use "
+                "the saved numbers, or add aggregate_state_dict and deaggregate_state_dict to the loader"
             )
         source.resume_by_own_methods(resume["aggregated"], resume["strict"])
         keep(source.open_epoch(step=point.step), True)
@@ -62,10 +62,10 @@ def start(source: RestorableLoader, resume: dict[str, Any] | None, keep: Keep, g
 
 
 def _leads_on(beside: RestorableLoader, slot: int, worker: int, resume: dict[str, Any]) -> bool:
-    """Return whether the loader of slot `slot`, made as worker `worker` and resumed by its own methods, continues with
+    """Return True if the loader of slot `slot`, made as worker `worker` and resumed by its own methods, continues with
     the batch that followed in this slot when the state was saved.
 
-    beside: loader of another slot of the same box.
+    beside: loader of another slot of the same box (data-parallel rank).
     """
     a, part = beside.assignment, resume["slots"].get(slot)
     if part is None or not part["next_digest"]:
@@ -91,8 +91,8 @@ def _leads_on(beside: RestorableLoader, slot: int, worker: int, resume: dict[str
 
 
 class _Resume:
-    """Resume of one slot on the topology that the state was saved on. It tries ways in turn, and uses the first that
-    leads to the delivered batches."""
+    """Resume of one slot with the saved numbers of boxes and workers. Ways to the saved position are tried in turn, and
+    the first that leads to the delivered batches is used."""
 
     def __init__(
         self, source: RestorableLoader, part: dict[str, Any], total: int, epoch: int, then: int, keep: Keep, go: Go
@@ -100,12 +100,12 @@ class _Resume:
         self._source, self._part, self._replay = source, part, go
         self._keep_for_good = keep
         self._kept: list[tuple[RestartPoint, bool]] = []
-        """Restart points reached by the way that is being tried. They are dropped if the way is wrong."""
+        """Restart points reached by the way that is being tried; dropped if the way is wrong."""
         self._total, self._epoch, self._then = total, epoch, then
         self._point = RestartPoint.of(part)
         launch = replace(source.history.launch, samples=part.get("samples", 0))
         self._history = self._point.history.of(launch).knowing(source.history.crossing)
-        """History of the stream up to the saved position. `_point` may lie far before it."""
+        """History of the stream up to the saved position. `_point` may be far before that position."""
         self._as_saved = source.trusts_history(part)
         if not self._as_saved:
             self._history = StreamHistory(launch)
@@ -129,7 +129,7 @@ class _Resume:
 
     def _log_failure(self, error: Exception, instead: ResumeWay) -> None:
         if instead.kind is ResumeKind.BEGINNING:
-            _log.warning("%s; its stream is replayed from the beginning instead", cast(PenstockError, error).message)
+            _log.warning("%s; the slot's batches are replayed from the beginning", cast(PenstockError, error).message)
 
     def _ways(self) -> list[ResumeWay]:
         """Return the ways that may lead to the saved position, in the order in which they are tried."""
@@ -144,14 +144,14 @@ class _Resume:
 
     @property
     def _any_wrong_epoch(self) -> bool:
-        """Return whether the resumed loader began its next epoch with a wrong batch on any worker of the box. All
-        workers are then replayed, so that their own states are counted from the same position."""
+        """True if the resumed loader began its next epoch with a wrong batch on any worker of the box. All workers are
+        then replayed, so that their own states are counted from the same position."""
         resume = self._source.resume
         assert resume is not None
         return any(RestartPoint.of(part).history.crossing == REPLAY for part in resume["slots"].values())
 
     def _rotations(self) -> list[ResumeWay]:
-        """Return the ways to resume that differ in which slot of the box is made as worker 0."""
+        """Return the ways to resume that differ in the slot of the box that becomes worker 0; see `rotations`."""
         a, resume = self._source.assignment, self._source.resume
         slots, point = len(a.start.slots), a.start
         turn = point.live[point.cursor] if point.HasField("first") else 0
@@ -162,8 +162,8 @@ class _Resume:
         return rotations(turn, own, other, whole=self._history.complete)
 
     def _in_turn(self, first: int, doubted: bool) -> None:
-        """Resume the loader by its own methods with slot `first` as worker 0. With `doubted`, check first that other
-        slots of the box continue with their right batches: one slot alone may yield the right batch by chance."""
+        """Resume the loader by its own methods with slot `first` as worker 0. If `doubted` is True, first check that
+        other slots of the box continue with their right batches, because a single slot may be right by chance."""
         source = self._source
         a, resume = source.assignment, source.resume
         slots = len(a.start.slots)
@@ -172,8 +172,8 @@ class _Resume:
             source.drop()
             if not _leads_on(source, slot, (slot - first) % slots, cast(dict[str, Any], resume)):
                 raise ReplayMismatchError(
-                    f"{source.name}: resumed from its state after batch {self._total}, slot {slot} of the box would "
-                    "continue with another batch than when the state was saved"
+                    f"{source.name}: resumed from the state after batch {self._total}, slot {slot} of the box would "
+                    "continue with another batch than when the state was saved (see penstock doctor)"
                 )
         self._by_own_methods((a.slot - first) % slots)
 
@@ -218,12 +218,12 @@ class _Resume:
 
     @property
     def _next_epoch(self) -> int:
-        """Epoch of the batch that comes next after the saved position."""
+        """Epoch of the batch after the saved position."""
         return self._epoch + 1 if self._as_saved and self._part.get("next_epoch") else self._then
 
     def _cross_saved_end(self) -> None:
-        """Advance a loader that was saved at the end of an epoch to the next epoch. Its next batch shows whether the
-        loader ends the epoch first or continues with the next one at once."""
+        """Advance a loader that was saved at the end of an epoch to the next epoch. Its next batch shows if the loader
+        ends the epoch first, or continues with the next epoch at once."""
         source, (first, _), to = self._source, self._kept[-1], self._next_epoch
         position, epoch_start = source.position.copy(), first
         known = bool(self._as_saved and self._part["next_digest"])
@@ -241,19 +241,19 @@ class _Resume:
         catch_up(source, self._then)
 
     def _go(self) -> None:
-        """Replay up to the saved position, and compare the last batch. Abandon each epoch where the training loop
-        abandoned it."""
+        """Replay up to the saved position, and compare the last batch. Abandon each epoch that the training loop
+        abandoned, at the same batch."""
         source, digest = self._source, self._part["digest"]
         travel(source, Target(self._epoch, self._total, dict(self._history.abandoned)), self._replay)
         if digest and source.digest and source.digest != digest:
             raise ReplayMismatchError(
-                f"{source.name}: replayed to where the state was saved, batch {self._total} of the slot is not the one "
-                "that was delivered: the loader is not deterministic (see penstock doctor)"
+                f"{source.name}: in a replay up to the saved position, batch {self._total} of the slot is not the one "
+                "that was delivered. The loader is not deterministic (see penstock doctor)"
             )
         catch_up(source, self._then)
 
     def _arrive(self) -> None:
-        """Compare the batch that comes next with the one that followed when the state was saved, if its digest was
+        """Compare the next batch with the batch that followed when the state was saved, if that batch's digest was
         saved."""
         source = self._source
         if not (self._part.get("next_digest", 0) and self._as_saved) or (source.by_own_methods and self._at_an_end):
@@ -269,15 +269,14 @@ class _Resume:
             source.history = replace(source.history, complete=False)
 
     def _compare_next(self) -> None:
-        """Raise ReplayMismatchError unless the batch that comes next is the one that followed when the state was
-        saved."""
+        """Raise ReplayMismatchError unless the next batch is the one that followed when the state was saved."""
         source = self._source
         batch = source.peek()
         take = ReplayDigest(cover=cover_of(source.assignment.loader.options)).take
         if batch is END or take(batch)[0] != self._part["next_digest"]:
             raise ReplayMismatchError(
-                f"{source.name}: resumed from its state after batch {self._total} of the slot, it "
-                f"{'yields nothing more' if batch is END else 'yields another batch'} than it did when the state was "
-                "saved: its state_dict does not describe the batches that it has yielded (see penstock doctor). If you "
-                "changed its data or code on purpose, use load_state_dict(state, strict=False)"
+                f"{source.name}: resumed from its state after batch {self._total} of the slot, the loader yields "
+                f"{'no more batches' if batch is END else 'another batch'} than when the state was saved. Its "
+                "state_dict() must describe the position after the last batch that it has yielded (see penstock "
+                "doctor). If you changed the data or the code on purpose, use load_state_dict(state, strict=False)"
             )

@@ -1,4 +1,4 @@
-"""Carries out the plans of restart_plan.py: restores a loader and replays batches with it."""
+"""Execution of the plans of restart_plan.py: restoring a loader, and replaying batches with it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Go = Callable[[Leg], object]
 
 
 def recover(source: PositionedLoader, plan: Recovery[RestartPoint], target: Target, go: Go) -> RestartPoint:
-    """Bring the loader to a position from the first restart point of the plan that leads there. Return this restart
-    point.
+    """Bring the loader to the position `target` from the first restart point of the plan that leads there. Return this
+    restart point.
 
-    go: replays a leg.
+    go: replays a leg (part of a replay within one epoch).
     """
     beginning = plan.nearest
 
@@ -36,13 +36,13 @@ def recover(source: PositionedLoader, plan: Recovery[RestartPoint], target: Targ
         travel(source, target.behind(history.abandoned), go)
 
     def log_mismatch(mismatch: Exception, instead: RestartPoint | None) -> None:
-        _log.warning("%s; it is replayed from an older restart point instead", cast(PenstockError, mismatch).message)
+        _log.warning("%s; an older state of the loader is tried instead", cast(PenstockError, mismatch).message)
 
     return first_fit(plan.ways, take, UNFIT, log_mismatch) or beginning
 
 
 def restore(source: PositionedLoader, point: RestartPoint, target: Target, go: Go) -> None:
-    """Restore a restart point, then replay from it to the position `target`. `go` replays a leg."""
+    """Restore a restart point, then replay to the position `target`. `go` replays a leg."""
     source.restore(point)
     travel(source, target.behind(point.history.abandoned), go)
 
@@ -57,8 +57,8 @@ def begin(source: PositionedLoader, history: StreamHistory) -> None:
 
 
 def travel(source: PositionedLoader, target: Target, go: Go) -> None:
-    """Replay from the loader's position to `target`. Abandon each epoch where the training loop abandoned it. `go`
-    replays a leg."""
+    """Replay from the loader's position to `target`. Abandon each epoch that the training loop abandoned, at the same
+    batch. `go` replays a leg."""
     for leg in route(source.position.epoch, target):
         go(leg)
         if leg.leaves:
@@ -68,10 +68,10 @@ def travel(source: PositionedLoader, target: Target, go: Go) -> None:
 def replay(
     source: PositionedLoader, leg: Leg, seen: Callable[[Any], None], open_epoch: Callable[[], object] | None = None
 ) -> None:
-    """Replay one leg of a plan.
+    """Replay one leg of a plan: batches of one epoch.
 
     Args:
-        seen: called with each batch; it sets the digest in `source`.
+        seen: called with each batch; must set `source.digest`.
         open_epoch: opens the epochs on the way; None: the loader's own `open_epoch`.
 
     Raises ReplayMismatchError if the epoch ends earlier, or if the last batch differs from the delivered one.
@@ -79,19 +79,20 @@ def replay(
     before = source.position.total
     if not source.seek(leg.total, leg.epoch, seen, open_epoch):
         raise ReplayMismatchError(
-            f"{source.name}: epoch {leg.epoch} ended after batch {source.position.total} of the slot, but batch "
-            f"{leg.total} had been delivered: its data have changed"
+            f"{source.name}: in a replay, epoch {leg.epoch} ended after batch {source.position.total} of the slot, but "
+            f"batch {leg.total} had been delivered. The data have changed, or the loader is not deterministic (see "
+            "penstock doctor)"
         )
     if before < leg.total and leg.digest and source.digest != leg.digest:
         raise ReplayMismatchError(
-            f"{source.name}: replayed from its last snapshot, batch {leg.total} of the slot differs from the one that "
-            "was delivered: the loader is not deterministic (see penstock doctor)"
+            f"{source.name}: in a replay from an earlier state, batch {leg.total} of the slot differs from the one "
+            "that was delivered. The loader is not deterministic (see penstock doctor)"
         )
 
 
 def catch_up(source: PositionedLoader, epoch: int) -> None:
-    """Advance to the beginning of epoch `epoch`. The epochs before it must yield no more batches: raise
-    ReplayMismatchError if one does."""
+    """Advance to the beginning of epoch `epoch`. Raise ReplayMismatchError if an earlier epoch yields one more
+    batch."""
     while source.position.epoch < epoch:
         if not source.is_open:
             source.open_epoch()

@@ -1,7 +1,7 @@
-"""Writes the output of child processes to the daemon's log, in bounded amounts: user code may print without end.
+"""Output of child processes in the daemon's log, in bounded amounts, because user code may print without end.
 
-`OutputLines` cuts a child's output into lines and passes on a bounded number; it counts and reports what it leaves out.
-The reader also bounds how much is read, so that a flood costs the child its time and not the daemon.
+`OutputLines` cuts a child's output into lines, returns a bounded number of lines, and counts and reports the lines that
+are left out. The amount that is read is bounded too, so a flood of output slows the child and not the daemon.
 `unblocked_logging` writes the log outside the event loop: if standard error is a pipe that is not read, log lines are
 lost, but heartbeats continue.
 """
@@ -18,15 +18,18 @@ from contextlib import contextmanager
 __all__ = ["PAUSE_S", "READ_BYTES", "OutputLines", "unblocked_logging"]
 
 LONGEST_LINE = 8192
+"""Largest number of bytes of a line that are logged."""
 LINES_PER_S = 200.0
-"""Lines per second that are logged from one child on average. It is more than a person reads."""
+"""Lines per second that are logged from one child on average, more than a person reads."""
 BURST = 1000
 """Lines that one child may log at once above the average rate, for example a long traceback or a table of settings."""
 BYTES_PER_S = 16 << 20
 """Bytes per second that the daemon reads from one child. A child that writes faster blocks until its pipe has free
 space."""
 READ_BYTES = 1 << 16
+"""Largest number of bytes that one read of a child's output returns."""
 PAUSE_S = 0.01
+"""Seconds for which the daemon reads no output of a child that writes too fast."""
 REPORT_S = 1.0
 """Seconds between two log lines about lines that were left out."""
 QUEUED = 10_000
@@ -35,7 +38,7 @@ _CLOSE_S = 1.0
 
 
 class OutputLines:
-    """Splitter of one child's output into the lines to log. Pure: it gets bytes and times, and returns lines."""
+    """Splitter of one child's output into the lines to log. Pure: bytes and times are arguments."""
 
     def __init__(self, now: float) -> None:
         self._part = b""
@@ -43,13 +46,16 @@ class OutputLines:
         self._credit = float(BURST)
         self._bytes_credit = float(BYTES_PER_S)
         self._at = now
-        self._told_at = now
+        self._reported_at = now
         self.left_out = 0
-        """Number of lines left out since the last report of lines left out."""
+        """Number of lines that were left out and not reported yet."""
 
     def feed(self, data: bytes, now: float) -> list[str]:
-        """Add output of the child, and return the lines to log. b"" means the end of the output: an unfinished last
-        line is returned too."""
+        """Add output of the child, and return the lines to log.
+
+        data: bytes that were read; b"" = end of the output, which ends an unfinished last line. now: monotonic time in
+        seconds.
+        """
         passed, self._at = max(0.0, now - self._at), now
         self._credit = min(BURST, self._credit + passed * LINES_PER_S)
         self._bytes_credit = min(BYTES_PER_S, self._bytes_credit + passed * BYTES_PER_S) - len(data)
@@ -66,9 +72,9 @@ class OutputLines:
         self._credit -= len(shown)
         self.left_out += len(lines) - len(shown)
         texts = [_text(line) for line in shown]
-        if self.left_out and (now - self._told_at >= REPORT_S or not data):
-            texts.append(f"... {self.left_out} lines were left out: it prints more than {LINES_PER_S:g} a second")
-            self.left_out, self._told_at = 0, now
+        if self.left_out and (now - self._reported_at >= REPORT_S or not data):
+            texts.append(f"... {self.left_out} lines were left out: more than {LINES_PER_S:g} a second were printed")
+            self.left_out, self._reported_at = 0, now
         return texts
 
     @property
@@ -83,8 +89,8 @@ def _text(line: bytes) -> str:
 
 
 class _Dropping(logging.handlers.QueueHandler):
-    """Logging handler that puts records into a queue and never waits. If the queue is full, it drops and counts the
-    record."""
+    """Logging handler that puts records into a queue and never waits. A record for which the queue has no space is
+    dropped and counted."""
 
     def __init__(self, records: queue.Queue[logging.LogRecord]) -> None:
         super().__init__(records)
@@ -99,7 +105,7 @@ class _Dropping(logging.handlers.QueueHandler):
             return
         if self._lost:
             lost, self._lost = self._lost, 0
-            text = f"{lost} lines of the log were lost: standard error was not read"
+            text = f"{lost} log lines were lost, because the reader of this process's standard error was too slow"
             self.handle(logging.LogRecord("penstock.worker", logging.WARNING, __file__, 0, text, None, None))
 
 
@@ -127,6 +133,6 @@ def unblocked_logging() -> Iterator[None]:
         try:
             records.put_nowait(None)
         except queue.Full:
-            pass  # standard error is not read: the thread ends with the process
+            pass  # nothing reads standard error: the thread ends with the process
         else:
             writer.join(_CLOSE_S)

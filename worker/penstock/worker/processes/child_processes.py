@@ -1,9 +1,10 @@
-"""The daemon's view of its children: fork servers, and the processes they fork.
+"""Child processes of the daemon: fork servers (fresh interpreters with torch imported), and the runners and helpers
+that a fork server forks.
 
-Everything here runs on the event loop. The daemon holds a control socket, an output pipe and a pidfd of each child.
-Only the pidfd shows that the child has ended: its sockets may stay open in processes that it forked, and its fork
-server may be stopped. The fork server reports the exit status; without it the cause of the end is unknown. All messages
-of a child are processed before its end is reported.
+All code here runs on the event loop. The daemon holds a control socket, an output pipe and a pidfd of each child. Only
+the pidfd shows that the child has ended: the child's sockets may stay open in processes that it forked, and its fork
+server may be stopped. The fork server reports the exit status; without that report the cause of the end is unknown. All
+messages of a child are processed before its end is reported.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from penstock.worker.processes.progress_page import ProgressPage
 from penstock.worker.processes.runner_user import RunnerUser
 from penstock.worker.processes.stack_dump import StackFile
 from penstock.worker.processes.temporary_folders import TemporaryFolders
-from penstock.worker.resources.processor_time import unless_it_stands_still
+from penstock.worker.resources.processor_time import wait_while_active
 
 __all__ = ["Child", "ForkServer", "about_slot", "end_orphans"]
 
@@ -42,29 +43,33 @@ START_DEADLINE_S = 600.0
 """Largest number of seconds that a fork server may take to start; the default of --start-timeout. On a cold network
 file system importing torch takes minutes."""
 IDLE_SHARE = 0.1
-"""Part of the start deadline after which a starting fork server is killed if it neither ran nor waited for a processor
-in that time."""
+"""Part of the start deadline. A starting fork server is killed if it neither ran nor waited for a processor for this
+part."""
 FORK_DEADLINE_S = 15.0
-"""Seconds after which a fork server that does not answer, and neither runs nor waits for a processor, is given up. A
-fork takes milliseconds, and longer on a busy machine."""
+"""Seconds without an answer after which a fork server that neither runs nor waits for a processor is replaced. A fork
+takes milliseconds, and longer on a busy machine."""
 FORK_MOST_S = 300.0
-"""Largest number of seconds for a fork, however busy the machine is."""
+"""Largest number of seconds for a fork on a busy machine."""
 STATUS_S = 0.25
-"""Seconds that the daemon waits for the fork server's report of a dead child's exit status, before it looks for the
-status itself."""
+"""Seconds that the daemon waits for the fork server's report of a dead child's exit status, before the daemon looks for
+the status itself."""
 LAST_STATUS_S = 2.5
-"""Seconds after which a dead child's exit status counts as unknown: the fork server has reaped the child, and has not
-reported the status."""
+"""Seconds after which a dead child's exit status counts as unknown, because the fork server has reaped the child
+without reporting the status."""
 ORPHANS_LOOK_S = 0.03
+"""Seconds between two searches for orphans."""
 ORPHANS_LEAST_S = 1.0
+"""Seconds for which orphans are searched after a fork server has died."""
 ORPHANS_S = 4.0
-"""Largest number of seconds to end orphans, after a fork server has died and when the daemon ends."""
+"""Largest number of seconds for ending orphans, after a fork server has died and when the daemon ends."""
 KILL_S = 5.0
-"""Seconds to wait for a killed process to end. A process that hangs in a driver or a file system does not end."""
+"""Seconds to wait until a killed process ends. A process that hangs in a driver or a file system does not end."""
 GROUP_S = GRACE_S + 1.0
-"""Seconds that the processes left in a dead child's control group get to clean up and end, before they are killed."""
+"""Seconds after a child's death until the remaining processes in its control group are killed; meanwhile these
+processes may clean up and end."""
+_FORK_SERVER_DIED = "the process that starts this run's runners (fork server) has died; the worker starts another one"
 END_S = 5.0
-"""Seconds that a fork server gets to end its children and itself, before it is killed."""
+"""Seconds that a fork server may take to end its children and itself, before it is killed."""
 
 
 def about_slot(assignment: records_pb2.WorkerAssignment) -> dict[str, str | int]:
@@ -74,18 +79,20 @@ def about_slot(assignment: records_pb2.WorkerAssignment) -> dict[str, str | int]
 
 
 def _refuse_descriptors(message: ControlMessage) -> None:
-    """Raise ProtocolError, and close the descriptors, if a child has sent file descriptors. No message of a child has
-    any, and each one would cost the daemon a descriptor."""
+    """Close the file descriptors that came with a child's message, and raise ProtocolError if there are any. A child
+    never has to send descriptors, and each one would cost the daemon a descriptor."""
     if message.fds:
         for fd in message.fds:
             os.close(fd)
         raise ProtocolError(
-            f"a runner must not send file descriptors, got {len(message.fds)} with its message {message.kind[:40]!r}"
+            f"a runner must not send file descriptors, got {len(message.fds)} with its message {message.kind[:40]!r}. "
+            "User code may have written to Penstock's control socket"
         )
 
 
 class Child:
-    """Runner or helper process that a fork server forks for the daemon."""
+    """Child process that a fork server forks for the daemon: a runner, which runs a slot's loader, or a helper, which
+    does one task with a loader."""
 
     def __init__(
         self,
@@ -99,10 +106,10 @@ class Child:
     ) -> None:
         self.name = name
         self.group = group
-        """Control group of the child; "" = none. See control_groups.py."""
+        """Folder of the child's control group; "" = no group. See control_groups.py."""
         self.out_of_memory = OutOfMemory.NO
-        """Memory limit that was reached, if the kernel killed the child or one of its processes because memory ran out.
-        Set when the child has exited."""
+        """Memory limit that was reached, if the kernel killed the child or one of its processes for lack of memory. Set
+        when the child has exited."""
         self._logger = SubjectLogger(_log, **(about or {}))
         self._user_logger = SubjectLogger(_user_log, **(about or {}))
         self.pid = 0
@@ -110,18 +117,18 @@ class Child:
         loop = asyncio.get_running_loop()
         self.forked: asyncio.Future[None] = loop.create_future()
         self.exited: asyncio.Future[int | None] = loop.create_future()
-        """Exit status of the child, once it has exited: negative for a signal, as in subprocess; None if it is
+        """Future for the exit status of the child: negative for a signal, as in subprocess; None if the status is
         unknown."""
         self.stacks = StackFile()
         self.last_stack = ""
-        """Python stacks of the child when it crashed; "" if it did not. Set when the child has exited."""
+        """Python stacks of the child when it crashed; "" without a crash. Set when the child has exited."""
         self._channel = channel
         self._on_message = on_message
         self._on_gone = on_gone
         self._sending = asyncio.Lock()
         self._open = True
         self.unwanted = False
-        """Flag that the daemon wants the child to be dead: `kill` was called."""
+        """True once the daemon has called `kill`."""
         self._output = output
         self._lines = OutputLines(time.monotonic())
         os.set_blocking(output, False)
@@ -129,7 +136,8 @@ class Child:
         loop.add_reader(output, self._read_output)
 
     async def send(self, kind: str, payload: bytes = b"", fds: list[int] | None = None, **fields: object) -> None:
-        """Send a message to the child. Close the file descriptors `fds` afterwards. Drop a message to a dead child."""
+        """Send a message to the child, and close the file descriptors `fds` afterwards. If the child is dead, drop the
+        message."""
         try:
             async with self._sending:
                 if self._open:
@@ -145,8 +153,8 @@ class Child:
         return self._open and self._channel.unread > 0
 
     def drain(self) -> None:
-        """Process all messages that the child has sent so far. Kill a child that sends an invalid message: user code
-        may have caused it, and later messages would not be reliable."""
+        """Process all messages that the child has sent so far. Kill the child if a message is invalid: user code may
+        have written to the socket, and later messages would not be reliable."""
         try:
             while self._open and (message := self._channel.receive(wait=False)) is not None:
                 _refuse_descriptors(message)
@@ -156,19 +164,21 @@ class Child:
         except Exception as error:
             traceback = None if isinstance(error, PenstockError) else error
             self._logger.warning(
-                "%s: killed, because it sent an invalid message to its daemon: %s", self.name, error, exc_info=traceback
+                "%s: the worker killed this process, because it sent an invalid message: %s",
+                *(self.name, error),
+                exc_info=traceback,
             )
             self._shut()
             self.kill()
 
     def kill(self) -> None:
-        """Kill the child, if it still runs. Its fork server then kills the processes that the child leaves behind."""
+        """Kill the child if it still runs. The fork server then kills the processes that the child had started."""
         self.unwanted = True
         if self._process is not None:
             self._process.kill()
 
     async def stop(self, grace_s: float) -> None:
-        """Ask the child to end. Kill it if it has not ended after `grace_s` seconds."""
+        """Ask the child to end. Kill the child if it has not ended after `grace_s` seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 await self.send("stop")  # waits if the child has not read an earlier large message
@@ -176,14 +186,13 @@ class Child:
         self.kill()
 
     async def stack(self) -> str:
-        """Return the present Python stacks of the child's threads, or one line with the reason why they are not
-        available."""
+        """Return the present Python stacks of the child's threads, or one line that says why no stack is available."""
         return "" if self._process is None else await self.stacks.ask(self._process)
 
     # ---- end of a child
 
     def begun(self, pid: int, pidfd: int) -> None:
-        """Record the process that the fork server has forked for this child."""
+        """Record the process that the fork server has forked for this child: its process id and pidfd."""
         self.pid, self._process = pid, Process(pid, pidfd)
         self._process.on_end(self._ended)
         if self.unwanted:
@@ -200,8 +209,8 @@ class Child:
     def _find_status(self, until: float) -> None:
         """Find the exit status of a dead child that the fork server has not reported.
 
-        If the kernel still has the status, the fork server is stopped and has not reaped the child: use it. Otherwise
-        the fork server is busy: look again, until monotonic time `until`.
+        If the kernel still has the status, the fork server is stopped and has not reaped the child: take the kernel's
+        status. Otherwise the fork server is busy: try again, until monotonic time `until`.
         """
         if self.exited.done():
             return
@@ -216,7 +225,7 @@ class Child:
             self.gone(None)
 
     def gone(self, status: int | None) -> None:
-        """Record that the child has ended with this exit status; None: unknown. Close all its resources."""
+        """Record that the child has ended with exit status `status` (None = unknown), and close all its resources."""
         if self.exited.done():
             return
         loop = asyncio.get_running_loop()
@@ -278,10 +287,10 @@ _fork_servers: set[int] = set()
 
 
 async def end_orphans(least_s: float = 0.0) -> None:
-    """Kill the orphans that this process inherited when their fork server died.
+    """Kill orphans: processes of user code that became children of this process when their fork server died.
 
-    least_s: seconds to keep looking for orphans. Runners die a little later than their fork server, and only then their
-    children become children of this process.
+    least_s: seconds for which to search for orphans. Runners die a little later than their fork server, and only then
+    the runners' children become children of this process.
     """
     orphans, begun = Orphans(), time.monotonic()
     while orphans.end(_fork_servers) or time.monotonic() < begun + least_s:
@@ -291,7 +300,7 @@ async def end_orphans(least_s: float = 0.0) -> None:
 
 
 class ForkServer:
-    """Fork server process, and the children that it forked."""
+    """Fork server (a fresh interpreter with torch imported, which forks runners), and the children that it forked."""
 
     def __init__(self, tempdirs: TemporaryFolders, groups: ControlGroups | None = None) -> None:
         self._tempdirs = tempdirs
@@ -304,7 +313,7 @@ class ForkServer:
         self._process: Spawned | None = None
         self._channel: ControlChannel | None = None
         self.dead = False
-        """Flag that the fork server cannot be used any more: it died, or did not answer."""
+        """True if the fork server cannot be used any more, because it died or did not answer."""
         self._main_script = False
         self._ending: asyncio.Task[None] | None = None
 
@@ -316,41 +325,46 @@ class ForkServer:
         deadline_s: float = START_DEADLINE_S,
         started: StartedForkServer | None = None,
     ) -> None:
-        """Start the fork server, and return when it can fork. If it takes too long or this call is cancelled, the
-        process is killed.
+        """Start the fork server, and return when it can fork. If the start takes too long or this call is cancelled,
+        kill the process.
 
         Args:
-            sandboxed: whether the children are sandboxed; see sandbox.py.
+            sandboxed: True to sandbox the children; see sandbox.py.
             user: user of the children; None: this process's own user. See runner_user.py.
-            deadline_s: longest time for the start, in seconds. The start also fails if the process neither runs nor
+            deadline_s: largest number of seconds for the start. The start also fails if the process neither runs nor
                 waits for a processor for a tenth of this time.
             started: the fork server's process, if it was already started with these settings.
 
-        Raises WorkerLostError if the process does not start in time.
+        Raises:
+            WorkerLostError: the process died, or did not start in time.
         """
         try:
             self._watch(started or start_fork_server(sandboxed=sandboxed, user=user.encode() if user else ""))
             still_s = IDLE_SHARE * deadline_s
-            await unless_it_stands_still(asyncio.shield(self._up), self.pid, still_s, deadline_s)
+            await wait_while_active(asyncio.shield(self._up), self.pid, still_s, deadline_s)
         except BaseException as error:
             await self._give_up()
             if not isinstance(error, TimeoutError):
                 raise
             raise WorkerLostError(
-                f"a runner's Python interpreter did not start within {deadline_s:g} s, or used no processor time for "
-                f"{still_s:g} s, and was killed. Is the file system that Python is imported from slow? Raise penstock "
-                "worker --start-timeout"
+                f"the Python interpreter for runners did not start within {deadline_s:g} s, or used no processor time "
+                f"for {still_s:g} s, and was killed. If the file system from which Python is imported is slow, raise "
+                "penstock worker --start-timeout"
             ) from None
 
     async def _give_up(self) -> None:
-        """Kill a fork server that did not start in time. Return when it has ended, or after KILL_S."""
+        """Kill a fork server that did not start in time. Return when the process has ended, or after KILL_S seconds."""
         self.dead = True
         self._up.cancel()
         self._kill()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.wait(), KILL_S)
         if self.lives:
-            _log.error("fork server %d was killed and has not ended", self.pid)
+            _log.error(
+                "fork server (process %d) was killed, and has not ended after %g s; it may wait for a driver or a file "
+                "system",
+                *(self.pid, KILL_S),
+            )
 
     def _watch(self, started: StartedForkServer) -> None:
         self._process, self._channel = started.process, ControlChannel(started.control)
@@ -359,7 +373,8 @@ class ForkServer:
         asyncio.get_running_loop().add_reader(started.control.fileno(), self._listen)
 
     def expect_main_script(self) -> None:
-        """Let the fork server import what runners with a trainer's main script need, before it forks the next child."""
+        """Let the fork server import the modules for an input_fn from a training job's main script (`__main__`), before
+        it forks the next child."""
         if self._channel is not None and not self._main_script:
             self._main_script = True
             with contextlib.suppress(OSError):
@@ -381,8 +396,8 @@ class ForkServer:
         on_message: Callable[[ControlMessage], None],
         about: Mapping[str, str | int] | None = None,
     ) -> Child:
-        """Let the fork server fork a child, and return it. Raise WorkerLostError if the fork server has died or does
-        not answer.
+        """Let the fork server fork a child, and return the child. Raise WorkerLostError if the fork server has died or
+        does not answer.
 
         Args:
             role: program of the child, for example "helper".
@@ -392,14 +407,14 @@ class ForkServer:
             about: fields of log records about the child.
         """
         if self.dead or self._channel is None:
-            raise WorkerLostError("the process that starts this run's runners (fork server) has died")
+            raise WorkerLostError(_FORK_SERVER_DIED)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         read, write = os.pipe()
         self._next += 1
         number, tempdir = self._next, self._tempdirs.make()
         group = self._groups.make() if self._groups is not None else ""
         child = Child(
-            ControlChannel(ours), read, name, on_message, lambda: self._let_go(number, tempdir, group), about, group
+            ControlChannel(ours), read, name, on_message, lambda: self._forget(number, tempdir, group), about, group
         )
         self._children[number] = child
         try:
@@ -413,21 +428,22 @@ class ForkServer:
             )
         except OSError as error:
             child.gone(None)
-            raise WorkerLostError("the process that starts this run's runners (fork server) has died") from error
+            raise WorkerLostError(_FORK_SERVER_DIED) from error
         finally:
             theirs.close()
             os.close(write)
         try:
-            await unless_it_stands_still(asyncio.shield(child.forked), self.pid, FORK_DEADLINE_S, FORK_MOST_S)
+            await wait_while_active(asyncio.shield(child.forked), self.pid, FORK_DEADLINE_S, FORK_MOST_S)
         except TimeoutError:
             self.dead = True
             child.gone(None)
-            _log.warning("fork server %d does not answer: another one replaces it", self.pid)
+            _log.warning("fork server (process %d) does not answer: the worker starts another one", self.pid)
             raise WorkerLostError(
-                f"the process that starts this run's runners (fork server) did not answer within {FORK_DEADLINE_S:g} s"
+                "the process that starts this run's runners (fork server) did not answer within "
+                f"{FORK_DEADLINE_S:g} s; the worker starts another one"
             ) from None
         except BaseException:
-            child.kill()  # the fork server may still fork it later
+            child.kill()  # the fork server may still fork the child later
             raise
         return child
 
@@ -440,7 +456,7 @@ class ForkServer:
         """True while the fork server's process exists."""
         return self._process is not None and not self._exited.done()
 
-    def _let_go(self, number: int, tempdir: str, group: str) -> None:
+    def _forget(self, number: int, tempdir: str, group: str) -> None:
         self._children.pop(number, None)
         self._tempdirs.remove(tempdir)
         if self._groups is not None and not self._groups.remove(group):
@@ -449,8 +465,8 @@ class ForkServer:
             self.close()
 
     def close(self) -> None:
-        """Ask the fork server to end its children, their orphans and itself. Kill it if it has not ended after
-        END_S."""
+        """Ask the fork server to end its children, their orphans and itself. Kill the fork server if it has not ended
+        after END_S seconds."""
         for child in list(self._children.values()):
             child.kill()
         if self._channel is not None and not self.dead:
@@ -495,8 +511,10 @@ class ForkServer:
         asyncio.get_running_loop().remove_reader(self._channel.fileno())
         self._channel.sock.close()
         if not self._up.done():
-            self._up.set_exception(WorkerLostError("a runner's interpreter died at its start; see the worker's log"))
+            self._up.set_exception(
+                WorkerLostError("the Python interpreter for runners died while it started; see the worker's log")
+            )
         for child in list(self._children.values()):
-            child.kill()  # it dies with its fork server, at once
+            child.kill()  # the kernel kills it with its fork server
             child.gone(-int(signal.SIGKILL))
         self._ending = asyncio.ensure_future(end_orphans(ORPHANS_LEAST_S))

@@ -1,7 +1,7 @@
-"""Messages between a daemon and its children: JSON with a payload, over a Unix stream socket.
+"""Control channel between a daemon and a child: messages of JSON with a payload, over a Unix stream socket.
 
 The children run user code, so nothing in their messages is unpickled, and sizes are bounded. A child that breaks the
-protocol is killed; the others continue. File descriptors are sent before the message that announces them.
+protocol is killed; the other children continue. File descriptors are sent before the message that announces them.
 """
 
 from __future__ import annotations
@@ -43,20 +43,19 @@ __all__ = [
 _CAUGHT_BY_TORCH = re.compile(r"Caught \S+ in (?P<where>[^\n]+)\.\nOriginal Traceback ")
 """Beginning of the text of an exception from one of torch's worker processes, as torch raises it again in the
 parent."""
-_HEAD = struct.Struct("<IQB")  # bytes of JSON, bytes of payload, descriptors that came along
+_HEAD = struct.Struct("<IQB")  # bytes of JSON, bytes of payload, number of file descriptors
 MAX_JSON = 1 << 20
 MAX_PAYLOAD = 1 << 30
-"""Largest payload of a message, in bytes. Payloads are loaders' states, of which the coordinator accepts at most
-900,000,000 bytes."""
+"""Largest payload of a message, in bytes. The payload is usually a loader's state; the coordinator accepts states of at
+most 900,000,000 bytes."""
 MAX_FDS = 16
-"""Largest number of file descriptors in one message. At most as many may have arrived before the message that names
-them."""
+"""Largest number of file descriptors in one message, and of descriptors that may arrive before their message."""
 DESCRIPTORS_CLOSED = 77
 """Exit status of a child whose user code closed the control socket, so that the child cannot report an error."""
 
 
 class DescriptorsClosedError(Exception):
-    """Error raised for a control socket that other code in this process has closed."""
+    """Error of a control socket that user code in this process has closed."""
 
 
 @dataclass
@@ -73,6 +72,7 @@ class ControlMessage:
 
 
 def encode_head(message: ControlMessage) -> bytes:
+    """Return the bytes of a message before its payload: the three sizes, and the kind and fields as JSON."""
     text = json.dumps({"kind": message.kind, **message.fields}).encode()
     return _HEAD.pack(len(text), len(message.payload), len(message.fds)) + text
 
@@ -85,8 +85,8 @@ class MessageInbox:
         self._fds: list[int] = []
 
     def feed(self, data: bytes, fds: list[int]) -> None:
-        """Add received bytes and descriptors. Raise ProtocolError, and close the descriptors, if there are more than a
-        message may have."""
+        """Add received bytes and descriptors. If more than MAX_FDS descriptors have arrived, close all descriptors and
+        raise ProtocolError."""
         self._buffer += data
         self._fds += fds
         if len(self._fds) > MAX_FDS:
@@ -100,15 +100,16 @@ class MessageInbox:
             os.close(self._fds.pop())
 
     def take(self) -> ControlMessage | None:
-        """Return the next complete message, None if it has not arrived completely."""
+        """Return the next message, None if it has not arrived completely. Raise ProtocolError if the message is invalid
+        or too large."""
         buffer = self._buffer
         if len(buffer) < _HEAD.size:
             return None
         text, payload, fds = _HEAD.unpack_from(buffer)
         if text > MAX_JSON or payload > MAX_PAYLOAD or fds > MAX_FDS:
             raise ProtocolError(
-                f"a control message must have at most {MAX_JSON} + {MAX_PAYLOAD} bytes and {MAX_FDS} file descriptors, "
-                f"got {text} + {payload} bytes and {fds}"
+                f"a control message must have at most {MAX_JSON} bytes of JSON, {MAX_PAYLOAD} bytes of payload and "
+                f"{MAX_FDS} file descriptors, got {text}, {payload} and {fds}"
             )
         end = _HEAD.size + text + payload
         if len(buffer) < end:
@@ -119,11 +120,11 @@ class MessageInbox:
             raise ProtocolError(f"a control message cannot be read: {error}") from error
         kind = fields.pop("kind", None) if type(fields) is dict else None
         if type(kind) is not str:
-            raise ProtocolError("a control message must have a kind")
+            raise ProtocolError(f"a control message must be an object with a text 'kind', got {fields!r:.200}")
         if len(self._fds) < fds:
             raise ProtocolError(
-                f"{fds - len(self._fds)} file descriptors of a control message were lost, because this process may "
-                "open no more (RLIMIT_NOFILE): close files in user code, or raise the limit (ulimit -n)"
+                f"{fds - len(self._fds)} file descriptors of a control message were lost, because this process has "
+                "reached its limit of open files. Close files in user code, or raise the limit (ulimit -n)"
             )
         message = ControlMessage(kind, fields, bytes(buffer[_HEAD.size + text : end]), self._fds[:fds])
         del self._fds[:fds]
@@ -132,7 +133,8 @@ class MessageInbox:
 
 
 class ControlChannel:
-    """End of a control socket between a daemon and a child. `send` blocks; `receive` blocks unless `wait` is False."""
+    """End of the control socket between a daemon and a child process. `send` blocks; `receive` blocks unless `wait` is
+    False."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(True)
@@ -161,19 +163,20 @@ class ControlChannel:
             return False
 
     def send(self, kind: str, payload: bytes = b"", fds: list[int] | None = None, **fields: Any) -> None:
-        """Send a message; block until the socket has taken it. Raise UnsupportedStateError if the payload is too large,
-        and LaneLostError if the other end is gone."""
+        """Send a message, and block until the kernel has all of its bytes. Raise UnsupportedStateError if the payload
+        is too large, LaneLostError if the process at the other end has ended, and DescriptorsClosedError if user code
+        has closed the socket."""
         if len(payload) > MAX_PAYLOAD:
             raise UnsupportedStateError(
-                f"the state of a loader must have at most {MAX_PAYLOAD} bytes, got {len(payload)}: leave out of "
-                "state_dict() what the loader can build again"
+                f"a loader's state must have at most {MAX_PAYLOAD} bytes, got {len(payload)}. Return from state_dict() "
+                "only what the loader cannot build again"
             )
         try:
             self._send(ControlMessage(kind, fields, payload, fds or []))
         except OSError as error:
             self._check_own()
             if isinstance(error, BrokenPipeError | ConnectionResetError):
-                raise LaneLostError("the other end of the control socket is gone") from error
+                raise LaneLostError("the process at the other end of the control socket has ended") from error
             raise
 
     def _send(self, message: ControlMessage) -> None:
@@ -189,12 +192,12 @@ class ControlChannel:
 
     @property
     def unread(self) -> int:
-        """Memory of the messages that were sent and not yet read by the other end, in bytes."""
+        """Memory of sent messages that the other end has not read yet, in bytes."""
         size = fcntl.ioctl(self.sock.fileno(), termios.TIOCOUTQ, bytes(4))
         return int.from_bytes(size, sys.byteorder)
 
     def hung_up(self) -> bool:
-        """Return whether the other end is gone. Consume no data."""
+        """Return True if the other end has closed its socket. Leave received data in the socket."""
         try:
             return not self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -203,13 +206,14 @@ class ControlChannel:
             return True
 
     def close(self) -> None:
-        """Close the socket, and the file descriptors that arrived with messages that `receive` has not returned."""
+        """Close the socket, and the file descriptors of messages that `receive` has not returned."""
         self.sock.close()
         self._inbox.close()
 
     def receive(self, wait: bool = True) -> ControlMessage | None:
-        """Return the next message. If none has arrived, wait for one, or return None if `wait` is False. Raise
-        LaneLostError if the other end is gone."""
+        """Return the next message. If no message has arrived, wait, or return None if `wait` is False. Raise
+        LaneLostError if the process at the other end has ended, ProtocolError if the message is invalid, and
+        DescriptorsClosedError if user code has closed the socket."""
         while (message := self._inbox.take()) is None:
             try:
                 data, fds = _receive(self.sock, 0 if wait else socket.MSG_DONTWAIT)
@@ -217,19 +221,19 @@ class ControlChannel:
                 return None
             except OSError as error:
                 self._check_own()
-                raise LaneLostError(f"the other end of the control socket is gone: {error}") from error
+                raise LaneLostError(f"the control socket to the other process failed: {error}") from error
             if not data:
                 for fd in fds:
                     os.close(fd)
                 self._check_own()
-                raise LaneLostError("the other end of the control socket is gone")
+                raise LaneLostError("the process at the other end of the control socket has ended")
             self._inbox.feed(data, fds)
         return message
 
 
 def payload_of(message: ControlMessage) -> bytes:
-    """Return the payload of a message that a child received. A large payload comes as the descriptor of a memfd, which
-    is read and closed."""
+    """Return the payload of a received message. If the payload is in a memfd, whose descriptor came with the message,
+    read the memfd and close the descriptor."""
     if not message.fds:
         return message.payload
     (fd,) = message.fds
@@ -242,8 +246,8 @@ def payload_of(message: ControlMessage) -> bytes:
 
 
 def assignment_of(message: ControlMessage) -> records_pb2.WorkerAssignment:
-    """Return the assignment in a message that a child received. Large arguments come as a descriptor with the
-    message."""
+    """Return the assignment (which slot of which run to serve, with which loader) in a received message. Large
+    arguments of the loader are read from the descriptor that came with the message."""
     assignment = records_pb2.WorkerAssignment.FromString(message.payload)
     if message.fds:
         assignment.loader.arguments = payload_of(message)
@@ -251,26 +255,28 @@ def assignment_of(message: ControlMessage) -> records_pb2.WorkerAssignment:
 
 
 def begin_slot(message: ControlMessage, role: str) -> records_pb2.WorkerAssignment:
-    """Return the assignment in the first message to a forked child, and title the child by it. `role`: its role, such
-    as "runner"."""
+    """Return the assignment in the first message to a forked child, and set the process's title to its slot.
+
+    role: role of the process for the title, such as "runner".
+    """
     assignment = assignment_of(message)
     title_process(f"penstock {role} {assignment.run} box {assignment.box} slot {assignment.slot}")
     return assignment
 
 
 def counts(message: ControlMessage, *names: str) -> list[int]:
-    """Return these fields of a message, which must be counts from 0 to 2**64 - 1. Raise ProtocolError if one is not."""
+    """Return the fields `names` of a message. Raise ProtocolError unless each is an integer from 0 to 2**64 - 1."""
     found = [message.fields.get(name) for name in names]
     if not all(type(value) is int and 0 <= value < 1 << 64 for value in found):
         raise ProtocolError(
-            f"a message {message.kind[:40]!r} must have counts from 0 to 2**64 - 1, got "
+            f"fields of the control message {message.kind[:40]!r} must be integers from 0 to 2**64 - 1, got "
             f"{dict(zip(names, found, strict=True))!r:.200}"
         )
     return found  # type: ignore[return-value]
 
 
 def _receive(sock: socket.socket, flags: int) -> tuple[bytes, list[int]]:
-    """Receive bytes and descriptors. socket.recv_fds would do the same, but ignores its flags in Python 3.11."""
+    """Receive bytes and descriptors. (socket.recv_fds does the same, but ignores its flags in Python 3.11.)"""
     fds = array.array("i")
     data, ancillary, _, _ = sock.recvmsg(1 << 18, socket.CMSG_SPACE(MAX_FDS * fds.itemsize), flags)
     for level, kind, raw in ancillary:
@@ -280,7 +286,7 @@ def _receive(sock: socket.socket, flags: int) -> tuple[bytes, list[int]]:
 
 
 def plain_detail(error: Exception) -> dict[str, str]:
-    """Return the fields of the message ErrorDetail for an error, cut to a bounded length."""
+    """Return the fields of an ErrorDetail message for an error; texts are shortened to a bounded length."""
     if isinstance(error, PenstockError):
         name, message, remote = type(error).__name__, error.message, error.remote_traceback
     else:
@@ -289,14 +295,14 @@ def plain_detail(error: Exception) -> dict[str, str]:
 
 
 def describe(error: BaseException) -> str:
-    """Return an exception as "Type: text", even if its __str__ raises."""
+    """Return an exception as "Type: text", also if the exception's __str__ raises."""
     try:
         text = str(error)
     except Exception:
         text = "<no text: __str__ raised>"
     if isinstance(error, BdbQuit):
         text = (
-            "breakpoint() needs a terminal, and workers have none: set num_workers_per_box=0 "
+            "breakpoint() needs a terminal, and workers have none. Set num_workers_per_box=0 "
             "(PENSTOCK_NUM_WORKERS_PER_BOX=0) to run input_fn in the training process"
         )
     if caught := _CAUGHT_BY_TORCH.match(text):
@@ -306,7 +312,7 @@ def describe(error: BaseException) -> str:
 
 
 def _bounded(text: str, keep: int) -> str:
-    """Return the text. If it is longer than `keep` characters, leave out its middle."""
+    """Return `text`, without its middle if it is longer than `keep` characters."""
     text = text.encode("utf-8", "backslashreplace").decode()
     if len(text) <= keep:
         return text

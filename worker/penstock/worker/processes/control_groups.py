@@ -1,20 +1,20 @@
-"""A control group (cgroup v2) for each child that runs user code, if the daemon is alone in its own group.
+"""Control groups (cgroup v2), one for each child that runs user code, if the daemon is alone in its own group.
 
     <the daemon's own group>     delegated to it: systemd's Delegate=yes, a container with a writable /sys/fs/cgroup
       penstock-daemon            the daemon and its fork servers: a group that has groups can have no processes itself
       penstock-runners           pids.max: processes and threads of all runners together
-        1, 2, ...                of one child: memory.max, and the kernel kills all of it or none (memory.oom.group)
+        1, 2, ...                one for each child: memory.max; the kernel kills all its processes (memory.oom.group)
 
 The kernel enforces these limits at every moment. The memory watch (memory_watch.py) measures only once a second, and
-replaces a runner at a snapshot. A group counts more memory than the watch does: rings, and what loader processes share.
-So its limit is a gibibyte above the watch's kill limit; it stops a runner whose memory grows faster than the watch
-measures.
+replaces a runner at a snapshot. A group counts more memory than the watch: also rings, and each page that a loader's
+processes share. So a group's limit is 1 GiB above the watch's kill limit; the group stops a runner whose memory grows
+faster than the watch measures.
 
-A group also ends the processes that a child leaves behind: a moment after the child's end, all processes still in the
-group are killed at once, however fast they fork.
+A group also ends processes that outlive their child: a moment after the child's end, all processes still in the group
+are killed at once, even if they fork fast.
 
 Only user code that runs as another user (runner_user.py) cannot leave its group. No groups are made if the daemon's
-group has processes that are not the daemon's, because Penstock must not move them.
+group has processes that are not the daemon's, because Penstock must not move other processes.
 """
 
 from __future__ import annotations
@@ -35,24 +35,25 @@ _log = logging.getLogger("penstock.worker")
 DAEMON, RUNNERS = "penstock-daemon", "penstock-runners"
 CONTROLLERS = ("memory", "pids")
 SPARE_BYTES = 1 << 30
-"""Bytes that a group may hold beyond the limit of the memory watch: the rings of a box take about 512 MiB, and a ring
-that became too small may exist beside its larger replacement."""
+"""Bytes that a group may hold beyond the limit of the memory watch. The rings (shared memory for batches) of a
+data-parallel rank take about 512 MiB, and a ring that became too small may exist beside its larger replacement."""
 _REMEDY = (
-    "give the worker a group of its own: in a unit Delegate=yes, from a shell systemd-run --scope -p Delegate=yes "
-    "(with --user where it is not root's), in a container a writable /sys/fs/cgroup"
+    "Give the worker a group of its own: set Delegate=yes in a systemd unit, start the worker from a shell with "
+    "systemd-run --scope -p Delegate=yes (and --user unless you are root), or make /sys/fs/cgroup writable in a "
+    "container"
 )
 
 
 class OutOfMemory(Enum):
     """Memory limit that was reached when the kernel killed a process of a child's control group."""
 
-    NO = "it has killed nothing"
-    OWN = "that of the group"
-    ABOVE = "that of a group above it, or of the machine"
+    NO = "no limit: the kernel has killed no process"
+    OWN = "the group's own limit"
+    ABOVE = "the limit of a group above, or of the machine"
 
 
 def own_group(cgroups: str, mounts: str) -> Path | None:
-    """Return the folder of a process's control group. Return None if the process is in no cgroup v2 hierarchy that is
+    """Return the folder of a process's control group. Return None unless the group is in a cgroup v2 hierarchy that is
     mounted here.
 
     Args:
@@ -72,17 +73,17 @@ def own_group(cgroups: str, mounts: str) -> Path | None:
 
 
 def why_not(own: Path | None, own_pids: Sequence[int], controllers: Sequence[str] = CONTROLLERS) -> str:
-    """Return the reason why no control groups can be made below the daemon's group, with a remedy; "" if they can.
+    """Return the reason why control groups cannot be made below the daemon's group, with a remedy; "" if they can.
 
     Args:
         own: folder of the daemon's group, from own_group.
-        own_pids: the processes that may be moved: the daemon and the processes it started.
+        own_pids: ids of the processes that may be moved: the daemon and the processes that it started.
         controllers: names of the controllers that the group must have.
     """
     if own is None:
-        return "there is no cgroup v2 hierarchy here that shows this process's own group"
+        return "this process's control group is not in a mounted cgroup v2 hierarchy"
     if not all(os.access(own / name, os.W_OK) for name in ("", "cgroup.procs", "cgroup.subtree_control")):
-        return f"{own} is not this process's to write to: {_REMEDY}"
+        return f"the worker must be allowed to write to {own}, but is not. {_REMEDY}"
     try:
         lacking = [name for name in controllers if name not in (own / "cgroup.controllers").read_text().split()]
         there = [int(pid) for pid in (own / "cgroup.procs").read_text().split()]
@@ -90,18 +91,18 @@ def why_not(own: Path | None, own_pids: Sequence[int], controllers: Sequence[str
         return f"{own} cannot be read: {error.strerror}"
     if lacking:
         return (
-            f"{own} has no controller {', '.join(lacking)}: the groups above it do not hand it on, or it is of cgroup "
-            "v1 here"
+            f"{own} does not have the controller {', '.join(lacking)}: the groups above do not delegate it, or this "
+            "machine uses cgroup v1 for it"
         )
     others = sum(pid not in own_pids for pid in there)  # a process of another namespace is listed as 0
     if others:
-        return f"{own} has {others} processes that are not the worker's: {_REMEDY}"
+        return f"{own} has {others} processes that do not belong to the worker. {_REMEDY}"
     return ""
 
 
 def enter(group: str) -> None:
-    """Move this process into a group from `ControlGroups.make`. Processes that it starts later are in this group too.
-    Raise OSError on failure."""
+    """Move this process into a group from `ControlGroups.make`. Processes that this process starts later are in the
+    group too. Raise OSError on failure."""
     Path(group, "cgroup.procs").write_text("0")
 
 
@@ -125,7 +126,7 @@ class ControlGroups:
         self._own, self._processes, self._controllers = own, processes, controllers
         self._count = 0
         self._busy: set[str] = set()
-        """Groups of dead children in which processes are left."""
+        """Folders of groups of dead children that still have processes."""
 
     @classmethod
     def take(
@@ -137,11 +138,10 @@ class ControlGroups:
         processes: int = 0,
         controllers: Sequence[str] = CONTROLLERS,
     ) -> tuple[ControlGroups | None, str]:
-        """Divide the daemon's control group: move the daemon into a new group below `own`. The groups of its children
-        are made beside that one.
+        """Divide the daemon's control group: move the daemon into a new group below `own`, so that groups for its
+        children can be made beside the new group.
 
-        Returns the groups and "". If this is not possible, returns None and the reason, and leaves all groups as they
-        were.
+        Return the groups and "". If the group cannot be divided, return None and the reason, and change nothing.
 
         Args:
             own, own_pids, controllers: see why_not.
@@ -171,7 +171,8 @@ class ControlGroups:
             (self._own / RUNNERS / "pids.max").write_text(str(self._processes or "max"))
 
     def make(self) -> str:
-        """Make a control group for a child that is about to be forked. Return its folder, "" if it cannot be made."""
+        """Make a control group for a child that is about to be forked. Return the group's folder; on failure log a
+        warning and return ""."""
         self._forget_empty()
         self._count += 1
         group = self._own / RUNNERS / str(self._count)
@@ -181,21 +182,23 @@ class ControlGroups:
                 (group / "memory.oom.group").write_text("1")
                 (group / "memory.max").write_text(str(self.memory or "max"))
         except OSError as error:
-            _log.warning("a child of this worker has no control group: %s", error)
+            _log.warning(
+                "a control group could not be made, so a runner starts without the kernel's memory limit: %s", error
+            )
             self.remove(str(group))
             return ""
         return str(group)
 
     def remove(self, group: str) -> bool:
-        """Remove the group of a dead child. Return False if processes are left in it. The caller must then `kill` the
-        group a little later: some of these processes clean up before they end (orphans.py)."""
+        """Remove the group of a dead child. Return False if the group still has processes. The caller must then `kill`
+        the group a little later: some of these processes clean up before they end (orphans.py)."""
         if group:
             self._busy.add(group)
             self._forget_empty()
         return group not in self._busy
 
     def kill(self, group: str) -> None:
-        """Kill all processes that are left in a dead child's group. Remove the group now, or when the next child's
+        """Kill all processes that are still in a dead child's group. Remove the group now, or when the next child's
         group is made."""
         if group in self._busy:
             with contextlib.suppress(OSError):  # no such file before Linux 5.14: orphans.py alone ends them
@@ -210,7 +213,7 @@ class ControlGroups:
                 self._busy.discard(group)
 
     def close(self, own_pids: Sequence[int]) -> None:
-        """Undo `take`: move the daemon back and remove the groups. Call it when all children are dead."""
+        """Undo `take` once all children are dead: move the daemon back and remove the groups."""
         with contextlib.suppress(OSError):
             (self._own / RUNNERS / "cgroup.kill").write_text("1")
         with contextlib.suppress(OSError):
@@ -231,7 +234,7 @@ class ControlGroups:
 
 
 def here() -> tuple[Path | None, list[int]]:
-    """Return the folder of this process's control group, and the ids of the processes in it that are this process or
-    its descendants."""
+    """Return the folder of this process's control group (None if not available), and the ids of this process and its
+    descendants."""
     texts = (Path("/proc/self", name).read_text() for name in ("cgroup", "mountinfo"))
     return own_group(*texts), family(os.getpid())

@@ -11,18 +11,20 @@ __all__ = ["descriptors_closed", "how_it_ended"]
 
 
 def how_it_ended(status: int | None, progress_page: ProgressPage) -> str:
-    """Return how a runner ended, at which batch and in which activity. The result is a sentence without its subject."""
+    """Return how a runner ended, at which batch and in which activity, as a sentence without its subject.
+
+    status: exit status, negative for a signal; None = unknown.
+    """
     progress_page.refresh()
     return f"{describe_exit(status)} at batch {progress_page.total}, in {progress_page.activity[0]}"
 
 
 def descriptors_closed(status: int | None, name: str) -> InputFnError | None:
-    """Return the error for a child whose user code closed its control socket; None if the child ended in another way.
-    The error counts as one of user code and not as a lost worker, because a replacement runner would end in the same
-    way."""
+    """Return the error for a child whose user code closed Penstock's control socket; None if the child ended in another
+    way. The error is one of user code and not a lost worker, because a replacement runner would end in the same way."""
     if status != DESCRIPTORS_CLOSED:
         return None
     return InputFnError(
-        f"{name}: user code closed file descriptors of Penstock that the runner needs to talk to its daemon "
-        "(os.closerange?): close only files that you opened"
+        f"{name}: user code closed file descriptors that Penstock needs, for example with os.closerange(). Close only "
+        "files that you opened"
     )

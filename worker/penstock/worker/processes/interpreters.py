@@ -1,12 +1,12 @@
-"""Starts the interpreters that run user code, with their environment and their search path.
+"""Interpreters that run user code: how they are started, with their environment and their search path.
 
-The working directory comes last in the search path. With plain `python -c` it comes first: a torch.py in it would
-replace torch. Here Python's own modules and installed packages come first. A working directory that other users can
-write to is not searched at all, because another user could add a module there, which would run as this user.
+The working directory is last in the search path. With plain `python -c` it is first: a torch.py there would replace
+torch. Here Python's own modules and installed packages come first. A working directory that other users can write to is
+not searched at all, because another user could add a module there, which would run as this user.
 
-All these interpreters have the same hash seed. So the order of sets is the same in all runs, and one fork server serves
-all runs of a worker. Python reads PYTHONHASHSEED only when an interpreter starts, and a start takes more than a second
-with torch.
+All these interpreters have the same hash seed. So the order of sets is the same in all runs, and one fork server (the
+process from which runners are forked) serves all runs of a worker. Python reads PYTHONHASHSEED only when an interpreter
+starts, and a start with torch takes more than a second.
 
 This module imports little, because embedded mode starts the fork server with it before it imports the daemon.
 """
@@ -36,14 +36,14 @@ __all__ = [
 ]
 
 HASH_SEED = "0"
-"""Value of PYTHONHASHSEED for all processes that run user code. People commonly set 0 to fix the order of sets."""
+"""Value of PYTHONHASHSEED for all processes that run user code; 0 is the usual choice to fix the order of sets."""
 
 
 def child_environment() -> dict[str, str]:
-    """Return the environment variables of runners: without torchrun's variables, token and CUDA devices, with one
-    thread for each numeric library and a fixed PYTHONHASHSEED.
+    """Return the environment variables of runners: without torchrun's variables, Penstock's tokens and CUDA devices,
+    with one thread for each numeric library and a fixed PYTHONHASHSEED.
 
-    The hash seed fixes the order in which sets are iterated over, which no seed of a random generator does.
+    The hash seed fixes the order in which sets are iterated over. Seeds of random generators do not.
     """
     return environment("PENSTOCK_TOKEN*", *TORCHRUN) | {
         "PYTHONHASHSEED": HASH_SEED,
@@ -61,15 +61,15 @@ class StartedForkServer:
 
     process: Spawned
     control: socket.socket
-    """Starting process's end of the fork server's control socket."""
+    """End of the fork server's control socket that belongs to the process that started it."""
 
 
 def start_fork_server(*, sandboxed: bool = True, user: str = "") -> StartedForkServer:
-    """Start a fork server (see runner/fork_server.py). Do not wait until it is ready.
+    """Start a fork server (see runner/fork_server.py), and return without waiting until it is ready.
 
     Args:
-        sandboxed: whether its children are sandboxed; see sandbox.py.
-        user: encoded user of its children; "" = this process's own user. See runner_user.py.
+        sandboxed: True to sandbox the fork server's children; see sandbox.py.
+        user: encoded user of these children; "" = this process's own user. See runner_user.py.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     given = {"sandboxed": sandboxed, f"user={user}": bool(user)}
@@ -86,7 +86,7 @@ def start_fork_server(*, sandboxed: bool = True, user: str = "") -> StartedForkS
 def interpreter(module: str, *arguments: str) -> list[str]:
     """Return the command that starts a fresh interpreter and calls `main` of a module of Penstock.
 
-    The command does not use -m, which would import the module's package twice, once as __main__.
+    The command does not use -m, which would import the module twice, once as __main__.
     """
     start = f"from {__name__} import add_working_directory; add_working_directory(); from {module} import main; main()"
     return [sys.executable, "-P", "-c", start, *arguments]
@@ -99,7 +99,7 @@ def add_working_directory() -> None:
 
 
 def why_not_searched() -> str:
-    """Return the reason why modules in the working directory are not found; "" if they are."""
+    """Return the reason why modules in the working directory cannot be imported; "" if they can."""
     try:
         folder = os.getcwd()
         if is_ours(os.stat(folder)):
@@ -107,18 +107,18 @@ def why_not_searched() -> str:
     except OSError as error:
         return f"the working directory cannot be read: {error.strerror}"
     return (
-        f"the working directory {folder} is not searched, because other users can write to it: start the worker in a "
-        "folder of its own, or name the folder in PYTHONPATH"
+        f"modules in the working directory {folder} cannot be imported, because other users can write to it. Start the "
+        "worker in a folder that only its user can write to, or add the folder to PYTHONPATH"
     )
 
 
 def working_directory() -> str:
-    """Return the working directory, or the reason why modules in it are not found."""
+    """Return the working directory, or the reason why modules there cannot be imported."""
     return why_not_searched() or os.getcwd()
 
 
 def missing_packages(prefixes: Iterable[str]) -> list[str]:
-    """Return those module prefixes whose first package a fresh interpreter would not find. Nothing is imported."""
+    """Return the module prefixes whose first package a fresh interpreter would not find. Nothing is imported."""
     searched = [] if why_not_searched() else [os.getcwd()]
     return [prefix for prefix in prefixes if prefix != "*" and not _found(prefix.partition(".")[0], searched)]
 

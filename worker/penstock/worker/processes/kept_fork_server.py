@@ -1,4 +1,5 @@
-"""The daemon's fork server: one for all runs, started when needed, replaced when it dies, kept for a while."""
+"""The daemon's fork server, from which all runners are forked: one for all runs, started when needed, replaced when it
+dies, kept for a while when no slot needs it."""
 
 from __future__ import annotations
 
@@ -14,19 +15,19 @@ from penstock.worker.resources.turn_queue import TurnQueue
 __all__ = ["KeptForkServer"]
 
 IDLE_S = 300.0
-"""Seconds that a fork server is kept without any slot. Starting one takes more than a second of processor time, and an
-idle one holds 150 MB."""
+"""Seconds that a fork server is kept while the worker has no slot. A start takes more than a second of processor time,
+and an idle fork server holds 150 MB."""
 
 
 class KeptForkServer:
-    """Owner of the daemon's fork server, which it starts, replaces and ends.
+    """Owner of the daemon's fork server: starts, replaces and ends the process.
 
     Args:
         tempdirs: temporary directories of the runners.
         starts: queue that limits simultaneous starts of runners. Its limit is lowered by one while a killed fork server
             has not ended.
         deadline_s: largest number of seconds that a fork server may take to start; see ForkServer.start.
-        sandboxed: whether runners are sandboxed; see sandbox.py.
+        sandboxed: True to sandbox runners; see sandbox.py.
         user: user of the runners; None: the daemon's own user. See runner_user.py.
         groups: control groups of the runners; None: no groups. See control_groups.py.
         started: a fork server that was already started with these settings.
@@ -58,7 +59,7 @@ class KeptForkServer:
     async def get(self, *, main_script: bool = False) -> ForkServer:
         """Return the fork server. Start one if none runs.
 
-        main_script: let the fork server import what a runner with a trainer's main script needs.
+        main_script: True lets the fork server import the modules for an input_fn from a training job's main script.
         """
         current = self._current
         if current is None or (current.done() and (not _is_up(current) or current.result().dead)):
@@ -80,7 +81,8 @@ class KeptForkServer:
         return fork_server
 
     def keep(self, *, needed: bool) -> None:
-        """Record whether any slot needs the fork server. If not, end it after IDLE_S, unless a slot needs it before."""
+        """Keep the fork server while slots need it (`needed`). Otherwise end it after IDLE_S seconds, unless a slot
+        needs it before."""
         if needed and self._retiring is not None:
             self._retiring.cancel()
             self._retiring = None
@@ -99,7 +101,7 @@ class KeptForkServer:
             current.result().close()
 
     async def close(self) -> None:
-        """End the fork server. Return when it has ended, or if it cannot be killed."""
+        """End the fork server. Return when its process has ended, or cannot be killed."""
         if self._retiring is not None:
             self._retiring.cancel()
         last = self._current

@@ -1,13 +1,12 @@
-"""Removal of what a dead runner leaves behind: its orphaned processes, and the shared memory of torch's loader
-processes.
+"""Cleanup after a dead runner: removal of its orphaned processes, and of the shared memory of torch's loader processes.
 
 A runner is a subreaper: a process that its user code starts stays a descendant of the runner, even after a double fork
 or in a session of its own. When the runner dies, the process becomes a child of the fork server; when the fork server
-dies, of the daemon. So any child of theirs that Penstock did not start is an orphan, and is killed. Two kinds end by
-themselves once their users are gone and clean up as they do, so they get a moment: multiprocessing's resource tracker
-and torch's manager of shared memory.
+dies, a child of the daemon. So a child of the fork server or the daemon that Penstock did not start is an orphan, and
+is killed. Two kinds of orphans clean up and end by themselves once their users have ended, so these get a few seconds:
+multiprocessing's resource tracker and torch's manager of shared memory.
 
-Only a process's own children are looked at, so a process id that the kernel has reused is never killed.
+Only a process's own children are examined, so a process id that the kernel has reused is never killed.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from penstock.runtime.process.watch import stat_of
 __all__ = ["GRACE_S", "Orphans", "forget_shared_memory", "own_children"]
 
 GRACE_S = 3.5
-"""Seconds that orphans get to clean up before they are killed. torch's manager of shared memory waits for 2 s after its
-last user."""
+"""Seconds for which orphans that clean up are spared. torch's manager of shared memory waits for 2 s after its last
+user has ended."""
 _SHARED_MEMORY = Path("/dev/shm")
 
 
 def forget_shared_memory(pids: Collection[int]) -> None:
-    """Remove the shared memory files that torch has left for these dead processes. torch unlinks such a file right
-    after it created it, so a process that is killed in between leaves the file."""
+    """Remove files in /dev/shm that torch created in the dead processes `pids`. torch unlinks such a file right after
+    creating it, so the file stays only if the process is killed in between."""
     if not pids:
         return
     owners = {str(pid) for pid in pids}
@@ -44,16 +43,16 @@ def forget_shared_memory(pids: Collection[int]) -> None:
 
 
 class Orphans:
-    """Orphans of this process: children that it did not start, but inherited when their parent died."""
+    """Orphans of this process: children that this process did not start, but inherited when their parent died."""
 
     def __init__(self) -> None:
-        self._spared: dict[int, float] = {}  # pid -> end of its time to clean up, monotonic seconds
+        self._spared: dict[int, float] = {}  # pid -> time at which the orphan is killed, monotonic seconds
 
     def end(self, own_pids: Collection[int]) -> bool:
-        """Kill the orphans, and reap the dead ones. Return True if some are left; the caller must then call again soon.
+        """Kill the orphans, and reap dead ones. Return True if some still live; the caller must then call again soon.
 
-        own_pids: children that this process started. Children in this process's own process group are no orphans
-        either.
+        own_pids: process ids of the children that this process started. Children in this process's own process group
+        do not count as orphans either.
         """
         living, dead = [], set()
         for pid in _orphans_of(own_pids):
@@ -74,7 +73,7 @@ class Orphans:
         return bool(living)
 
     def spares(self, own_pids: Collection[int]) -> bool:
-        """Return whether there is an orphan that gets time to clean up."""
+        """Return True if one of the orphans is of a kind that gets time to clean up. `own_pids`: see `end`."""
         return any(map(_cleans_up, _orphans_of(own_pids)))
 
 
@@ -84,10 +83,10 @@ def _orphans_of(own_pids: Collection[int]) -> list[int]:
 
 
 def own_children() -> list[int]:
-    """Return the process ids of this process's children. A child that ends meanwhile may be missed.
+    """Return the process ids of this process's children. A child that ends during the call may be missing.
 
-    The kernel keeps a list of children for each thread of this process. So the time to read them does not grow with the
-    number of processes on the machine.
+    The kernel keeps a list of children for each thread of this process, so the call takes no longer on a machine with
+    many processes.
     """
     children: list[int] = []
     try:

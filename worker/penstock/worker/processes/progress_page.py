@@ -1,8 +1,8 @@
-"""A runner's progress page: shared memory in which it records each batch, and which its daemon reads at any time.
+"""Progress page of a runner: shared memory in which the runner records each batch, for the daemon to read at any time.
 
-The runner has no Penstock thread, and may be in user code for minutes, or dead. The page still shows what the runner
-has produced, and its current or last activity with the start time. It has one writer and any number of readers. An
-entry is written before the counter in the page's head that makes it visible.
+The runner has no Penstock thread, and may be in user code for minutes, or dead. The page still shows which batches the
+runner has produced, and its current or last activity with the start time. The page has one writer and any number of
+readers. An entry is written before the counter in the page's head that makes the entry visible.
 
 User code in the runner can write anything into the page, so readers check every number. The memory is sealed at its
 size, because a reader of memory that was made smaller dies of SIGBUS.
@@ -22,18 +22,18 @@ from penstock.runtime.process.forks import silence, unshare
 __all__ = ["ENTRIES", "BatchRecord", "ProgressPage"]
 
 ENTRIES = 4096
-"""Number of newest batches whose digests are kept."""
+"""Number of newest batches whose digests (hashes of their content) are kept."""
 EARLY = 256
-"""Number of first batches of a runner whose digests are kept too. With them early snapshots can be verified however
-fast the runner is."""
+"""Number of first batches of a runner whose digests are kept too, so that early snapshots of a fast runner can be
+verified."""
 ENDS = 1024
 """Number of newest epoch ends that are kept."""
 _HEAD = struct.Struct("<QQQQQQdQd")  # total, epoch, delivered, ends, activity, looked, since, samples, worked_s
 _ENTRY = struct.Struct("<QQQQ")  # total, epoch, digest, samples
 _END = struct.Struct("<QQ")  # epoch, total
-_HERE = struct.Struct("<QQ")  # present epoch, batches skipped since the last one
+_HERE = struct.Struct("<QQ")  # present epoch, batches skipped since the last batch
 _HERE_AT = 1024
-_COUNTS = struct.Struct("<QQQQ")  # total at the first position + 1, at the last one; made between them; replayed
+_COUNTS = struct.Struct("<QQQQ")  # total at the first position + 1, at the last position; made in between; replayed
 _COUNTS_AT = 2048
 _ENDS_AT = 4096
 _ENTRIES_AT = _ENDS_AT + ENDS * _END.size
@@ -44,14 +44,16 @@ IDLE = ("starting", "waiting", "sending")
 """Activities in which the runner does not work on a batch: the slot starts, waits for the training loop, or waits for a
 free ring entry."""
 ACTIVITIES = ("starting", "input_fn", "iter", "next", "state_dict", "load_state_dict", "waiting", "sending", "replay")
+"""Names of all activities; the page holds the index in this tuple."""
 
 
 @dataclass(frozen=True)
 class BatchRecord:
     """Record of one batch.
 
-    total: number of the batch in the slot, over all epochs. epoch: its epoch. digest: its digest. samples: number of
-    samples in all batches up to and including it.
+    total: number of the batch in its slot, counted from 1 over all epochs. epoch: the batch's epoch, from 0. digest:
+    hash of the batch's content, 64 bits. samples: number of samples in all batches of the slot up to this batch,
+    inclusive.
     """
 
     total: int
@@ -61,8 +63,8 @@ class BatchRecord:
 
 
 class ProgressPage:
-    """Progress page of one runner. The daemon makes it (`ProgressPage.create`), and the runner opens it from an
-    inherited descriptor."""
+    """Progress page of one runner: counters and digests in shared memory. The daemon makes the page
+    (`ProgressPage.create`), and the runner opens the inherited descriptor."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -78,6 +80,7 @@ class ProgressPage:
 
     @classmethod
     def create(cls) -> ProgressPage:
+        """Make an empty page in new shared memory."""
         fd = os.memfd_create("penstock-progress", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, _SIZE)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
@@ -96,8 +99,8 @@ class ProgressPage:
     # ---- the runner writes
 
     def set_position(self, total: int, epoch: int, samples: int) -> None:
-        """Record the position at which the runner starts, or to which it returns after an abandoned epoch. The page
-        need not hold records of the batches before this position."""
+        """Record the position at which the runner starts, or to which the runner returns after an abandoned epoch
+        (`break`). Batches before this position may have no record in the page."""
         if self._first is None:
             self._first = self._last = total
         else:
@@ -117,14 +120,13 @@ class ProgressPage:
         _COUNTS.pack_into(self._map, _COUNTS_AT, first, self._last, self._made, self._replayed)
 
     def record(self, total: int, epoch: int, digest: int, samples: int, delivered: int) -> None:
-        """Record a batch that is sent to the training loop, and make it the runner's position."""
+        """Record a batch that is sent to the training loop, and set the runner's position to this batch."""
         self.note(total, epoch, digest, samples)
         self.total, self.epoch, self.samples, self.delivered = total, epoch, samples, delivered
         self._write_head()
 
     def note(self, total: int, epoch: int, digest: int, samples: int) -> None:
-        """Record the digest of a batch that was made. It is about to be sent, or it was sent before and is made again
-        by a replay."""
+        """Record the digest of a batch that is about to be sent, or that a replay has made again."""
         _ENTRY.pack_into(self._map, _ENTRIES_AT + total % ENTRIES * _ENTRY.size, total, epoch, digest, samples)
         if self._recorded < EARLY:
             _ENTRY.pack_into(self._map, _EARLY_AT + total % EARLY * _ENTRY.size, total, epoch, digest, samples)
@@ -137,8 +139,8 @@ class ProgressPage:
         self._write_head()
 
     def cut(self, epoch: int, total: int) -> None:
-        """Record that the training loop abandoned epoch `epoch` after the slot's batch `total`, which becomes its end.
-        Drop the recorded ends of later epochs."""
+        """Record that the training loop abandoned epoch `epoch` (by `break`), whose last batch is now the slot's batch
+        `total`. Drop the recorded ends of later epochs."""
         kept = [(e, t) for e, t in self.ends().items() if e < epoch]
         self._ends = 0
         for end in [*kept, (epoch, total)]:
@@ -155,8 +157,8 @@ class ProgressPage:
         self._write_head()
 
     def here(self, epoch: int, skipped: int) -> None:
-        """Record the epoch of the batch that the runner makes next, and the number of batches skipped right before
-        it."""
+        """Record the epoch of the batch that the runner makes next, and the number of batches skipped right before that
+        batch."""
         _HERE.pack_into(self._map, _HERE_AT, epoch, skipped)
 
     def note_assignment_read(self) -> None:
@@ -183,12 +185,9 @@ class ProgressPage:
 
     def counts(self) -> tuple[int, int, int]:
         """Return three numbers of batches as of the last `refresh`: made by this runner, delivered to the training
-        loop, and replayed.
-
-        The numbers never fall: while the runner replays, the last values are returned again.
-        """
+        loop, and replayed. The numbers never fall, also while the runner replays."""
         first, last, made, replayed = _COUNTS.unpack_from(self._map, _COUNTS_AT)
-        # Until the runner has its position, the delivered batches are those of the slot's previous runner.
+        # Until the runner has set its position, `delivered` counts batches of the slot's previous runner.
         found = (made + self.total - last, self.delivered - (first - 1), replayed) if first else (0, 0, replayed)
         produced, delivered, replayed = map(max, found, self._counted)
         self._counted = produced, delivered, replayed
@@ -221,8 +220,8 @@ class ProgressPage:
 
     @property
     def making(self) -> tuple[int, int] | None:
-        """Epoch of the batch that the runner makes now, and the number of batches skipped right before it. None if it
-        makes no batch."""
+        """Epoch of the batch that the runner makes now, and the number of batches skipped right before that batch; None
+        while the runner makes no batch."""
         if ACTIVITIES[self._activity % len(ACTIVITIES)] != "next":
             return None
         epoch, skipped = _HERE.unpack_from(self._map, _HERE_AT)
@@ -234,7 +233,7 @@ class ProgressPage:
         return int(_HERE.unpack_from(self._map, _HERE_AT)[0])
 
     def entry(self, total: int) -> BatchRecord | None:
-        """Return the record of the slot's batch `total`, None if it is not kept any more."""
+        """Return the record of the slot's batch `total`, None if the page does not hold that record any more."""
         for start, count in ((_ENTRIES_AT, ENTRIES), (_EARLY_AT, EARLY)):
             entry = BatchRecord(*_ENTRY.unpack_from(self._map, start + total % count * _ENTRY.size))
             if entry.total == total and total:
@@ -242,7 +241,7 @@ class ProgressPage:
         return None
 
     def ends(self) -> dict[int, int]:
-        """Return the epoch ends that are still kept: epoch -> the slot's total at its end."""
+        """Return the newest epoch ends as a dict: epoch -> total, the number of the epoch's last batch in the slot."""
         count = self._ends
         found = [
             _END.unpack_from(self._map, _ENDS_AT + index % ENDS * _END.size)

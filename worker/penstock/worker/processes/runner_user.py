@@ -1,7 +1,8 @@
-"""Another user for the processes that run user code, so that they cannot read the worker's own files and memory.
+"""Separate user for the processes that run user code (setting `runner_user`), so that user code cannot read the
+worker's own files and memory.
 
 Only a worker that runs as root may change the user, for example in a container or under systemd. Fork servers run as
-root. A runner that they fork gives up root for good before it receives its assignment.
+root. Each runner that is forked drops root's privileges for good before it receives its assignment.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ __all__ = ["RunnerUser", "find_user", "sees_shared_memory"]
 _PR_SET_DUMPABLE = 4
 _CAPABILITIES_VERSION = 0x20080522
 _NEEDED = {"CAP_CHOWN": 0, "CAP_DAC_OVERRIDE": 1, "CAP_KILL": 5, "CAP_SETGID": 6, "CAP_SETUID": 7}
-"""Capabilities that a worker with runner_user needs, with the number of their bit. It changes its user, kills the
-user's processes, and gives and removes the user's folders."""
-_LOOKS_INTO = 1 << 19
-"""Bit of the capability CAP_SYS_PTRACE. With it a process can see how much memory another user's process shares."""
+"""Capabilities that a worker with runner_user needs, with the number of their bit: to change the user, kill the user's
+processes, and make and remove the user's folders."""
+_CAP_SYS_PTRACE = 1 << 19
+"""Bit of the capability with which a process can see how much memory another user's process shares."""
 _NO_USER = (1 << 32) - 1
 """User number that the kernel takes for "leave the user unchanged"."""
 PROBE_S = 60.0
@@ -37,8 +38,8 @@ PROBE_S = 60.0
 
 @dataclass(frozen=True)
 class RunnerUser:
-    """User other than root that runners run as. It is taken from the system's user database; a number that is missing
-    there gets a group of the same number."""
+    """User other than root that runners run as, from the system's user database. A number that is missing there gets a
+    group of the same number."""
 
     name: str
     uid: int
@@ -50,12 +51,12 @@ class RunnerUser:
     limit."""
 
     def encode(self) -> str:
-        """Return the user as text, to pass it on a command line."""
+        """Return this user as text for a command line."""
         return json.dumps(asdict(self))
 
     @classmethod
     def decode(cls, text: str) -> RunnerUser:
-        """Return the user that `encode` returned as text."""
+        """Return the user whose text `encode` returned."""
         return cls(**json.loads(text))
 
     def own(self, path: str) -> None:
@@ -63,7 +64,8 @@ class RunnerUser:
         os.chown(path, self.uid, self.gid)
 
     def become(self) -> None:
-        """Change the user of this process, and so of all processes that it starts. This cannot be undone."""
+        """Change the user of this process, and so of all processes that it starts later. The change cannot be undone.
+        Raise OSError on failure."""
         if self.processes:
             hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
             most = self.processes if hard == resource.RLIM_INFINITY else min(self.processes, hard)
@@ -72,10 +74,9 @@ class RunnerUser:
         os.setresgid(self.gid, self.gid, self.gid)
         os.setresuid(self.uid, self.uid, self.uid)
         libc = ctypes.CDLL(None, use_errno=True)
-        # A change of user also drops root's capabilities, unless securebits are set to keep them: so drop them
-        # explicitly.
+        # A change of user drops root's capabilities only if no securebits keep them, so they are dropped explicitly.
         if libc.capset((ctypes.c_uint32 * 2)(_CAPABILITIES_VERSION, 0), (ctypes.c_uint32 * 6)()) != 0:
-            raise OSError(ctypes.get_errno(), "the capabilities of root cannot be given up")
+            raise OSError(ctypes.get_errno(), "the runner could not drop the capabilities of root")
         # The kernel makes a process that changed its user undumpable, which also locks out the user's debuggers and
         # profilers.
         libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
@@ -83,33 +84,36 @@ class RunnerUser:
 
 
 def find_user(wanted: str, processes: int = 0) -> RunnerUser:
-    """Return the user with this name or number. A number may be missing in the system's user database. `processes`: see
-    RunnerUser.
+    """Return the user with the name or number `wanted`. A number may be missing in the system's user database.
+    `processes`: see RunnerUser.
 
-    Raises InvalidArgumentError if the name does not exist, if the user is root, if this process may not become the user
-    or kill the user's processes, or if the user cannot read the files that Python is imported from.
+    Raises:
+        InvalidArgumentError: the name does not exist, the user is root, this process may not become the user or kill
+            the user's processes, or the user cannot read the files from which Python is imported.
     """
     user = replace(_looked_up(wanted), processes=processes)
     if user.uid == 0:
-        raise InvalidArgumentError("runner_user must be a user other than root, got root: leave it out to run as root")
+        raise InvalidArgumentError(
+            "runner_user must be a user other than root, got root. Remove runner_user to run user code as root"
+        )
     if os.geteuid() != 0:
         raise InvalidArgumentError(
-            f"runner_user needs a worker that runs as root: as user {os.geteuid()} it cannot become {user.name}; start "
-            f"it as {user.name}, or as root"
+            f"runner_user={user.name} needs a worker that runs as root, but this worker runs as user {os.geteuid()}. "
+            f"Start the worker as root, or as {user.name} without runner_user"
         )
     if missing := [name for name, bit in _NEEDED.items() if not _capabilities() & 1 << bit]:
         raise InvalidArgumentError(
-            f"runner_user={user.name} needs capabilities that this worker does not have, although it is root: it lacks "
-            f"{', '.join(missing)}; add them (docker run --cap-add, in Kubernetes securityContext.capabilities.add, in "
-            f"systemd CapabilityBoundingSet=), or start the worker as {user.name}"
+            f"runner_user={user.name} needs capabilities that this worker lacks, although it runs as root: "
+            f"{', '.join(missing)}. Add them (docker run --cap-add, in Kubernetes securityContext.capabilities.add, in "
+            f"systemd CapabilityBoundingSet=), or start the worker as {user.name} without runner_user"
         )
     _try_to_import(user)
     return user
 
 
 def sees_shared_memory() -> bool:
-    """Return whether this process may see how much memory another user's process shares."""
-    return bool(_capabilities() & _LOOKS_INTO)
+    """Return True if this process may see how much memory another user's process shares."""
+    return bool(_capabilities() & _CAP_SYS_PTRACE)
 
 
 def _looked_up(wanted: str) -> RunnerUser:
@@ -119,7 +123,7 @@ def _looked_up(wanted: str) -> RunnerUser:
         if wanted.isdecimal() and int(wanted) < _NO_USER:
             number = int(wanted)
             return RunnerUser(wanted, number, number, [number], "/")
-        why = f"runner_user must be a user of this machine, got {wanted!r}: see `getent passwd`"
+        why = f"runner_user must be a user of this machine, got {wanted!r}. Run `getent passwd` to list all users"
         raise InvalidArgumentError(why) from None
     groups = os.getgrouplist(found.pw_name, found.pw_gid)
     return RunnerUser(found.pw_name, found.pw_uid, found.pw_gid, groups, found.pw_dir)
@@ -131,8 +135,8 @@ def _capabilities() -> int:
 
 
 def _try_to_import(user: RunnerUser) -> None:
-    """Raise InvalidArgumentError if this process cannot become the user, or if the user cannot import Penstock. Try it
-    in a new process."""
+    """Raise InvalidArgumentError if this process cannot become the user, or if the user cannot import Penstock. Both
+    are tried in a new process."""
     command = [sys.executable, "-P", "-c", "import penstock.proto"]
     try:
         done = subprocess.run(
@@ -147,18 +151,20 @@ def _try_to_import(user: RunnerUser) -> None:
             timeout=PROBE_S,
             check=False,
         )
-        why = "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["it ended without a message"])[-1]
+        why = (
+            "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["Python ended without a message"])[-1]
+        )
     except subprocess.TimeoutExpired as error:
         why = str(error)
     except OSError as error:
         if error.errno != errno.EACCES:
             raise InvalidArgumentError(
-                f"runner_user must be a user that this worker may become, got {user.name}: {error.strerror}; in a "
-                "rootless container choose one that it maps (/proc/self/uid_map), or map more (/etc/subuid)"
+                f"runner_user must be a user that this worker may become, got {user.name}: {error.strerror}. In a "
+                "rootless container choose a user that is mapped (/proc/self/uid_map), or map more users (/etc/subuid)"
             ) from error
         why = str(error)
     if why:
         raise InvalidArgumentError(
-            f"runner_user must be able to use the Python of this worker, {sys.executable}, got {user.name}: {why}; "
-            "install Python and its packages where other users can read them, not below /root"
+            f"runner_user must be able to use the Python of this worker, {sys.executable}, got {user.name}: {why}. "
+            "Install Python and its packages where other users can read them, not below /root"
         )

@@ -1,8 +1,8 @@
 """Python stacks of a child process, for the daemon to read: while the child hangs, or after its crash.
 
 Each child has a small file in memory, to which faulthandler writes from a signal handler. The handler does not need the
-interpreter, so it also works while user code holds the GIL in C code. The file is sealed at its size, so that a child
-cannot make the daemon read more. Its descriptor has a high number, because some user code closes all low descriptors.
+interpreter, so it also works while user code holds the GIL in C code. The file's size is sealed, so that a child cannot
+make the daemon read more. The file's descriptor has a high number, because some user code closes all low descriptors.
 If user code closes all descriptors, only the stack is lost.
 """
 
@@ -25,8 +25,9 @@ __all__ = ["SIGNAL", "StackFile", "state_of", "write_stacks_to"]
 SIGNAL = signal.SIGRTMAX - 2
 """Signal that makes a child write its stacks: a real-time signal, because libraries and users rarely use these."""
 SIZE = 32 << 10
+"""Size of the file, in bytes."""
 SHOWN = 8 << 10
-"""Largest number of characters of a stack in an error. The newest frames come first, so the oldest are cut."""
+"""Largest number of characters of a stack in an error. The oldest frames are cut, because the newest are first."""
 WAIT_S = 1.0
 """Seconds to wait until a child has written its stacks. Its signal handler runs as soon as the kernel schedules it."""
 _LOOK_S = 0.02
@@ -34,25 +35,24 @@ _HIGH_FD = 768  # below 1024, the usual soft limit
 
 
 def write_stacks_to(fd: int) -> None:
-    """Let this process write the Python stacks of its threads to `fd` at each SIGNAL and at a crash. `fd` itself is
-    closed; a duplicate is used."""
+    """Let this process write the Python stacks of its threads to the file `fd` at each SIGNAL and at a crash. The
+    function closes `fd` and uses a duplicate."""
     try:
         high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _HIGH_FD)
         os.close(fd)
     except OSError:
-        high = fd  # a lower limit than usual
+        high = fd  # the process's limit of descriptors is below _HIGH_FD
     faulthandler.enable(high, all_threads=True)
     faulthandler.register(SIGNAL, high, all_threads=True)
 
 
 def state_of(pid: int) -> str:
-    """Return the state letter of a process as in /proc/PID/stat (R, S, D, T, Z ...); "" if there is no such process."""
+    """Return the state letter of a process as in /proc/PID/stat (R, S, D, T, Z ...); "" if the process is gone."""
     return next(iter(stat_of(pid)), "")
 
 
 class StackFile:
-    """File in memory that holds the stacks of one child. The daemon makes it and passes it to the child when it is
-    forked."""
+    """File in memory that holds the stacks of one child. The daemon makes the file, and the child inherits it."""
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("penstock-stack", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -68,7 +68,7 @@ class StackFile:
         if self.fd < 0:
             return ""
         text = os.pread(self.fd, SIZE, 0).split(b"\0", 1)[0].decode(errors="replace")
-        text = fold_stack(text.partition("\nExtension modules:")[0].strip())  # a long list that says nothing here
+        text = fold_stack(text.partition("\nExtension modules:")[0].strip())  # a long list, useless here
         return text if len(text) <= SHOWN else f"{text[:SHOWN]}\n  ... {len(text) - SHOWN} characters left out"
 
     def clear(self) -> None:
@@ -76,17 +76,17 @@ class StackFile:
         os.lseek(self.fd, 0, os.SEEK_SET)  # the child writes through the same open file
 
     async def ask(self, process: Process) -> str:
-        """Return the present stacks of the child, or one line with the reason why they are not available."""
+        """Return the present stacks of the child, or one line that says why no stack is available."""
         pid = process.pid
         state = state_of(pid)
         if self.fd < 0 or not state:
-            return f"(process {pid} is gone)"
+            return f"(no stack: process {pid} has ended)"
         if state in ("T", "t"):
-            return f"(process {pid} is stopped by a signal, so it shows no stack: kill -CONT {pid} continues it)"
+            return f"(no stack: process {pid} is stopped by a signal; run kill -CONT {pid} to continue it)"
         if state == "D":
-            return f"(process {pid} waits in the kernel, for a disk or a network filesystem, and shows no stack)"
+            return f"(no stack: process {pid} waits in the kernel, for a disk or a network filesystem)"
         if not _handles(pid):
-            return f"(process {pid} shows no stack: user code has changed its signal handlers or blocks them)"
+            return f"(no stack: user code in process {pid} has changed or blocks the signal handler that writes stacks)"
         self.clear()
         with contextlib.suppress(OSError):
             process.send(SIGNAL)
@@ -98,12 +98,12 @@ class StackFile:
                 break
         if self.fd >= 0:
             self.clear()
-        return text or f"(process {pid} did not show its stack within {WAIT_S:g} s)"
+        return text or f"(no stack: process {pid} did not write its stack within {WAIT_S:g} s)"
 
 
 def _handles(pid: int) -> bool:
-    """Return whether the process has a handler for SIGNAL and does not block it. Without a handler the signal would
-    kill it."""
+    """Return True if the process has a handler for SIGNAL and does not block SIGNAL. Without a handler the signal would
+    kill the process."""
     masks = {}
     with contextlib.suppress(OSError, ValueError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():

@@ -1,10 +1,10 @@
-"""A temporary directory for each child process, for multiprocessing's sockets and files; removed when the child has
-ended.
+"""Temporary directories, one for each child process, for multiprocessing's sockets and files; removed when the child
+has ended.
 
-multiprocessing makes a directory below the system's temporary directory, and removes it only at a normal exit. Killed
-children would leave thousands of them. A daemon therefore gives each child a directory in its own folder. If the daemon
-is killed, the next daemon removes this folder (private_folders.py). Only multiprocessing's files lie there: Penstock
-leaves the temporary files of user code alone.
+multiprocessing makes a directory below the system's temporary directory, and removes it only at a normal exit, so
+killed children would leave thousands of directories. A daemon therefore makes each child's directory in a folder of its
+own. If the daemon is killed, the next daemon removes this folder (private_folders.py). Only multiprocessing's files are
+there: Penstock does not touch the temporary files of user code.
 """
 
 from __future__ import annotations
@@ -34,13 +34,17 @@ class TemporaryFolders:
         try:
             self._folder = PrivateFolder()
             if user is not None:
-                os.chmod(self._folder.path, 0o711)  # what is below it is for its owner alone
+                os.chmod(self._folder.path, 0o711)  # the directories below are readable by their owner only
         except OSError as error:
-            _log.warning("children have no directory of their own for multiprocessing: %s", error)
+            _log.warning(
+                "a folder for the temporary files of multiprocessing could not be made, so killed runners leave such "
+                "files in the system's temporary directory: %s",
+                error,
+            )
 
     def make(self) -> str:
-        """Make a directory for a child and return its path. Return "" if it cannot be made; multiprocessing then makes
-        its own."""
+        """Make a directory for a child and return its path. Return "" on failure; multiprocessing then makes a
+        directory itself."""
         if self._folder is None:
             return ""
         self._count += 1
@@ -59,6 +63,6 @@ class TemporaryFolders:
             shutil.rmtree(path, ignore_errors=True)
 
     def close(self) -> None:
-        """Remove the folder of all directories. Call it when all children are dead."""
+        """Remove all directories and their folder, once all children are dead."""
         if self._folder is not None:
             self._folder.close()

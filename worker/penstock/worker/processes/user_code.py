@@ -1,8 +1,8 @@
 """Import of a user's input_fn by its name. The coordinator and the training job send names of code, never code.
 
-A worker's operator lists the module prefixes that it may run. In embedded mode, where worker and trainer are the same
-user on the same machine, the training script itself may define input_fn. The script is then loaded under the name
-`penstock_main`, so that the code under `if __name__ == "__main__":` does not run.
+The operator of a worker lists the prefixes of modules from which the worker may run code. In embedded mode, where
+worker and training process belong to the same user on the same machine, the training script itself may define input_fn.
+The script is then loaded under the name `penstock_main`, so that code under `if __name__ == "__main__":` does not run.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ __all__ = ["BY_VALUE", "MAIN", "check_allowed", "check_plain", "load_class", "lo
 
 MAIN = "penstock_main"
 BY_VALUE = "penstock_by_value"
-"""Module name in `input_fn` for functions and classes that cannot be imported by name. They are sent by value, with
-their arguments."""
-ANOTHER_VERSION = "is the worker running another version of it?"
-UNDER_GUARD = 'define it above `if __name__ == "__main__":`, for workers run the script without what is under that'
+"""Module name in `input_fn` for a function or class that cannot be imported by name, and is sent by value (as a pickle)
+with its arguments."""
+ANOTHER_VERSION = "Install the same version of the module on the worker as in the training job"
+UNDER_GUARD = (
+    'Define it above `if __name__ == "__main__":`, because workers import the script without the code under that line'
+)
 
 
 def check_allowed(name: str, allow: Sequence[str]) -> None:
-    """Raise InputFnNotAllowedError unless the module in `name` ("module:qualname") is one of the allowed prefixes or
-    below one."""
+    """Raise InputFnNotAllowedError unless the module in `name` ("module:qualname") is in `allow`, or below a package in
+    `allow`."""
     _check_module(f"input_fn {name!r} is in", module_of(name), allow)
 
 
@@ -42,27 +44,27 @@ def _check_module(what: str, module: str, allow: Sequence[str]) -> None:
         return
     allowed = ", ".join(allow) if allow else "none"
     raise InputFnNotAllowedError(
-        f"{what} module {module!r}, which this worker may not run (allowed prefixes: {allowed}); start the worker with "
+        f"{what} module {module!r}, which this worker may not run (allowed prefixes: {allowed}). Start the worker with "
         f"--allow {module.partition('.')[0]}"
     )
 
 
 def check_plain(spec: records_pb2.LoaderSpec) -> None:
-    """Raise InputFnNotAllowedError for a spec with a search path or a script to import code from. Only embedded mode
-    may send these, because there trainer and worker belong to one user. Elsewhere they would bypass the list of allowed
-    prefixes."""
+    """Raise InputFnNotAllowedError for a spec with a search path or a script from which code would be imported. Both
+    are accepted in embedded mode only, where training process and worker belong to one user. Elsewhere both would
+    bypass the list of allowed prefixes."""
     if spec.main_path or spec.sys_path:
         raise InputFnNotAllowedError(
-            f"input_fn {spec.input_fn!r} comes with a search path or a script of the training process, which only an "
-            "embedded worker takes: install its module where this worker can import it"
+            f"input_fn {spec.input_fn!r} was sent with a search path or a script of the training job, which only an "
+            "embedded worker accepts. Install the module of input_fn where this worker can import it"
         )
 
 
 def load_input_fn(spec: records_pb2.LoaderSpec) -> Callable[..., Any]:
-    """Import the input_fn that the spec names, and return it.
+    """Import and return the function that `spec.input_fn` names ("module:qualname").
 
     Raises:
-        InputFnNotFoundError: this worker has no such module or name.
+        InputFnNotFoundError: this worker cannot find the module, or the module lacks the name.
         InputFnNotAllowedError: the callable is defined in a module that is not allowed, although the named module is.
             Without this check, anything that an allowed module imports could be called, for example `os.system`.
         InputFnError: the module raised while it was imported.
@@ -78,8 +80,8 @@ def load_input_fn(spec: records_pb2.LoaderSpec) -> Callable[..., Any]:
         missing = error.name or ""
         if module_name == missing or module_name.startswith(missing + "."):
             raise InputFnNotFoundError(
-                f"input_fn {spec.input_fn!r}: no module named {missing!r} on this worker; install it there, or start "
-                f"the worker where it can be imported (PYTHONPATH or working directory; now: {working_directory()})"
+                f"input_fn {spec.input_fn!r}: no module named {missing!r} on this worker. Install the module, add its "
+                f"folder to PYTHONPATH, or start the worker in its folder (now: {working_directory()})"
             ) from error
         raise _import_failed(spec, error) from error
     except BaseException as error:
@@ -91,11 +93,11 @@ def load_input_fn(spec: records_pb2.LoaderSpec) -> Callable[..., Any]:
         except AttributeError:
             raise InputFnNotFoundError(
                 f"input_fn {spec.input_fn!r}: module {module_name!r} ({getattr(module, '__file__', '?')}) has no "
-                f"{qualname!r}; {UNDER_GUARD if module_name == MAIN else ANOTHER_VERSION}"
+                f"{qualname!r}. {UNDER_GUARD if module_name == MAIN else ANOTHER_VERSION}"
             ) from None
     if not callable(target):
         raise InputFnNotFoundError(
-            f"input_fn {spec.input_fn!r} is a {type(target).__qualname__}, which cannot be called"
+            f"input_fn must be a function or another callable, got {spec.input_fn!r}, a {type(target).__qualname__}"
         )
     if spec.allow and module_name != MAIN:
         _check_module(f"input_fn {spec.input_fn!r} is defined in", _defined_in(target), spec.allow)
@@ -104,7 +106,7 @@ def load_input_fn(spec: records_pb2.LoaderSpec) -> Callable[..., Any]:
 
 def _comes_with_arguments(*args: Any, **kwargs: Any) -> Any:
     raise InputFnNotFoundError(
-        "input_fn has no name to import, and was not sent by value: define it at the top level of a module"
+        "input_fn cannot be imported by name, and was not sent by value. Define it at the top level of a module"
     )
 
 
@@ -113,21 +115,22 @@ def unpacked(
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """Return input_fn, its positional arguments and its keyword arguments.
 
-    Arguments are decoded from the spec. If the spec holds input_fn or arguments by value, they are unpickled, and the
-    pickled input_fn replaces `fn`.
+    Arguments are decoded from the spec. If the spec holds input_fn or arguments by value, the values are unpickled, and
+    the pickled input_fn replaces `fn`.
 
-    Raises InputFnNotAllowedError for values sent by value, unless they come from this worker's own training process.
-    Only its spec has a search path: `check_plain` refuses search paths from other processes.
+    Raises:
+        InputFnNotAllowedError: a value is a pickle, and was not sent by the training process that embeds this worker.
+            (Only specs of that process have a search path: `check_plain` refuses search paths from other processes.)
     """
-    from penstock.proto.state.codec import decode_state  # imports torch, which the daemon must not
+    from penstock.proto.state.codec import decode_state  # imports torch, which the daemon must not import
 
     arguments: Any = decode_state(spec.arguments) if spec.arguments else {}
     if "by_value" not in arguments:
         return fn, arguments.get("args", ()), arguments.get("kwargs", {})
     if not spec.sys_path:
         raise InputFnNotAllowedError(
-            f"input_fn {spec.input_fn!r} or its arguments come by value, as a pickle, which only an embedded worker "
-            "takes: define the function in a module that this worker can import, and pass plain values to it"
+            f"input_fn {spec.input_fn!r} or its arguments are sent as a pickle, which only an embedded worker accepts. "
+            "Define the function in a module that this worker can import, and pass it only plain values"
         )
     sys.path[:] = [*spec.sys_path, *(path for path in sys.path if path not in spec.sys_path)]
     if spec.main_path:
@@ -139,8 +142,8 @@ def unpacked(
 
 
 def load_class(name: str, spec: records_pb2.LoaderSpec) -> Any:
-    """Return the class named "module:qualname": the class of a loader that the spec's input_fn returned on this worker,
-    or a class of Penstock.
+    """Return the class called `name` ("module:qualname"): the class of a loader that the spec's input_fn returned on
+    this worker, or a class of Penstock.
 
     Raises the errors of load_input_fn. A module that is not allowed is refused even if input_fn has imported it.
     """
@@ -159,14 +162,14 @@ def _defined_in(target: Any) -> str:
 
 def _import_failed(spec: records_pb2.LoaderSpec, error: BaseException) -> InputFnError:
     return InputFnError(
-        f"input_fn {spec.input_fn!r}: importing its module raised {describe(error)}",
+        f"input_fn {spec.input_fn!r}: the import of its module raised {describe(error)}",
         remote_traceback=format_remote(error),
     )
 
 
 def _load_main(path: str) -> types.ModuleType:
-    """Import the training script under the module name `penstock_main`, so that the code under its main guard does not
-    run."""
+    """Import the training script under the module name `penstock_main`, so that code under
+    `if __name__ == "__main__":` does not run."""
     if MAIN in sys.modules:
         return sys.modules[MAIN]
     module = types.ModuleType(MAIN)

@@ -1,9 +1,9 @@
-"""Memory that a runner and all its descendants hold.
+"""Memory that a runner (the process that runs a user's loader) and all its descendants hold.
 
-The figure is the proportional share of anonymous memory, which programs allocate, in RAM and in swap: a page that N
-processes share counts 1/N in each. So neither the fork server's memory nor memory that a loader's worker processes
-share is counted twice. The ring, the progress page and mapped files are not counted, because user code cannot leak
-them.
+The figure is the proportional share of anonymous memory (memory that programs allocate), in RAM and in swap: a page
+that N processes share counts 1/N in each. So neither the fork server's memory nor memory that a loader's worker
+processes share is counted twice. The ring, the progress page and mapped files are not counted, because user code cannot
+leak them.
 
 The kernel needs 20 ms for each GiB to compute proportional shares. Plain sums, which are never less, cost almost
 nothing. So the shares are read only if the sums are above the limit. If the kernel does not show the shares (of another
@@ -21,8 +21,8 @@ __all__ = ["family", "held_by"]
 def held_by(runner: int, enough: int = 0) -> int:
     """Return the memory that the runner and all its descendants hold, in bytes; 0 if the runner is gone.
 
-    enough: limit up to which a plain sum is good enough. A result up to `enough` may be too high, because shared memory
-    was counted more than once.
+    enough: number of bytes. A result up to `enough` may be too high, because it is a plain sum, which counts shared
+    memory more than once. A result above `enough` is exact.
     """
     all_of_it = family(runner)  # the runner is a subreaper: all its descendants stay below it
     most = sum(_sizes(pid, "status", "RssAnon", "VmSwap") for pid in all_of_it)
@@ -35,7 +35,7 @@ def held_by(runner: int, enough: int = 0) -> int:
 
 
 def family(pid: int) -> list[int]:
-    """Return the ids of a process and all its descendants."""
+    """Return the process ids of a process and all its descendants."""
     found = [pid]
     for one in found:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""The processor time of other processes: time in which they ran, and time in which they waited for a processor.
+"""Processor time of other processes: time in which a process ran, and time in which it waited for a processor.
 
 Linux counts both for each thread, in nanoseconds (/proc/PID/schedstat). A process that neither runs nor waits for a
 processor is stopped, or waits for a disk or a peer. A process that is slow because the machine is busy has a high
@@ -18,7 +18,7 @@ from pathlib import Path
 from penstock.runtime.web.prometheus import cpu_seconds
 from penstock.worker.resources.memory_use import family
 
-__all__ = ["NOTHING", "ProcessorDemand", "ProcessorUse", "cores", "unless_it_stands_still", "used_by"]
+__all__ = ["NOTHING", "ProcessorDemand", "ProcessorUse", "cores", "used_by", "wait_while_active"]
 
 LOOK_S = 0.25
 """Seconds between two measurements of a process while waiting for it."""
@@ -37,8 +37,8 @@ def cores(quota: Path = _CGROUP_QUOTA) -> int:
 
 
 def _counted(pid: int) -> tuple[float, float] | None:
-    """Return two times of a process's main thread in seconds: how long it ran, and how long it waited for a processor.
-    Return None if they are not available."""
+    """Return the seconds for which a process's main thread ran, and the seconds for which it waited for a processor.
+    Return None if the kernel does not report these times."""
     try:
         ran, waited, _ = Path(f"/proc/{pid}/schedstat").read_text().split()
     except (OSError, ValueError):
@@ -67,7 +67,7 @@ def used_by(pid: int) -> ProcessorUse:
 
 @dataclass
 class ProcessorDemand:
-    """Meter of the share of time in which a process runs or waits for a processor."""
+    """Meter for the share of time in which a process runs or waits for a processor."""
 
     pid: int
     _at: float = 0.0
@@ -84,7 +84,7 @@ class ProcessorDemand:
         return (wanted - before) / (now - since) if since and now > since else 1.0
 
 
-async def unless_it_stands_still(done: Awaitable[object], pid: int, still_s: float, most_s: float) -> None:
+async def wait_while_active(done: Awaitable[object], pid: int, still_s: float, most_s: float) -> None:
     """Wait for `done`, which process `pid` must complete, as long as the process makes progress.
 
     Raises:

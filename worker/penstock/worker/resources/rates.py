@@ -1,14 +1,15 @@
-"""Rates of a runner, computed from two readings of its progress page. The coordinator balances slots by them.
+"""Rates of a runner, computed from two readings of its progress page (counters in shared memory). The coordinator uses
+these rates to balance slots between workers.
 
-Batches per second show how fast the loop takes them. The runner's time per batch shows how fast the runner could be: it
-is the time spent on batches, without waits for the loop and for a free ring entry. A batch under way counts as soon as
-it takes longer than usual.
+The batches per second show how fast the training loop takes batches. The runner's time per batch shows how fast the
+runner could be: it is the time spent on making a batch, without waits for the loop and for free memory in the ring. A
+batch under way counts as soon as it takes longer than usual.
 
-That time includes waits for a processor, which grow with more workers on the same cores. So the processor time of a
-batch and its wait for a processor are measured too.
+The time per batch includes waits for a processor, which grow with more workers on the same cores. So the processor time
+of a batch and its wait for a processor are measured too.
 
-Pure: clock and figures are arguments. A runner's user code can write anything into the progress page, so impossible
-figures are ignored.
+The functions are pure: clock and figures are arguments. A runner's user code can write anything into the progress page,
+so impossible figures are ignored.
 """
 
 from __future__ import annotations
@@ -31,21 +32,22 @@ class BatchRates:
     since: float
     """Monotonic time of the last reading, in seconds."""
     batches_per_s: float = 0.0
+    """Batches that the runner made, per second."""
     batch_s: float = 0.0
     """Seconds of work per batch; 0 = not known."""
     batch_cpu_s: float = 0.0
     """Seconds of processor time per batch; 0 = not known."""
     batch_delay_s: float = 0.0
-    """Seconds per batch in which the runner waited for a processor; they are part of `batch_s`."""
+    """Seconds per batch in which the runner waited for a processor; included in `batch_s`."""
     _total: int = 0
     _worked_s: float = 0.0
     _used: ProcessorUse = NOTHING
-    """Processor time used up to the newest batch that the rates include. `_worked_s` is the work up to the same
-    batch."""
+    """Processor time used up to the newest batch that the rates include. `_worked_s` counts seconds of work up to the
+    same batch."""
     _done: int = 0
 
     def due(self, now: float) -> bool:
-        """Return whether WINDOW_S have passed since the last reading."""
+        """Return True if WINDOW_S seconds have passed since the last reading. now: monotonic time in seconds."""
         return now - self.since >= WINDOW_S
 
     def look(self, now: float, total: int, worked_s: float, used: ProcessorUse = NOTHING) -> None:
@@ -66,12 +68,12 @@ class BatchRates:
             self._worked_s, self._done = (worked_s if math.isfinite(worked_s) else 0.0), total
             self._used = used
         elif made:
-            self._takes(spent, used, made)
+            self._set_rates(spent, used, made)
             self._worked_s, self._used, self._done = worked_s, used, total
         elif self.batch_s and spent > self.batch_s:
-            self._takes(spent, used, 1)
+            self._set_rates(spent, used, 1)
 
-    def _takes(self, spent: float, used: ProcessorUse, made: int) -> None:
+    def _set_rates(self, spent: float, used: ProcessorUse, made: int) -> None:
         """Set the rates from the last `made` batches, which took `spent` seconds of work."""
         self.batch_s = spent / made
         self.batch_cpu_s = max(0.0, used.cpu_s - self._used.cpu_s) / made

@@ -1,12 +1,12 @@
-"""A queue for tasks that take seconds of processor time: a few run at a time, the others wait in order.
+"""A queue for tasks that take seconds of processor time: a few tasks run at a time, the others wait in order.
 
-Starting a runner takes an interpreter, torch and the user's imports. If fifty start at once on two cores, each takes
-many times longer and exceeds its deadline. So as many start at a time as there are processors. Helper tasks
-(replayers.py) have another queue of this kind.
+Starting a runner takes an interpreter, torch and the user's imports. If fifty runners start at once on two cores, each
+start takes many times longer and exceeds its deadline. So the number of simultaneous starts is the number of
+processors. Helper tasks (replayers.py) have another queue of this kind.
 
 A start that does not use a processor does not delay others. A runner may be idle for minutes, because its input_fn
-reads an index or waits for other slots of its run. It gives up its turn as soon as it is idle, and after `TURN_S` in
-any case.
+reads an index or waits for other slots of its run. The runner's turn ends as soon as it is idle, and after `TURN_S`
+seconds in any case.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ __all__ = ["QueueTurn", "TurnQueue"]
 TURN_S = 10.0
 """Largest number of seconds that a starting runner keeps its turn while it is busy."""
 IDLE_SHARE = 0.3
-"""Share of a processor below which a starting runner counts as idle, and gives up its turn."""
+"""Share of a processor below which a starting runner counts as idle, which ends its turn."""
 IDLE_LOOKS = 2
-"""Number of consecutive measurements below IDLE_SHARE after which a runner gives up its turn."""
+"""Number of consecutive measurements below IDLE_SHARE after which a runner's turn ends."""
 
 
 class QueueTurn:
-    """Turn of one task: first it waits in the queue, then the task runs, then the turn is over. Made by
-    `TurnQueue.join`."""
+    """Turn of one task, made by `TurnQueue.join`. The turn waits in the queue, then the task runs, then the turn is
+    over."""
 
     def __init__(self, queue: TurnQueue) -> None:
         self._queue = queue
@@ -39,13 +39,13 @@ class QueueTurn:
         """Future that is done once the turn has begun."""
 
     @property
-    def place(self) -> int:
-        """Position of the turn in the queue, from 1; 0 if it does not wait any more."""
-        return self._queue.place(self)
+    def position(self) -> int:
+        """Position of the turn in the queue, from 1; 0 once the turn has begun."""
+        return self._queue.position_of(self)
 
     async def end_when_idle(self, pid: int) -> None:
-        """End the turn as soon as the starting runner `pid` uses almost no processor time, and after TURN_S in any
-        case."""
+        """End the turn as soon as the starting runner, process `pid`, uses almost no processor time, and after TURN_S
+        seconds in any case."""
         demand, idle, until = ProcessorDemand(pid), 0, time.monotonic() + TURN_S
         while idle < IDLE_LOOKS and time.monotonic() < until and not self.over.is_set():
             idle = idle + 1 if demand.look(time.monotonic()) < IDLE_SHARE else 0
@@ -72,24 +72,24 @@ class TurnQueue:
         self._under_way = 0
         self._urgent: dict[QueueTurn, None] = {}
         self._others: dict[QueueTurn, None] = {}
-        self._places: dict[QueueTurn, int] = {}
-        """Positions of the waiting turns. They are computed only if one is requested."""
+        self._positions: dict[QueueTurn, int] = {}
+        """Positions of the waiting turns, computed when one is requested."""
         self._lent: set[asyncio.Future[None]] = set()
 
     def __len__(self) -> int:
         """Return the number of turns that wait."""
         return len(self._urgent) + len(self._others)
 
-    def place(self, turn: QueueTurn) -> int:
-        """Return the position of a turn in the queue; see QueueTurn.place."""
-        if len(self._places) != len(self):
-            self._places = {waiting: number for number, waiting in enumerate([*self._urgent, *self._others], 1)}
-        return self._places.get(turn, 0)
+    def position_of(self, turn: QueueTurn) -> int:
+        """Return the position of a turn in the queue; see QueueTurn.position."""
+        if len(self._positions) != len(self):
+            self._positions = {waiting: number for number, waiting in enumerate([*self._urgent, *self._others], 1)}
+        return self._positions.get(turn, 0)
 
     def join(self, *, urgent: bool = False) -> QueueTurn:
-        """Add a turn to the queue and return it. The caller must `end` it.
+        """Add a turn to the queue and return the turn. The caller must `end` the turn.
 
-        urgent: put the turn after the last urgent one, before all others. Otherwise it goes to the end of the queue.
+        urgent: True puts the turn behind the last urgent one and before all others, False at the end of the queue.
         """
         turn = QueueTurn(self)
         (self._urgent if urgent else self._others)[turn] = None
@@ -108,7 +108,7 @@ class TurnQueue:
 
     @contextlib.asynccontextmanager
     async def turn(self, *, urgent: bool) -> AsyncIterator[None]:
-        """Wait for a turn, and end it at the end of the `with` block."""
+        """Wait for a turn, and end the turn at the end of the `with` block."""
         turn = self.join(urgent=urgent)
         try:
             await turn.came
@@ -117,8 +117,8 @@ class TurnQueue:
             turn.end()
 
     def lend_until(self, ended: Awaitable[None]) -> None:
-        """Lower the limit by one until `ended` is done. A start that failed still uses the machine until its process
-        has ended."""
+        """Lower the limit by one until `ended` is done: a failed start still uses the machine until its process has
+        ended."""
         self._under_way += 1
         lent = asyncio.ensure_future(ended)
         self._lent.add(lent)
@@ -136,4 +136,4 @@ class TurnQueue:
             self._under_way += 1
             if not turn.came.done():  # otherwise the waiting task was cancelled, and is about to end the turn
                 turn.came.set_result(None)
-        self._places = {}
+        self._positions = {}

@@ -1,22 +1,21 @@
-"""The fork server: the process from which a worker's runners and helper processes are forked. It has imported torch,
-and runs no threads and no user code.
+"""The fork server: the process from which a worker's runners and helper processes are forked.
 
-Importing torch takes a second or more and 150 MB. Forking a process that has imported it takes milliseconds, and the
-memory is shared. The daemon itself must never fork, because it runs gRPC. So it starts a fork server: a fresh
-interpreter that imports what runners need, has no threads, no gRPC and no user code, and then only forks. It serves all
-runs of the daemon. A child leads a process group of its own and is a subreaper (see orphans.py). So every process that
-user code starts can be killed with the child, and dies with its fork server.
+Importing torch takes a second or more and 150 MB. Forking a process that has imported torch takes milliseconds, and the
+memory is shared. The daemon itself must never fork, because it runs gRPC. So the daemon starts a fork server: a fresh
+interpreter that imports the modules that runners need, has no threads, no gRPC and no user code, and then only forks.
+One fork server serves all runs of the daemon. A child leads a process group of its own and is a subreaper (see
+orphans.py). So every process that user code starts can be killed with the child, and dies with its fork server.
 
-Some modules are needed only by runners that load a trainer's main script. They are imported when the daemon announces
-such a runner.
+Some modules are needed only if a training job's main script defines input_fn. These are imported when the daemon
+announces such a runner.
 
 The daemon gets a pidfd of each child with the answer to its request. The pidfd shows the child's end, also while the
-fork server is stopped. Only the fork server, as the parent, gets the exit status, and reports it.
+fork server is stopped. Only the fork server, as the parent, gets the exit status, and reports it to the daemon.
 
 A fork server outlives its daemon by a moment, because a killed daemon cannot clean up: when the control socket closes,
-the fork server kills its children, their descendants and orphans, and ends. It has a process group of its own, so that
-a kill of the daemon's group does not kill it too. A fork server that is stopped by a signal is continued when the
-daemon dies.
+the fork server kills its children, their descendants and orphans, and ends. The fork server has a process group of its
+own, so that a kill of the daemon's group does not kill it too. A fork server that is stopped by a signal is continued
+when the daemon dies.
 """
 
 from __future__ import annotations
@@ -55,8 +54,8 @@ __all__ = ["main"]
 ORPHANS_S = 0.05
 """Seconds between two checks for orphans that have not ended yet."""
 LAST_LOOKS = 90
-"""Largest number of checks for orphans before the fork server ends. After them it ends even if processes are left, for
-example of a fork bomb."""
+"""Largest number of checks for orphans while the fork server ends. After these checks the fork server ends even if
+orphans still live, for example those of a fork bomb."""
 
 
 def main() -> None:
@@ -66,10 +65,11 @@ def main() -> None:
     become_subreaper()
     name_process("penstock forks")
     with _collected_once():
-        import numpy.random  # noqa: F401  # which numpy itself puts off: 5 ms in each child, for they seed it
+        # numpy imports its generators on first use, and each child seeds them: 5 ms less for each child
+        import numpy.random  # noqa: F401
         import torch
 
-        # What children need, loaded once.
+        # modules that children need, loaded once
         from penstock import data  # noqa: F401
         from penstock.worker.runner import helper_process, replayer, runner  # noqa: F401
     torch.set_num_threads(1)
@@ -78,7 +78,7 @@ def main() -> None:
         os.set_blocking(fd, False)
     signal.set_wakeup_fd(wake)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    children: dict[int, int] = {}  # pid -> the daemon's number for it
+    children: dict[int, int] = {}  # pid -> the daemon's number for the child
     orphans, left = Orphans(), False
     poll = select.poll()
     poll.register(channel.fileno(), select.POLLIN)
@@ -105,7 +105,7 @@ def main() -> None:
                         channel.send("forked", fds=[child.fileno()], id=number, pid=pid)
             left = left and orphans.end(children)
     except (LaneLostError, BrokenPipeError, ConnectionResetError):
-        pass  # the daemon is gone, or ends this process
+        pass  # the daemon has ended, or has closed the socket to end this process
     finally:
         _end(children, orphans)
     os._exit(0)  # the interpreter's own shutdown would take half a second
@@ -113,11 +113,11 @@ def main() -> None:
 
 @contextlib.contextmanager
 def _collected_once() -> Iterator[None]:
-    """Turn the garbage collector off while modules are imported in the `with` block, and exempt their objects from
-    later collections.
+    """Turn the garbage collector off while modules are imported in the `with` block, and exempt the modules' objects
+    from later collections.
 
-    The collector would scan all objects again and again, for a fifth of the time that importing torch takes. Garbage is
-    kept too: finding it would take 0.1 s, and it is one MiB.
+    The collector would scan all objects again and again, for a fifth of the time that importing torch takes. Garbage
+    from the imports, one MiB, stays too: finding it would take 0.1 s.
     """
     gc.disable()
     yield
@@ -126,15 +126,15 @@ def _collected_once() -> Iterator[None]:
 
 
 def _load_for_main_script() -> None:
-    """Import pydantic. Each runner that loads a trainer's main script imports penstock.client, which imports pydantic
-    in 0.1 s of processor time."""
+    """Import pydantic. Each runner that loads a training job's main script imports penstock.client, which imports
+    pydantic in 0.1 s of processor time."""
     with _collected_once():
         import pydantic_settings  # noqa: F401
 
 
 def _reap(children: dict[int, int], channel: ControlChannel, orphans: Orphans) -> None:
-    """Reap the children that have died, and report their exit status to the daemon. Kill a child's process group first,
-    while its process id cannot be reused."""
+    """Reap dead children, and report their exit status to the daemon. Before a child is reaped, while its process id
+    cannot be reused, its process group is killed."""
     for pid in list(children):
         if not has_ended(pid):
             continue
@@ -156,7 +156,7 @@ def _end(children: Iterable[int], orphans: Orphans) -> None:
 
 
 def _fork(message: ControlMessage, channel: ControlChannel, own: Iterable[int]) -> int:
-    """Fork a child as the daemon's message requests. Return its process id.
+    """Fork a child as the daemon's message requests, and return the child's process id.
 
     own: descriptors of the fork server that the child must close.
     """
@@ -166,11 +166,11 @@ def _fork(message: ControlMessage, channel: ControlChannel, own: Iterable[int]) 
     return pid
 
 
-def _give_up_rights(tempdir: str) -> None:
-    """Give up the privileges that user code must not have: change the user and enter the sandbox, as the command line
-    says.
+def _drop_privileges(tempdir: str) -> None:
+    """Drop the privileges that user code must not have: change the user and enter the sandbox, as the fork server's
+    command line says.
 
-    tempdir: directory for the sockets of multiprocessing. It is used if the present user may write to it.
+    tempdir: directory for the sockets of multiprocessing, used only if the present user may write to it.
     """
     for trait in sys.argv[3:]:
         if trait.startswith("user="):
@@ -182,8 +182,8 @@ def _give_up_rights(tempdir: str) -> None:
 
 
 def _child(parent: int, message: ControlMessage, parents_channel: ControlChannel, own: Iterable[int]) -> int:
-    """Run the program of a forked child, and return its exit status. Errors of user code are handled inside; only
-    exceptions of Penstock's own code leave this function."""
+    """Run the program of a forked child, and return its exit status. Errors of user code are handled inside; an
+    exception that this function raises is a bug of Penstock."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     parents_channel.sock.close()
@@ -199,7 +199,7 @@ def _child(parent: int, message: ControlMessage, parents_channel: ControlChannel
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     if message.fields["group"]:
         control_groups.enter(message.fields["group"])
-    _give_up_rights(message.fields["tempdir"])
+    _drop_privileges(message.fields["tempdir"])
     die_with_parent(parent)  # again, because a change of user undoes it
     from penstock.worker.processes.progress_page import ProgressPage
     from penstock.worker.runner import helper_process, replayer, runner
@@ -216,7 +216,7 @@ def _child(parent: int, message: ControlMessage, parents_channel: ControlChannel
     except DescriptorsClosedError:
         return DESCRIPTORS_CLOSED
     finally:
-        channel.sock.detach()  # not closed: user code may have, and reused its number
+        channel.sock.detach()  # not closed: user code may have closed it, and reused the descriptor's number
     return 0
 
 

@@ -1,12 +1,12 @@
-"""A warm helper: a process that has imported what a run's loaders need, and forks a fresh child for each task.
+"""A warm helper: a process that has imported the modules of a run's loaders, and forks a fresh child for each task.
 
 A child that is forked from the fork server must first import the user's modules, and the modules that input_fn imports.
-This takes 0.1 to 1 s for each slot of a state. A warm helper imports them once, and then only forks. The forked child
-does the task (replayer.py), answers on the warm helper's own socket, and ends. So no task is affected by an earlier
-one.
+This takes 0.1 to 1 s for each slot of a state. A warm helper imports these modules once, and then only forks. The
+forked child does the task (replayer.py), answers on the warm helper's own socket, and ends. So no task is affected by
+an earlier task.
 
 A warm helper gives the same results as a fresh child only if importing had no other effect. If an import drew random
-numbers, read its assignment, started a thread or a process, or opened a file, the warm helper reports that and ends.
+numbers, read the assignment, started a thread or a process, or opened a file, the warm helper reports that and ends.
 Then fresh children do the tasks.
 """
 
@@ -21,7 +21,7 @@ from functools import partial
 from typing import cast
 
 from penstock.proto.errors import LaneLostError
-from penstock.proto.state import assignment as place_of
+from penstock.proto.state import assignment as assignments
 from penstock.proto.state.generators import capture_rng
 from penstock.proto.v1 import records_pb2
 from penstock.runtime.process import forks
@@ -38,8 +38,8 @@ __all__ = ["run_helper"]
 
 
 def run_helper(channel: ControlChannel) -> None:
-    """Run a warm helper: import what tasks need, report the result, and do tasks until the daemon closes the
-    channel."""
+    """Run a warm helper: import the modules that tasks need, report the result, and do tasks until the daemon closes
+    the channel."""
     with contextlib.suppress(LaneLostError):
         message = cast(ControlMessage, channel.receive())
         spec = records_pb2.LoaderSpec.FromString(message.payload)
@@ -53,9 +53,9 @@ def run_helper(channel: ControlChannel) -> None:
 
 
 def _warm_up(spec: records_pb2.LoaderSpec, modules: Sequence[str]) -> str:
-    """Import the modules that the loader needs. Return a description of the first other effect that this had, "" if it
-    had none."""
-    place_of.set_assignment(place_of.NEUTRAL)
+    """Import the modules that the loader needs. Return a description of the first side effect of these imports, "" if
+    they had none."""
+    assignments.set_assignment(assignments.NEUTRAL)
     before = _surroundings()
     try:
         load_input_fn(spec)
@@ -63,15 +63,15 @@ def _warm_up(spec: records_pb2.LoaderSpec, modules: Sequence[str]) -> str:
             with contextlib.suppress(Exception):  # some names in sys.modules cannot be imported
                 importlib.import_module(name)
     except BaseException as error:  # sys.exit() in a module, too
-        return f"it raised {type(error).__name__}"
-    if place_of.looked_at():
-        return "it asked for its assignment"
+        return f"importing raised {type(error).__name__}"
+    if assignments.looked_at():
+        return "importing read the assignment"
     after = _surroundings()
-    return next((f"it changed its {what}" for what in before if before[what] != after[what]), "")
+    return next((f"importing changed the {what}" for what in before if before[what] != after[what]), "")
 
 
 def _surroundings() -> dict[str, object]:
-    """Return the state of this process that importing modules should not change."""
+    """Return the parts of this process's state that importing modules should not change, by name."""
     return {
         "random generators": capture_rng(),
         "threads": len(os.listdir("/proc/self/task")),
@@ -81,11 +81,11 @@ def _surroundings() -> dict[str, object]:
 
 
 def _serve(channel: ControlChannel) -> None:
-    """Fork a child for each task that arrives. End when the daemon closes the channel, when the process of a task
-    fails, or when a task leaves processes behind.
+    """Fork a child for each task that arrives. Return when the daemon closes the channel, when the process of a task
+    fails, or when processes outlive their task.
 
-    The daemon repeats a failed task in a fresh child, which reports the error. The fork server kills processes left
-    behind.
+    The daemon repeats a failed task in a fresh child, which reports the error. The fork server kills processes that
+    outlive their task.
     """
     while True:
         readable(channel.fileno())

@@ -1,12 +1,13 @@
-"""A slot whose loader runs in the training process, in the thread that takes its batches.
+"""A slot (a logical worker with its loader) without a worker process: the loader runs in the training process, in the
+thread that takes its batches.
 
-The loader, its start, its return to an earlier position and its recovery are those of a runner (worker/loader). A state
-is made as in a helper process (replayer.py). A batch is made only when it is requested, so the loader is never ahead of
-the training loop. There is no ring, socket, snapshot or verification.
+The code that starts the loader, returns to an earlier position and recovers is that of a runner (worker/loader). A
+state is made as in a helper process (replayer.py). A batch is made only when it is requested, so the loader is never
+ahead of the training loop. Ring, sockets, snapshots and their verification are not needed.
 
-A saved state holds the start of the slot's launch, which needs no verification, and the number of batches since.
-Loaders that declare exact states are saved at their position. If the loader's own states are aggregated, a second
-loader is brought to the step by replay, and its state is saved.
+A saved state holds the loader's state at the start of the launch, which needs no verification, and the number of
+batches since. Loaders that declare exact states are saved at their position. If the loader's own states are aggregated,
+a second loader is brought to the step by replay, and its state is saved.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from penstock.proto.errors import (
     UnsupportedStateError,
 )
 from penstock.proto.lane.producer import check_size
-from penstock.proto.state import assignment as place_of
+from penstock.proto.state import assignment as assignments
 from penstock.proto.state.codec import decode_state
 from penstock.proto.v1 import records_pb2
 from penstock.worker.loader.restart_plan import Leg, Target, plan_recovery
@@ -48,7 +49,7 @@ __all__ = ["InProcessSlot", "MadeBatch", "SlotState"]
 
 @dataclass(frozen=True)
 class MadeBatch:
-    """Batch in the form in which a runner writes it into its ring, but in memory of its own."""
+    """Batch in the form in which a runner writes a batch into its ring, but in ordinary memory."""
 
     structure: Structure
     shapes: list[int]
@@ -59,7 +60,7 @@ class MadeBatch:
     digest: int
     samples: int
     counts: bytes
-    """Counts that the batch has changed, as a BATCH frame carries them."""
+    """Counts (of samples per source) that the batch has changed, encoded as in a BATCH frame."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +68,15 @@ class SlotState:
     """State of one slot at a position: its part of a saved state."""
 
     data: bytes
-    """Encoded restart point, as in a daemon's answer to a state request."""
+    """Encoded restart point: a state of the loader and its position, as in a daemon's answer to a state request."""
     samples: int
+    """Number of samples in all the slot's batches up to the position."""
     digest: int
+    """Hash of the batch before the position."""
     next_digest: int = 0
+    """Hash of the batch after the position; 0 = not known."""
     next_epoch: bool = False
+    """True if the batch after the position belongs to the next epoch."""
 
 
 @dataclass(frozen=True)
@@ -81,13 +86,13 @@ class _BatchRecord:
     epoch: int
     digest: int
     samples: int
-    """Number of samples in all the slot's batches up to and including this one."""
+    """Number of samples in all the slot's batches up to this batch, inclusive."""
 
 
 @contextmanager
 def _reraise_interrupts() -> Iterator[None]:
-    """Raise KeyboardInterrupt or BdbQuit instead of the InputFnError that it caused in the `with` block. They come from
-    Ctrl-C and from quitting a debugger."""
+    """Replace an InputFnError from the `with` block by its cause if the cause is KeyboardInterrupt (Ctrl-C) or BdbQuit
+    (the user quit a debugger)."""
     try:
         yield
     except InputFnError as error:
@@ -97,10 +102,10 @@ def _reraise_interrupts() -> Iterator[None]:
 
 
 class InProcessSlot:
-    """Slot whose loader runs in this process, from its assignment to its end.
+    """Slot (a logical worker with its loader) that runs in this process.
 
     Args:
-        assignment: assignment as for a daemon. Its loader has a name and options, and no arguments.
+        assignment: assignment as for a daemon; `assignment.loader` has a name and options, and no arguments.
         make: calls input_fn with its arguments.
         resume: encoded state from which the attempt resumes; b"" to start fresh.
         noted: number of newest batches whose digests are kept.
@@ -116,20 +121,21 @@ class InProcessSlot:
         self._take = ReplayDigest(self._flattener, cover=self._cover).take
         self._globals = ProcessGlobals()
         self._start_data: bytes | None = None
-        """Encoded restart point of the stream's start; None before it was taken, or if it cannot be encoded."""
+        """Encoded restart point of the stream's start; None before the start, or if the state cannot be encoded."""
         self._unsaved: Exception | None = None
         self._left: dict[int, int] = {}
         self._log: OrderedDict[int, _BatchRecord] = OrderedDict()
         self._noted = noted
         self._source: RestorableLoader | None = None
         self._lost = False
-        """Flag that the loader must be made again and brought to its position before it is used."""
+        """True if the loader must be made again and brought to its position before the next use."""
         self.capabilities = records_pb2.LoaderCapabilities(length=-1)
 
     # ---- the stream
 
     def prepare(self) -> None:
-        """Make the loader and bring it to the slot's start position. Raise the errors that a runner would report."""
+        """Make the loader and bring it to the slot's start position, once. Raise the errors that a runner would
+        report."""
         if self._source is not None:
             return
         with self._globals.in_place(), _reraise_interrupts():
@@ -137,13 +143,13 @@ class InProcessSlot:
             resume = decode_state(self._resume) if self._resume else None
             start(source, resume, partial(self._keep, source), partial(self._go, source))  # type: ignore[arg-type]
             self._source, self.capabilities = source, source.capabilities
-            self.capabilities.looked_at_assignment = place_of.looked_at()
+            self.capabilities.looked_at_assignment = assignments.looked_at()
 
     def next(self, step: int, epoch: int, total: int) -> MadeBatch | None:
-        """Return the batch after `total`, which will be the box's `step`; None at the end of the epoch.
+        """Return the slot's batch `total + 1`, for training step `step` of the box; None at the end of the epoch.
 
         Ctrl-C in the user's code, and quitting a debugger there, are raised unchanged and not as an InputFnError,
-        because they are meant for the whole process. The loader is then dropped, with a batch that was made and not
+        because both are meant for the whole process. The loader is then dropped, with a batch that was made and not
         delivered. The next call makes the loader again.
         """
         source = self._ready()
@@ -155,7 +161,7 @@ class InProcessSlot:
                     source.open_epoch(step=step)
                 batch = source.next()
                 made = None if batch is END else self._made(batch, source.changed_counts())
-                self.capabilities.looked_at_assignment |= place_of.looked_at()
+                self.capabilities.looked_at_assignment |= assignments.looked_at()
         except (KeyboardInterrupt, BdbQuit):
             self.lose()
             raise
@@ -166,11 +172,12 @@ class InProcessSlot:
         return made
 
     def leave(self, epoch: int, total: int) -> None:
-        """Abandon epoch `epoch` after the slot's batch `total`. The loader may have reached the epoch's end already."""
+        """Abandon epoch `epoch` (the loop ended by `break`) after the slot's batch `total`. The loader may have reached
+        the epoch's end already."""
         source = self._ready()
         position = source.position
         with self._globals.in_place():
-            if not source.saves_state:  # its position cannot be restored
+            if not source.saves_state:  # the loader's position cannot be restored
                 position.epoch, position.total = epoch, total
             elif source.is_ahead or (position.epoch, position.total) != (epoch, total):
                 noted = self._log.get(total)
@@ -179,7 +186,7 @@ class InProcessSlot:
         self._left[epoch] = total
 
     def lose(self) -> None:
-        """Treat the loader as lost, as if its worker had died. The next call makes it again and restores its
+        """Treat the loader as lost, as if its worker had died. The next call makes the loader again and restores its
         position."""
         self._lost = True
 
@@ -213,8 +220,8 @@ class InProcessSlot:
         return self._rebuilt(position.epoch, position.total) if self._lost else self._source
 
     def _rebuilt(self, epoch: int, total: int) -> RestorableLoader:
-        """Replace the loader by a new one, brought to batch `total` in epoch `epoch` as a runner that takes the slot
-        over would do. Return it."""
+        """Replace the loader by a new one at the position after batch `total` in epoch `epoch`, as a replacement runner
+        would. Return the new loader."""
         if self._source is not None:
             self._source.drop()
         self._globals, noted = ProcessGlobals(), self._log.get(total)
@@ -235,19 +242,21 @@ class InProcessSlot:
         )
         if plan is None:
             raise ReplayMismatchError(
-                f"{source.name}: no snapshot is kept from which batch {target.total + 1} of the slot can be replayed"
+                f"{source.name}: the slot cannot continue with batch {target.total + 1}, because no earlier state of "
+                "its loader is kept. Start the job again from a saved state"
             )
         recover(source, plan, target, partial(self._go, source))
         catch_up(source, target.epoch)
 
     def _keep(self, source: RestorableLoader, point: RestartPoint, begins: bool) -> None:
-        """Keep the restart point if the attempt begins there. A runner keeps later ones too; they are ignored here."""
+        """Keep the restart point if the attempt (a launch of the run) begins there. Ignore later restart points, unlike
+        a runner."""
         if not begins:
             return
         self._unsaved = source.unsaved
         if self._unsaved is None:
             try:
-                self._start_data = source.marked(point, way_on=True).encode()
+                self._start_data = source.marked(point, whole_history=True).encode()
             except UnsupportedStateError as error:
                 self._unsaved = error
 
@@ -281,12 +290,19 @@ class InProcessSlot:
     # ---- states
 
     def state(self, epoch: int, delivered: int, total: int, step: int) -> SlotState:
-        """Return the slot's part of a state at a position that the loader has reached. `step`: the box's step there."""
+        """Return the slot's part of a state at a position that the loader has reached.
+
+        delivered: number of the slot's batches in epoch `epoch` up to the position. total: number of its batches in all
+        epochs. step: training step of the box (data-parallel rank) at the position.
+        """
         source = self._ready()
         if self._unsaved is not None and self.capabilities.state_methods:
             raise self._unsaved
         if self._start_data is None:
-            raise StateUnavailableError(f"{source.name}: no snapshot is kept from which batch {total} can be replayed")
+            raise StateUnavailableError(
+                f"{source.name}: the state after batch {total} cannot be saved, because no earlier state of the loader "
+                "is kept"
+            )
         position, exact = source.position, self.capabilities.exact_states
         is_here = (position.epoch, position.total) == (epoch, total) and source.is_open and not source.is_ahead
         if exact and is_here and not source.is_untouched:
@@ -305,7 +321,7 @@ class InProcessSlot:
 
     def _answer(self, data: bytes, epoch: int, total: int) -> SlotState:
         at, following = self._log.get(total), self._log.get(total + 1)
-        if at is None:  # no batch was made since the launch's start
+        if at is None:  # no batch was made since the start of the launch
             position = RestartPoint.taken(data)
             at = _BatchRecord(epoch, position.digest, position.position.samples)
         if following is None:
@@ -313,8 +329,8 @@ class InProcessSlot:
         return SlotState(data, at.samples, at.digest, following.digest, following.epoch > epoch)
 
     def _replayed(self, epoch: int, delivered: int, total: int, step: int) -> SlotState:
-        """Return the slot's part of a state, taken from a second loader that is replayed to the position, as in a
-        helper process."""
+        """Return the slot's part of a state, taken from a second loader that replays the batches up to the position, as
+        in a helper process."""
         assert self._start_data is not None
         point = RestartPoint.decode(self._start_data)
         fields = {
@@ -337,7 +353,8 @@ class InProcessSlot:
                 source.drop()
         if result.get("elsewhere") or result["ended"]:
             raise StateUnavailableError(
-                f"{source.name}: step {step} cannot be reached by replay: its epoch now ends at another batch"
+                f"{source.name}: the state of step {step} cannot be saved: a replay of the epoch ends at another "
+                "batch. The loader is not deterministic (see penstock doctor)"
             )
         return SlotState(
             data, result["samples"], result["digest"], result["following"], result["over"] and result["following"] > 0

@@ -1,5 +1,5 @@
-"""A runner's own copies of its newest restart points, and its plan to return to where the training loop abandoned an
-epoch."""
+"""A runner's own copies of its newest restart points (states of its loader with their positions), and its plan to
+return to the batch after which the training loop abandoned an epoch (by `break`)."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from penstock.worker.loader.restart_plan import Target
 __all__ = ["EncodedPoint", "LocalRestartPoints", "Return"]
 
 KEPT_POINTS = 16
-"""Number of newest epoch starts that are always kept, and of snapshots that are kept at most."""
+"""Number of newest epoch starts that are always kept, and largest number of snapshots that are kept."""
 KEPT_BYTES = 64 << 20
-"""Total size up to which more than KEPT_POINTS epoch starts are kept, in bytes: one for each epoch that the runner may
-be ahead of the training loop."""
+"""Total size in bytes up to which more than KEPT_POINTS epoch starts are kept: one more for each epoch that the runner
+may be ahead of the training loop."""
 CHECKED_BATCHES = 4
-"""Smallest number of batches from a snapshot to the position to return to. The replay compares all of them, because the
-snapshot is not verified."""
+"""Smallest number of batches from a snapshot to the position to return to. The replay compares these batches, because
+the snapshot is not verified."""
 
 
 @dataclass(frozen=True)
 class EncodedPoint:
-    """Encoded restart point, and its position."""
+    """Encoded restart point, with its epoch and the number of the slot's batches before it (`total`)."""
 
     epoch: int
     total: int
@@ -33,7 +33,7 @@ class EncodedPoint:
 
 @dataclass(frozen=True)
 class Return:
-    """Plan for returning to a position in an epoch, after the runner ran ahead of it."""
+    """Plan for returning to a position in an epoch, after the runner has made batches beyond that position."""
 
     inside: EncodedPoint | None
     """Newest snapshot in the position's epoch that lies at least CHECKED_BATCHES before the position, so that the
@@ -43,8 +43,8 @@ class Return:
     earlier: EncodedPoint | None
     """Newest restart point before the position's epoch: a snapshot, or the start of the run's first epoch."""
     first: EncodedPoint | None
-    """Newest restart point before the position's epoch that is used if `epoch_start` is in doubt. One in the run's
-    first epoch counts only if the position lies in the second epoch."""
+    """Newest restart point before the position's epoch, used if `epoch_start` has failed its test. A restart point in
+    the run's first epoch counts only if the position is in the second epoch."""
     there: EncodedPoint | None
     """Newest snapshot taken exactly at the position to return to."""
     probe: Target | None = None
@@ -56,10 +56,11 @@ class Return:
 
         The first is a snapshot before the position. The second is the epoch's start, which is wrong for a loader that
         begins an epoch in its first next(). The third is a point before the epoch. The last is a snapshot of exactly
-        the position: a loader that was just loaded and has yielded nothing may not know that it is in the middle of an
-        epoch, and would continue it when the next one is opened.
+        the position: a loader whose state was loaded there, and which has yielded nothing since, may not know that it
+        is in the middle of an epoch, and would continue this epoch when the next one is opened.
 
-        origin_doubted: the epoch's start has failed its test (`probe`). Then a point before the epoch is tried first.
+        origin_doubted: True if the epoch's start has failed its test (`probe`). Then a point before the epoch is tried
+        first.
         """
         doubted = origin_doubted and self.inside is None
         order = [self.first if doubted else None, self.inside, self.epoch_start, self.earlier, self.there]
@@ -75,7 +76,7 @@ class LocalRestartPoints:
 
     def add(self, point: EncodedPoint, *, epoch_start: bool) -> None:
         """Add a restart point, and drop the oldest ones above the limits. Starts of several epochs are kept: a slot
-        with short or empty epochs may be many epochs ahead of the training loop, which may abandon any of them."""
+        with short or empty epochs may be many epochs ahead of the training loop, which may abandon each of these."""
         (self._origins if epoch_start else self._snapshots).append(point)
         epoch_starts = self._origins
         while len(epoch_starts) > KEPT_POINTS and (
@@ -94,9 +95,9 @@ class LocalRestartPoints:
         """Plan how to return to the position `target`.
 
         Args:
-            exact: the loader's snapshots need no verification.
-            following: digest of the batch after the position in the same epoch; 0 if it is not known, or if the epoch
-                start must not be tested.
+            exact: True if the loader's snapshots need no verification.
+            following: digest of the batch after the position in the same epoch; 0 if the digest is not known, or if the
+                epoch start must not be tested.
         """
         epoch, total, left, snapshots = target.epoch, target.total, target.left, self._snapshots
         near = total - (1 if exact else CHECKED_BATCHES)

@@ -1,9 +1,10 @@
-"""The program of a helper process: it restores a second loader beside the streaming one, does one task with it, and
-ends.
+"""The program of a helper process: makes a second loader beside the streaming one, does one task with it, and ends.
 
-- `verify`: restore a restart point and compare the next batches with those that were delivered: see verification.py.
+- `verify`: restore a restart point (a loader's state and position) and compare the next batches with the delivered
+  ones: see verification.py.
 - `state`: replay from the nearest verified restart point to a position, and take the loader's state there.
-- `advance`: advance a state by arithmetic, for loaders that can (`advance_state`): no input_fn runs, no batch is made.
+- `advance`: compute a later state without making batches, for loaders with a method `advance_state`; input_fn is not
+  called.
 - `aggregate`: make one state of all workers' states, for a training job that cannot build the loader itself.
 
 The helper has memory of its own, so user code that fails or hangs there does not stop the stream.
@@ -47,8 +48,8 @@ class _Answer(Protocol):
 
 
 class _ReportingAnswer:
-    """Channel wrapper that adds to an answer the modules imported for the task. Warm helpers then import the same
-    modules (helper_process.py)."""
+    """Wrapper of a channel that adds to an answer the names of the modules imported for the task, so that warm helpers
+    can import the same modules (helper_process.py)."""
 
     def __init__(self, channel: ControlChannel, known: set[str]) -> None:
         self._channel, self._known = channel, known
@@ -59,7 +60,8 @@ class _ReportingAnswer:
 
 
 def run_task(channel: ControlChannel) -> None:
-    """Do one task. Receive the messages `assign`, any number of `point`, and the task; send `done` or `failed`."""
+    """Do one task: receive the message `assign`, any number of messages `point`, and the task; send `done` or
+    `failed`."""
     forks.host_user_code()
     forks.keep(channel)
     known = set(sys.modules)
@@ -103,19 +105,20 @@ def _verify(
     replay_digest: ReplayDigest,
     opened: RestartPoint | None = None,
 ) -> dict[str, Any]:
-    """Return whether the restart point leads to the delivered batches, and if not, which batch differs.
+    """Return the result of a verification as fields: `same` is True if the restart point leads to the delivered
+    batches; otherwise `differs` and `what` say which batch differs and how.
 
     Args:
         source: a newly built loader.
         point: the restart point to verify.
         fields: fields of the task.
-            `digests`: total -> [epoch, digest] of the delivered batches after the restart point. If some are of later
-                epochs, the loader's crossing is found too (see epoch_crossing.py).
+            `digests`: total -> [epoch, digest] of the delivered batches after the restart point. If some belong to
+                later epochs, the loader's crossing (its way into the next epoch) is found too; see epoch_crossing.py.
             `crossing`: the crossing known so far.
-            `left`: whether the training loop abandoned the restart point's epoch after the last of its batches.
+            `left`: True if the training loop abandoned the restart point's epoch after the last of its batches.
             `generators`: see _compare.
-            `early`: like `digests`, for the slot's first batches, or empty. If the restart point is wrong, they are
-                compared with the batches of a new loader.
+            `early`: like `digests`, for the slot's first batches, or empty. If the restart point is wrong, these
+                batches are compared with those of a new loader.
         opened: a snapshot of the streaming loader after the first batch of the next epoch.
     """
     delivered = {int(total): (epoch, digest) for total, (epoch, digest) in fields["digests"].items()}
@@ -147,8 +150,9 @@ def _find_crossing(
     known: str,
     opened: RestartPoint | None,
 ) -> str:
-    """Return the crossing by which the loader, at the end of its epoch, continues with the batches `beyond` of later
-    epochs. Return the known crossing if it is still right, otherwise a more careful one."""
+    """Return the crossing (way into the next epoch, crossing_kinds.py) with which the loader, at the end of its epoch,
+    continues with the batches `beyond` of later epochs. Return `known` if it is still right, otherwise a more careful
+    crossing."""
     end, position = source.rng(), source.position.copy()
     for way in to_try(known):
         source.position = position.copy()
@@ -158,7 +162,10 @@ def _find_crossing(
             if _leads_on(source, beyond, replay_digest, opened):
                 return way
         except InputFnError as error:  # some loaders cannot open another epoch after a restore
-            _log.info("%s: the restored loader fails to begin the next epoch: %s", source.name, error.message)
+            _log.info(
+                "%s: a loader with a restored state failed to begin the next epoch; trying another way: %s",
+                *(source.name, error.message),
+            )
         source.abort()
     return REPLAY
 
@@ -169,10 +176,10 @@ def _leads_on(
     replay_digest: ReplayDigest,
     opened: RestartPoint | None,
 ) -> bool:
-    """Return whether the loader, between two epochs, continues with the batches `beyond`.
+    """Return True if the loader, between two epochs, continues with the batches `beyond`.
 
-    opened: snapshot of the streaming loader after the first of these batches. The loader's state must then be the same,
-    because later epochs may depend on it.
+    opened: snapshot of the streaming loader after the first of these batches. The loader's state must equal this
+    snapshot, because later epochs may depend on the state.
     """
     for epoch in sorted({epoch for epoch, _ in beyond.values()}):
         while source.position.epoch < epoch:
@@ -194,8 +201,8 @@ def _compare(
     generators: int = 0,
     opened: RestartPoint | None = None,
 ) -> tuple[int, str]:
-    """Make the delivered batches of this epoch again. Return the number of the first one that differs, and how; 0 and
-    "" if none does.
+    """Make the delivered batches of epoch `epoch` again. Return the number of the first batch that differs, and a text
+    that says how; 0 and "" if all batches are the same.
 
     generators: hash of the random generators after the first batch, 0 if not known. opened: snapshot of the streaming
     loader after one of the batches; the loader must be in the same state there.
@@ -217,7 +224,7 @@ def _compare(
 
 
 def _equals(source: RestorableLoader, point: RestartPoint) -> bool:
-    """Return whether the states of the loader and of the random generators equal those in the snapshot."""
+    """Return True if the states of the loader and of the random generators equal the states in the snapshot."""
     state = source.state(point.step or point.position.total)[0]
     return source.rng() == point.rng and encode_state(state) == encode_state(point.state)
 
@@ -232,8 +239,8 @@ def _advanced(point: RestartPoint, assignment: records_pb2.WorkerAssignment, fie
 
 
 def _no_batch_before(source: RestorableLoader, epoch: int) -> bool:
-    """Return whether the loader reaches epoch `epoch` without yielding a batch. If it yields one, the training loop
-    abandoned an epoch that this process does not know of, and a resume from this state would continue that epoch."""
+    """Return True if the loader reaches epoch `epoch` without yielding a batch. A batch means that the training loop
+    abandoned an epoch without this process knowing, and a resume from this state would continue that epoch."""
     while source.position.epoch < epoch:
         if not source.is_open:
             source.open_epoch()
@@ -248,10 +255,10 @@ def state_at(
     """Replay the slot from the restart point to a position, and save the loader's state there. If the restart point
     does not lead to the position, replay from the beginning of the run.
 
-    Returns the fields that describe the position, and the state.
+    Return the fields that describe the position, and the encoded state.
 
-    fields: fields of the task. `total`: the slot's batches over the run at the position. `epoch`: its epoch. `step`:
-    the box's step for which the state is saved.
+    fields: fields of the task. `total`: number of the slot's batches over the run up to the position. `epoch`: the
+    position's epoch. `step`: the training step of the box (data-parallel rank) for which the state is saved.
     """
     try:
         source.restore(point)
@@ -259,7 +266,7 @@ def state_at(
     except UNFIT as mismatch:
         if point.is_beginning or not point.history.complete:
             raise
-        _log.warning("%s; its stream is replayed from the beginning instead", mismatch.message)
+        _log.warning("%s; the slot's batches are replayed from the beginning of the run instead", mismatch.message)
         history = source.history = point.history
         source.begin()
         return _replayed(
@@ -270,8 +277,8 @@ def state_at(
 def _replayed(
     source: RestorableLoader, point: RestartPoint, known_until: int, fields: dict[str, Any], replay_digest: ReplayDigest
 ) -> tuple[dict[str, Any], bytes]:
-    """Replay from a restart point, at which the loader is, to the position in `fields`, and take the state there.
-    Return the fields that describe the position, and the state.
+    """Replay a loader that is at the restart point to the position in `fields`, and save the loader's state there.
+    Return the fields that describe the position, and the encoded state.
 
     known_until: epoch before which the history lists all abandoned epochs.
     """
@@ -285,8 +292,9 @@ def _replayed(
         expected = delivered.get(source.position.total)
         if expected is not None and expected != source.digest:
             raise ReplayMismatchError(
-                f"{source.name}: replayed from its state after batch {point.position.total}, its batch "
-                f"{source.position.total} differs from the one that was delivered, so its state cannot be saved"
+                f"{source.name}: the state cannot be saved: restored to its state after batch "
+                f"{point.position.total}, the loader makes another batch {source.position.total} than the one that was "
+                "delivered. The loader is not deterministic (see penstock doctor)"
             )
 
     epoch, total = fields["epoch"], fields["total"]
@@ -306,9 +314,8 @@ def _replayed(
     if unknown_abandoned or (position.epoch == epoch and position.delivered != fields["delivered"]):
         return {"elsewhere": True}, b""
     user, rng = None, b""
-    if (
-        source.capabilities.state_methods == 4
-    ):  # aggregated states only; for others the restart point and the number of batches are saved
+    # only aggregated states are taken here; for others the restart point and the number of batches are saved
+    if source.capabilities.state_methods == 4:
         source.require_state()
         if source.unsaved is not None:
             raise source.unsaved

@@ -1,10 +1,9 @@
-"""The program of a runner: one slot's loader, in the main thread of its own process.
+"""The program of a runner: runs one slot's loader, in the main thread of its own process.
 
-    next(loader) -> flatten into a ring entry -> digest, progress page -> snapshot, if one is due -> descriptor to the
-        consumer
+    next(loader) -> flatten into a ring entry -> digest, progress page -> snapshot, if due -> frame to the consumer
 
-The process has no thread of Penstock and no gRPC, because user code may fork in it. It polls its two sockets, the
-lane's and the daemon's, only between two batches. It does so only if the ring is half full, the batch was slow, or the
+The process has no thread of Penstock and no gRPC, because user code may fork there. The runner polls its two sockets,
+the lane's and the daemon's, only between two batches, and only if the ring is half full, the batch was slow, or the
 runner is idle.
 """
 
@@ -32,7 +31,7 @@ from penstock.proto.errors import (
 from penstock.proto.lane.endpoints import FreeEntry, Producer
 from penstock.proto.lane.frames import KNOWN_STRUCTURES, LONG_SHAPES
 from penstock.proto.lane.ring import ring_bytes
-from penstock.proto.state import assignment as place_of
+from penstock.proto.state import assignment as assignments
 from penstock.proto.state.codec import decode_state
 from penstock.proto.state.snapshot_cadence import SnapshotCadence
 from penstock.proto.v1 import lane_pb2, records_pb2
@@ -61,7 +60,7 @@ __all__ = ["run_slot"]
 _log = logging.getLogger("penstock.worker")
 
 SLOW_BATCH_S = 0.001
-"""Smallest number of seconds for a batch after which the sockets are polled at once. A poll takes 2 us."""
+"""Seconds. After a batch that took longer, the sockets are polled at once. A poll takes 2 us."""
 LONGEST_DEAF_S = 0.1
 """Largest number of seconds between two polls of the sockets while batches are fast."""
 KEPT_LEFT = 64
@@ -73,7 +72,7 @@ class _StopError(Exception):
 
 
 def run_slot(channel: ControlChannel, progress_page: ProgressPage) -> None:
-    """Run a slot in this process, from its assignment to its end."""
+    """Run a slot (a logical worker with its loader) in this process, from its assignment to its end."""
     message = cast(ControlMessage, channel.receive())
     assignment = begin_slot(message, "runner")
     runner = _Runner(assignment, channel, progress_page)
@@ -97,7 +96,7 @@ class _Start:
     resume: dict[str, Any] | None
     points: list[RestartPoint]
     begins: bool = False
-    """Flag that the restart point at the attempt's beginning is not among `points` and must be made again."""
+    """True if the restart point at the attempt's beginning is not in `points` and must be made again."""
 
 
 class _Runner:
@@ -122,18 +121,18 @@ class _Runner:
         self._start_data = b""
         """Encoded restart point from which this runner's stream starts."""
         self._counts = False
-        """Flag that the loader's own states lead to wrong batches. Restart points are then saved as numbers of batches
+        """True if the loader's own states lead to wrong batches. Restart points are then saved as numbers of batches
         after the stream's start."""
         self._left: dict[int, int] = {}
-        """Epochs that the training loop abandoned: number of the epoch -> the slot's total where it was abandoned."""
+        """Epochs that the training loop abandoned: number of the epoch -> number of the slot's last batch there."""
         self._hello: lane_pb2.Hello | None = None
         self._points: list[RestartPoint] = []
-        """Restart points received after the start, which the slot's previous runner made meanwhile."""
+        """Restart points that the slot's previous runner made after this runner had been started."""
         self._looked = False
         self._begun = False
         self._generators_at = 0
-        """Number of the batch after which a hash of the random generators is sent to the daemon: the first batch after
-        the newest restart point. The verification of that restart point compares it."""
+        """Number of the first batch after the newest restart point. After this batch a hash of the random generators is
+        sent to the daemon, for the verification of the restart point."""
         self._last_look = 0.0
         self._poll = select.poll()
         self._poll.register(channel.fileno(), select.POLLIN)
@@ -166,7 +165,7 @@ class _Runner:
         except Exception as error:
             self._channel.send("failed", error=plain_detail(error))
             raise _StopError from error
-        if place_of.looked_at():
+        if assignments.looked_at():
             self._progress_page.note_assignment_read()
         self._progress_page.set_position(source.position.total, source.position.epoch, source.position.samples)
 
@@ -188,8 +187,8 @@ class _Runner:
         return sent
 
     def _recover(self, points: list[RestartPoint]) -> None:
-        """Bring the loader of a slot that another runner had before to the position after the last delivered batch.
-        Compare the batches that are replayed on the way with the delivered ones."""
+        """Bring the loader of a slot that another runner had before to the position after the last delivered batch, and
+        compare the batches that are replayed on the way with the delivered ones."""
         self._doing("waiting")
         while self._hello is None:
             self._serve(None)
@@ -198,22 +197,21 @@ class _Runner:
         target = Target(hello.epoch, hello.next_total - 1, self._left, hello.last_digest)
         plan = plan_recovery(points + self._points, target, counted=self._counts)
         if plan is None:
-            raise ReplayMismatchError(
-                f"{source.name}: no snapshot is kept from which batch {hello.next_total} of the slot can be replayed"
-            )
+            why = f"cannot continue with batch {hello.next_total}, because no earlier state of the loader is kept"
+            raise ReplayMismatchError(f"{source.name}: {why}. Start the job again from a saved state")
         point = recover(source, plan, target, self._seek)
         self._keep(point, epoch_start=point.rng_before is not None, start=True)
         catch_up(source, hello.epoch)
 
     def _await_resume(self) -> dict[str, Any]:
-        """Request the state that the launch resumed from, which the daemon does not send in a recovery. Return it."""
+        """Request and return the state from which the launch resumed, which the daemon sends only on request."""
         self._channel.send("wants_resume")
         while (message := cast(ControlMessage, self._channel.receive())).kind != "resume":
             self._handle(message)
         return cast(dict[str, Any], decode_state(payload_of(message)))
 
     def _open_epoch(self) -> None:
-        """Open the next epoch of the loader, and keep its epoch start as a restart point."""
+        """Open the loader's next epoch, and keep the epoch's start as a restart point."""
         source = self.source
         self._keep(source.open_epoch(step=self._step_of(source.position.total)))
 
@@ -228,7 +226,7 @@ class _Runner:
             if known is not None and known.epoch == position.epoch and known.digest != source.digest:
                 raise ReplayMismatchError(
                     f"{source.name}: replayed batch {position.total} of epoch {position.epoch} differs from the one "
-                    "that the slot made before: the loader is not deterministic (see penstock doctor)"
+                    "that was made before. The loader is not deterministic (see penstock doctor)"
                 )
             self._progress_page.note(position.total, position.epoch, source.digest, position.samples)
             self._progress_page.replayed()
@@ -242,7 +240,7 @@ class _Runner:
     # ---- streaming
 
     def stream(self) -> None:
-        """Stream one epoch after the other, as soon as the consumer opens it, until the daemon ends the slot."""
+        """Stream epoch after epoch, each as soon as the consumer opens it, until the daemon ends the slot."""
         source = self.source
         try:
             while True:
@@ -286,7 +284,7 @@ class _Runner:
         while True:
             started = clock()
             batch = self._next()
-            # the abandonment arrived while user code waited for an entry: nothing more of this epoch may be sent
+            # the loop abandoned the epoch while user code waited for an entry: nothing more of the epoch may be sent
             if producer.abandoned:
                 del batch
                 self._go_back()
@@ -323,7 +321,7 @@ class _Runner:
             if total in producer.wanted or position.delivered == 1 or self._cadence.due(now):
                 self._snapshot()
                 self._doing("next")
-            if not self._looked and place_of.looked_at():
+            if not self._looked and assignments.looked_at():
                 self._looked = True
                 progress_page.note_assignment_read()
             progress_page.record(total, position.epoch, digest, position.samples, producer.delivered)
@@ -344,7 +342,7 @@ class _Runner:
                     return
 
     def _next(self) -> Any:
-        """Return the loader's next batch, or END. User code may build the batch in a ring entry meanwhile."""
+        """Return the loader's next batch, or END. User code may build the batch in a ring entry."""
         self._lease.offered = True
         try:
             return self.source.next()
@@ -354,8 +352,8 @@ class _Runner:
                 raise self._interrupt
 
     def _learn(self, structure: Structure) -> int:
-        """Give a new batch structure a number, and announce it to consumers. Return the number. The table keeps the
-        structure alive, so that no other object gets its id."""
+        """Number a new batch structure, announce the structure to consumers, and return the number. The table keeps the
+        structure alive, so that no other object gets its id()."""
         self._structures += 1
         self._numbers[id(structure)] = self._structures, structure
         if len(self._numbers) > KNOWN_STRUCTURES:
@@ -364,7 +362,7 @@ class _Runner:
         return self._structures
 
     def _reserve(self, flat: FlatBatch) -> FreeEntry | None:
-        """Wait for a free ring entry and return it; None if the training loop abandons the epoch meanwhile."""
+        """Wait for a free ring entry and return it, or None if the training loop abandons the epoch during the wait."""
         producer = self.producer
         need = flat.nbytes + (8 * len(flat.shapes) if len(flat.shapes) > LONG_SHAPES else 0)
         entry = self._lease.take(flat, need) or producer.reserve(need)
@@ -381,8 +379,8 @@ class _Runner:
 
     def _wait_in_user_code(self) -> bool:
         """Wait for a free ring entry while user code builds a batch. Return False if the training loop has abandoned
-        the epoch, or after an error. The error is raised only after user code has returned, because user code might
-        catch it."""
+        the epoch, or after an error. The error is raised later, when user code has returned, because user code could
+        catch an exception."""
         if self._interrupt is None and not self.producer.abandoned:
             self._doing("sending")
             try:
@@ -395,8 +393,8 @@ class _Runner:
     # ---- snapshots
 
     def _snapshot(self) -> None:
-        """Take a snapshot of the loader at its present position, and send it to the daemon. If that fails, report the
-        error and take no more snapshots; the stream continues, and the next save raises the error."""
+        """Take a snapshot of the loader at its present position, and send the snapshot to the daemon. If that fails,
+        report the error and take no more snapshots; the stream continues, and the next save raises the error."""
         source, producer = self.source, self.producer
         total = source.position.total
         steps = producer.wanted.pop(total, None)
@@ -421,24 +419,25 @@ class _Runner:
             del producer.wanted[stale]
 
     def _is_counted(self, point: RestartPoint) -> bool:
-        """Return whether the restart point is a number of batches from the start, which needs no verification."""
+        """Return True if the restart point is a number of batches from the start, which needs no verification."""
         return self._counts and point.behind is not None
 
     def _step_of(self, total: int) -> int:
-        """Return the box's step of the slot's batch `total`, if all slots of the box have batches left in the epoch."""
+        """Return the box's training step for the slot's batch `total`, if all slots of the box still have batches."""
         return self._first_step + (total - self._first_total - 1) * self._stride
 
     def _keep(
         self, point: RestartPoint, start: bool = False, *, epoch_start: bool = True, begins: bool = False
     ) -> None:
-        """Encode a restart point, keep it, and send it to the daemon.
+        """Encode and keep a restart point, and send it to the daemon.
 
-        start: this runner's stream starts from it, so it needs no verification. begins: the attempt begins there too.
+        start: True if this runner's stream starts there, so that no verification is needed. begins: True if the attempt
+        begins there too.
         """
         error = self.source.unsaved
         if error is None:
             try:
-                data = self.source.marked(point, way_on=start).encode()
+                data = self.source.marked(point, whole_history=start).encode()
                 if start:
                     self._start_data = data
                     self.source.counts_from = RestartPoint.decode(data) if self._counts else None
@@ -456,7 +455,7 @@ class _Runner:
         self._channel.send("unsaved", error=plain_detail(error))
 
     def _send_restart_point(self, point: RestartPoint, data: bytes, *, epoch_start: bool, **given: bool) -> None:
-        """Keep a restart point and send it to the daemon. `given`: further flags, see StoredSnapshot (snapshots.py)."""
+        """Keep a restart point and send it to the daemon. given: further flags, see StoredSnapshot (snapshots.py)."""
         position, flags = (
             point.position,
             cast(dict[str, Any], {"start": False, "wanted": False, "begins": False} | given),
@@ -476,8 +475,8 @@ class _Runner:
         )
 
     def _go_back(self) -> None:
-        """Return to where the training loop abandoned an epoch, and close the epoch there. The loader and its random
-        generators had run ahead, and later batches must not depend on how far they ran."""
+        """Return to the batch after which the training loop abandoned an epoch, and close the epoch there. The loader
+        and its random generators have run ahead, and later batches must not depend on the distance."""
         source, producer = self.source, self.producer
         epoch, delivered = producer.abandoned.popleft(), producer.delivered
         position = source.position
@@ -502,10 +501,10 @@ class _Runner:
         self._channel.send("left", epoch=epoch, total=delivered)
 
     def _return_to(self, epoch: int, total: int) -> None:
-        """Restore the loader to the position after batch `total` in an epoch that the runner ran ahead of."""
+        """Restore the loader to the position after batch `total` of epoch `epoch`, which the runner has passed."""
         source, history, page = self.source, self.source.history, self._progress_page
         delivered, ahead = page.entry(total), page.entry(total + 1)
-        # A loader with worker processes of its own is not tried, because each try would start them again.
+        # With worker processes of the loader's own there is no test, because each try would start these again.
         known = ahead is not None and ahead.epoch == epoch and not source.capabilities.own_workers
         target = Target(epoch, total, self._left, delivered.digest if delivered is not None else 0)
         following = ahead.digest if ahead is not None and known else 0
@@ -523,8 +522,8 @@ class _Runner:
             ways.append(BEGINNING)
         if not ways:
             raise StateMismatchError(
-                f"{source.name}: epoch {epoch}, which the loop abandoned by `break`, cannot be ended there: no "
-                "snapshot of it is kept"
+                f"{source.name}: the loader cannot return to where the loop left epoch {epoch} by `break`, because no "
+                "state of that epoch is kept. Start the job again from a saved state"
             )
         try:
             first_fit(ways, take, UNFIT, lambda mismatch, instead: None)
@@ -534,8 +533,8 @@ class _Runner:
             raise StateMismatchError(mismatch.message) from mismatch
 
     def _is_doubted(self, plan: Return) -> bool:
-        """Return whether the epoch start is wrong: a loader restored from it does not continue with the batch that
-        followed it before."""
+        """Return True if the epoch start is wrong: a loader restored from it does not continue with the batch that
+        followed before."""
         if plan.probe is None or plan.epoch_start is None:
             return False
         try:
@@ -546,7 +545,7 @@ class _Runner:
 
     def _leave_unsaved(self, epoch: int, total: int) -> None:
         """Abandon an epoch with a loader that has no state methods. The loader cannot be restored to an earlier
-        position: data that it read ahead, for example from a queue, is lost. Seed its random generators by the
+        position: data that was read ahead, for example from a queue, is lost. Seed the random generators by the
         position."""
         source, delivered = self.source, self._progress_page.entry(total)
         source.reseed("left", epoch, total)
@@ -557,8 +556,8 @@ class _Runner:
     # ---- the two sockets
 
     def _serve(self, timeout_s: float | None) -> None:
-        """Wait for a message of the daemon or the consumer, at most `timeout_s` seconds, and handle all messages that
-        have arrived."""
+        """Wait for a message of the daemon or the consumer, at most `timeout_s` seconds (None = any time), and handle
+        all messages that have arrived."""
         producer, poll = self.producer, self._poll
         producer.flush()
         consumer = producer.fileno(), select.POLLIN | (select.POLLOUT if producer.blocked else 0)

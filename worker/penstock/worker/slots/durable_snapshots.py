@@ -1,8 +1,10 @@
-"""Durable restart points of a slot: copies that the coordinator keeps. A runner on another worker continues from them.
+"""Durable restart points of a slot (states of its loader with their positions): copies that the coordinator keeps, from
+which a runner on another worker can continue.
 
-The first restart point, where the attempt began, is durable before any batch can be fetched, so that every delivered
-batch can be recovered. Any later runner can make this restart point again: by input_fn, and by the state that the
-attempt resumed from, which the coordinator has anyway. So if it is large, only its position is kept.
+The first restart point, where the attempt (this launch of the job) began, is durable before any batch can be fetched,
+so that every delivered batch can be recovered. Each later runner can make the first restart point again: with input_fn,
+and the state from which the attempt resumed, which the coordinator has anyway. So only the position of a large first
+restart point is kept.
 """
 
 from __future__ import annotations
@@ -27,25 +29,25 @@ __all__ = ["NOT_OURS", "DurableSnapshots"]
 NOT_OURS = (CoordinatorUnavailableError, DeadlineError, JournalError)
 """Temporary errors whose cause is the coordinator, after which a call is tried again."""
 LARGE = 1 << 20
-"""Size above which the first restart point of an attempt is kept without its bytes, in bytes."""
+"""Size in bytes above which only the position of an attempt's first restart point is kept."""
 AGAIN_S = 0.2
 """Seconds between two calls while the coordinator is unreachable."""
 
 
 class DurableSnapshots:
-    """Sender of one slot's restart points to the coordinator, which makes them durable."""
+    """Sender of one slot's restart points to the coordinator, which makes these restart points durable."""
 
     def __init__(self, slot: SlotContext) -> None:
         self._slot = slot
         self.refused = ""
-        """Reason why the coordinator refused the last restart point; "" = it accepted it."""
+        """Reason why the coordinator refused the last restart point; "" = the coordinator accepted it."""
 
     async def keep_up(self) -> None:
-        """Make the newest restart point durable again and again, as often as the slot's quota allows."""
+        """Make the newest restart point durable, again and again, at the interval of the slot's quota."""
         slot = self._slot
         await slot.ready.wait()
         # The slots of a job start together, so each begins after a random delay.
-        await asyncio.sleep(random.random() * slot.host.share.every_s)
+        await asyncio.sleep(random.random() * slot.host.snapshot_quota.every_s)
         while True:
             size = 0
             # Skip restart points beyond the last delivered batch: the loop may still abandon that part of the stream.
@@ -54,7 +56,7 @@ class DurableSnapshots:
                 if not point.durable:
                     size += len(point.data)
                     await self.make(point)
-            await asyncio.sleep(slot.host.share.pause_s(size))
+            await asyncio.sleep(slot.host.snapshot_quota.pause_s(size))
 
     def newest(self, below: int | None = None) -> list[StoredSnapshot]:
         """Return the newest usable restart point, as a list of at most one.
@@ -65,11 +67,11 @@ class DurableSnapshots:
         return [point for point in slot.store if slot.usable(point) and (below is None or point.total < below)][-1:]
 
     async def prepare_migration(self) -> None:
-        """Make durable the restart point from which a target worker must replay the fewest batches. It is the newest
-        one before the last batch that the training loop took.
+        """Make durable the restart point from which a target worker (the slot's next worker) must replay the fewest
+        batches: the newest one before the last batch that the training loop took.
 
-        That batch is not known exactly: it lies between the last one reported to the runner and the last one that the
-        runner made. So two restart points may be made durable.
+        That batch is not known exactly: it lies between the last batch reported to the runner and the last batch that
+        the runner made. So two restart points may be made durable.
         """
         self._slot.progress_page.refresh()
         for point in self.newest(self._slot.progress_page.delivered) + self.newest():
@@ -89,15 +91,20 @@ class DurableSnapshots:
                 break
             except NOT_OURS as error:
                 if not logged:
-                    slot.log.warning("%s: sending its snapshot waits for the coordinator: %s", slot.name, error.message)
+                    slot.log.warning(
+                        "%s: a snapshot of the loader waits until the coordinator answers: %s", slot.name, error.message
+                    )
                 logged = True
                 await asyncio.sleep(AGAIN_S)
             except (SupersededError, UnknownRunError) as error:
-                # The run ended, or the slot was moved, while this was sent: the heartbeat's reply says so to the slot.
-                slot.log.debug("%s: its snapshot is not needed any more: %s", slot.name, error.message)
+                # The run ended or the slot moved during the call; the next heartbeat's reply ends this slot.
+                slot.log.debug("%s: a snapshot is not needed any more: %s", slot.name, error.message)
                 break
             except PenstockError as error:
-                slot.log.warning("%s: its snapshot could not be sent to the coordinator: %s", slot.name, error.message)
+                slot.log.warning(
+                    "%s: a snapshot could not be sent to the coordinator, so a recovery replays from an older one: %s",
+                    *(slot.name, error.message),
+                )
                 break
         point.durable = True
 
@@ -119,13 +126,13 @@ class DurableSnapshots:
         )
 
     def _count(self, refused: str, size: int) -> None:
-        slot, tally = self._slot, self._slot.host.tally
+        slot, counters = self._slot, self._slot.host.counters
         if refused:
-            tally.snapshots_refused += 1
+            counters.snapshots_refused += 1
         else:
-            tally.snapshots_sent += 1
-            tally.snapshot_sent_bytes += size
+            counters.snapshots_sent += 1
+            counters.snapshot_sent_bytes += size
         if refused and not self.refused:
-            why = "the coordinator does not keep its snapshot, so a recovery replays from an older one"
+            why = "the coordinator does not keep a snapshot of the loader, so a recovery replays from an older one"
             slot.log.warning("%s: %s: %s", slot.name, why, refused)
         self.refused = refused

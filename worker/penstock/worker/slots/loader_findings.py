@@ -1,4 +1,4 @@
-"""Findings of a worker about a run's loader. The run's slots on this worker share them."""
+"""Findings of a worker about a run's loader, which the run's slots on this worker share."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from penstock.proto.errors import ReplayMismatchError
 __all__ = ["FIRST_DEPTH", "LoaderFindings"]
 
 FIRST_DEPTH = 16
-"""Number of batches that the first long verification compares. Before it, each verification compares at most as
-many."""
+"""Number of batches that the first long verification compares, and largest number that each earlier one compares."""
 
 
 @dataclass
@@ -27,14 +26,14 @@ class LoaderFindings:
     far_s: float = 0.0
     """Expected processor time of the next long verification, in seconds; 0 before the first."""
     misleads: bool = False
-    """Flag that a state of the loader led to the right batches first and to wrong ones later. No state of it is used
-    then."""
+    """True if a state of the loader led to the right batches first and to wrong batches later. The loader's states are
+    then not used."""
     not_used: str = ""
-    """Reason why the loader's snapshots are not used, as logged once; "" = they are used."""
+    """Reason why the loader's snapshots are not used, as logged once; "" = snapshots are used."""
     checked: bool = False
-    """Flag that the loader was verified at least once. A loader that declares exact_states is then trusted."""
+    """True if the loader was verified at least once. A loader that declares exact_states is then trusted."""
     inexact: bool = False
-    """Flag that a verification failed, so that exact_states is not believed any more."""
+    """True if a verification failed, so that exact_states is not trusted any more."""
     unrepeatable: ReplayMismatchError | None = None
-    """Error that a save must raise; None = none. Set if the loader has no state methods and yields other batches when
-    it is replayed from its beginning."""
+    """Error that a save must raise; None = no error. Set if the loader has no state methods, and a replay from its
+    beginning yields other batches."""

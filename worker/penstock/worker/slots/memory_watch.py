@@ -1,5 +1,5 @@
-"""The watch over a runner's memory, if runner_memory limits it. A runner above the limit is replaced at a snapshot. A
-runner far above the limit is killed."""
+"""The watch over a runner's memory, if the setting runner_memory limits the memory. A runner above the limit is
+replaced at a snapshot. A runner far above the limit is killed."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["HARD_LIMIT", "MemoryWatch", "killed_for_memory"]
 MEMORY_S = 1.0
 """Seconds between two measurements of a runner's memory."""
 MEMORY_SHARE = 0.02
-"""Largest share of a processor that measuring one runner's memory may take. A large runner takes longer to measure, so
-it is measured more rarely."""
+"""Largest share of a processor that measuring one runner's memory may take. Measuring a large runner takes longer, so
+large runners are measured more rarely."""
 HARD_LIMIT = 2
 """Multiple of the memory limit above which a runner is killed at once."""
 GAIN_S = 0.05
-"""Seconds between two checks whether a runner that is about to be replaced has made progress that can be saved."""
+"""Seconds between two checks of whether a runner that is about to be replaced has made progress that can be saved."""
 
 
 class MemoryWatch:
@@ -41,17 +41,17 @@ class MemoryWatch:
         """
         slot = self._slot
         took, most, begun, young = 0.0, 0, False, True
-        handing: asyncio.Task[None] | None = None
+        saving: asyncio.Task[None] | None = None
         while slot.phase != coordinator_pb2.FAILED:
             period = max(MEMORY_S, took / MEMORY_SHARE)
-            if handing is not None:  # saving lasts while the coordinator is unreachable, and the runner grows meanwhile
-                await asyncio.wait((handing,), timeout=period)
+            if saving is not None:  # saving waits for an unreachable coordinator, and meanwhile the runner grows
+                await asyncio.wait((saving,), timeout=period)
             elif begun:
                 await asyncio.sleep(period)
             else:  # measure once right after the first batch
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(slot.begun.wait(), period)
-            if handing is None:
+            if saving is None:
                 young = not begun
             begun = slot.begun.is_set()
             held, took = await asyncio.to_thread(_looked_at, pid, limit)
@@ -59,17 +59,17 @@ class MemoryWatch:
             what = f"it used {_mib(most)} of memory, above the limit of {_mib(limit)} (penstock worker --runner-memory)"
             far = held > HARD_LIMIT * limit
             if far and not (young and begun):
-                # Killed at a batch: report that batch with the loss, because it may be the cause.
+                # Report the batch that the runner was making with the loss, because that batch may be the cause.
                 slot.lose(f"was killed at batch {slot.progress_page.total}, because {what}")
-            elif far or (handing is not None and handing.done()):
+            elif far or (saving is not None and saving.done()):
                 slot.recycle, slot.outgrown = True, young
                 slot.lose(f"was replaced at batch {slot.progress_page.total}, because {what}")
-            elif handing is None and held > limit and slot.ready.is_set():
-                handing = slot.spawn(self._save_progress())
+            elif saving is None and held > limit and slot.ready.is_set():
+                saving = slot.spawn(self._save_progress())
 
     async def _save_progress(self) -> None:
-        """Make this runner's progress durable before it is replaced. Otherwise its replacement would replay the same
-        batches, and use as much memory again.
+        """Make this runner's progress durable before the runner is replaced. Otherwise the next runner would replay the
+        same batches, and use the same amount of memory.
 
         Wait until one of the runner's own snapshots is verified and the training loop has taken one more batch. Return
         at once if the loader is not saved.
@@ -92,20 +92,20 @@ class MemoryWatch:
 
 
 def killed_for_memory(slot: SlotContext, whose: OutOfMemory, *, young: bool) -> None:
-    """Report the slot lost after the kernel killed a process of its runner because memory ran out. If the limit of the
+    """Report the slot lost after the kernel killed a process of its runner for lack of memory. If the limit of the
     runner's control group was reached, act as the memory watch does for a runner above its limit.
 
-    whose: the limit that was reached. young: the runner had not made its second batch.
+    whose: the limit that was reached. young: True if the runner had not made its second batch.
     """
     at = f"was killed by the kernel at batch {slot.progress_page.total}, because"
     if whose is OutOfMemory.OWN:
         slot.recycle = slot.outgrown = young
         limit = _mib(slot.host.runner_memory)
         slot.lose(
-            f"{at} it used far more memory than it may, above the limit of {limit} (penstock worker --runner-memory)"
+            f"{at} it used far more memory than allowed, above the limit of {limit} (penstock worker --runner-memory)"
         )
     else:
-        slot.lose(f"{at} its machine, container or systemd unit had no memory left")
+        slot.lose(f"{at} its machine, container or systemd unit had no memory left. Run fewer slots there")
 
 
 def _looked_at(pid: int, limit: int) -> tuple[int, float]:

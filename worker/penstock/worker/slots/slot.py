@@ -1,9 +1,10 @@
 """A slot on this worker: its runner, its restart points, and its reports.
 
-A Slot object lives for one generation of the slot: when the runner dies or the slot moves, it ends and a new object
-begins. It never runs user code; tasks that need user code (verifying a snapshot, a state between snapshots) go to
-helper processes. slot_states.py answers state requests, verification.py verifies restart points, memory_watch.py
-watches memory.
+A slot is a logical worker of a run with a position in the data; a child process, the runner, runs its loader. A Slot
+object exists for one generation of the slot: it ends when the runner dies or the slot moves to another worker. The
+daemon never runs user code; tasks that need user code (verifying a snapshot, a state between snapshots) go to helper
+processes. slot_states.py answers state requests, verification.py verifies restart points, memory_watch.py watches
+memory.
 """
 
 from __future__ import annotations
@@ -55,17 +56,17 @@ __all__ = ["Slot"]
 _log = logging.getLogger("penstock.worker")
 
 STOP_GRACE_S = 0.5
-"""Seconds that a runner gets to end after a stop request, before it is killed."""
+"""Seconds that a runner may take to end after a stop request, before it is killed."""
 MAX_REPORT_BYTES = 8 << 10
 """Largest size of a runner's report about its loader, in bytes. Each heartbeat carries this report."""
 MAX_UNSAVED_TEXT = 1000
 """Largest length of a text about the loader's states that is sent to the training job, in characters."""
 LOOK_S = 0.02
-"""Seconds between two checks whether the runner has received the connection that was sent to it."""
+"""Seconds between two checks of whether the runner has received a connection that was sent to it."""
 STAGE_S = 1.5
-"""Seconds between two checks of what a starting slot waits for. A change is then reported."""
+"""Seconds between two checks of the stage of a slot's start. A change of the stage is then reported."""
 KILL_S = 10.0
-"""Seconds to wait for a killed process to end. A process that hangs in a driver or a file system does not end."""
+"""Seconds to wait until a killed process ends. A process that hangs in a driver or a file system does not end."""
 _STAGES = {
     "input_fn": coordinator_pb2.INPUT_FN,
     "iter": coordinator_pb2.FIRST_BATCH,
@@ -76,13 +77,13 @@ _STAGES = {
 }
 """Start stage to report for each activity of a starting runner."""
 _NO_ROOM = (
-    "{name}: the coordinator cannot keep its first snapshot, and without one the slot could not be recovered: {why}; "
-    "end jobs that are no longer needed, or give this job a coordinator of its own"
+    "{name}: the coordinator cannot keep the loader's first snapshot, without which the slot could not be recovered: "
+    "{why}. End jobs that are no longer needed, or start another coordinator for this job"
 )
 
 
 class Slot:
-    """Slot on this worker for one generation, from `start()` to `stop()`."""
+    """Slot (a logical worker of a run) on this worker, from `start()` to `stop()`: owner of one runner process."""
 
     def __init__(self, host: SlotHost, assignment: records_pb2.WorkerAssignment) -> None:
         self.assignment = assignment
@@ -97,8 +98,8 @@ class Slot:
         self.store = SlotSnapshots(self.usable)
         self.verifier = RestartPointVerifier(self)
         self.left: dict[int, int] = {}
-        """Epochs that the training loop abandoned, as the runner reported: number of the epoch -> the slot's total
-        there."""
+        """Epochs that the training loop abandoned, as the runner reported: number of the epoch -> number of the slot's
+        last batch there."""
         self.from_before: set[tuple[int, int, int, bool, int]] = set()
         """Positions of the restart points that an earlier runner of the slot made."""
         self.states = SlotStates(self, self.verifier)
@@ -108,8 +109,8 @@ class Slot:
         self._doing = ""
         self._stack = ""
         self.recycle = self.outgrown = False
-        """Flags about memory. `recycle`: the runner is replaced because it held too much. `outgrown`: it did so before
-        its second batch."""
+        """Flags about memory. `recycle`: the runner is replaced because it held too much memory. `outgrown`: it held
+        too much before its second batch."""
         self._making: records_pb2.Skip | None = None
         self.unsaved: records_pb2.ErrorDetail | None = None
         self.ready = asyncio.Event()
@@ -118,10 +119,10 @@ class Slot:
         self.attached = False
         self._attaching: asyncio.Future[None] | None = None
         self._lane_unread = False
-        """Flag that a lane's connection was sent to the runner, which may not have received it yet."""
+        """True if a lane's connection was sent to the runner, which may not have received the connection yet."""
         self.begun = asyncio.Event()
         self._awaits_fork_server = False
-        self._stage_told: coordinator_pb2.StartStage.ValueType = coordinator_pb2.START_STAGE_UNSPECIFIED
+        self._stage_reported: coordinator_pb2.StartStage.ValueType = coordinator_pb2.START_STAGE_UNSPECIFIED
         self._life: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._rates = BatchRates(time.monotonic())
@@ -134,12 +135,12 @@ class Slot:
 
     def start(self) -> None:
         """Start the slot's task, which runs the runner."""
-        self.host.tally.recoveries += self.assignment.recovery
+        self.host.counters.recoveries += self.assignment.recovery
         self._life = asyncio.ensure_future(self._run())
 
     async def _run(self) -> None:
         """Start the runner, wait until it ends, and report how it ended."""
-        self.spawn(self._tell_start())
+        self.spawn(self._report_start_stages())
         try:
             await self._start()
             assert self._child is not None
@@ -165,13 +166,13 @@ class Slot:
         except PenstockError as error:
             self.fail(detail_of(error), lost=isinstance(error, (WorkerLostError, *NOT_OURS)))
         except Exception as error:
-            self.log.exception("%s: starting it failed", self.name)
+            self.log.exception("%s: the slot could not be started", self.name)
             self.fail(detail_of(error), lost=True)
 
     async def _start(self) -> None:
         host, a = self.host, self.assignment
         for name in filter(None, (a.resume.blob, a.loader.arguments_blob)):
-            os.close(await host.blobs.descriptor(name))  # fetch it before the turn comes
+            os.close(await host.blobs.descriptor(name))  # fetched before the turn begins
         self._turn = turn = host.starts.join(urgent=a.recovery)
         try:
             await turn.came
@@ -195,18 +196,17 @@ class Slot:
         await self._send_findings(child)
         await child.send("go")
 
-    async def _tell_start(self) -> None:
-        """Report what the slot's start waits for, each time that this has changed for STAGE_S. A quick start causes no
-        report."""
+    async def _report_start_stages(self) -> None:
+        """Report each new stage of the slot's start, checked every STAGE_S seconds. A quick start causes no report."""
         while self.phase == coordinator_pb2.STARTING:
             await asyncio.sleep(STAGE_S)
             self.progress_page.refresh()
-            if self.start_stage != self._stage_told:
+            if self.start_stage != self._stage_reported:
                 self.host.slot_changed()
 
     @property
     def start_stage(self) -> coordinator_pb2.StartStage.ValueType:
-        """Stage of the slot's start that it waits for, as of the progress page's last `refresh`."""
+        """Present stage of the slot's start, as of the progress page's last `refresh`."""
         if self.phase != coordinator_pb2.STARTING:
             return coordinator_pb2.START_STAGE_UNSPECIFIED
         if self._child is None:
@@ -214,8 +214,8 @@ class Slot:
         return _STAGES.get(self.progress_page.activity[0], coordinator_pb2.RUNNER)
 
     async def _fetch_restart_points(self, child: Child) -> bool:
-        """Fetch the slot's durable restart points from the coordinator, and send them to the runner. Return whether the
-        attempt's first restart point is kept without its bytes, so that the runner must make it again: see
+        """Fetch the slot's durable restart points from the coordinator, and send them on to the runner. Return True if
+        the attempt's first restart point is kept without its bytes, so that the runner must make it again: see
         durable_snapshots.py."""
         run, attempt, box, slot, generation = key_of(self.assignment)
         kept = await self.host.coordinator.get_snapshots(
@@ -243,9 +243,8 @@ class Slot:
         return not all(header.size for header, _ in kept)
 
     def assigned(self, assignment: records_pb2.WorkerAssignment) -> None:
-        """Follow the coordinator's newest assignment for this slot and generation: begin or end to prepare a
-        migration."""
-        if not assignment.prepare_migration:  # it ended: the next one makes its own restart points durable
+        """Begin or stop preparing a migration, as the coordinator's newest assignment for this slot requires."""
+        if not assignment.prepare_migration:  # a later migration makes its own restart points durable
             self._migration_task, self._migration_ready = None, False
         elif self._migration_task is None:
             self._migration_task = self.spawn(self._prepare_migration())
@@ -269,25 +268,28 @@ class Slot:
             try:
                 await asyncio.wait_for(asyncio.shield(self._child.exited), KILL_S)
             except TimeoutError:
-                self.log.error("%s: process %d was killed and has not ended", self.name, self._child.pid)
+                self.log.error(
+                    "%s: process %d was killed, and has not ended after %g s; it may wait for a driver or file system",
+                    *(self.name, self._child.pid, KILL_S),
+                )
         self.progress_page.close()
 
     def fail(self, error: records_pb2.ErrorDetail, *, lost: bool) -> None:
-        """End the slot with an error. With `lost`, another worker takes the slot over; otherwise the training job gets
-        the error."""
+        """End the slot with an error. lost: True if another worker shall continue the slot; False if the training job
+        shall get the error."""
         if self._stopping or self.phase == coordinator_pb2.FAILED:
             return
         self.phase, self.error, self.lost = coordinator_pb2.FAILED, error, lost
         self._end_turn()
-        self.host.tally.losses += lost
+        self.host.counters.losses += lost
         self._log_failure(error.message, error.remote_traceback if lost else "")
         if self._child is not None:
             self._child.kill()
         self.host.slot_changed()
 
     def _log_failure(self, message: str, stack: str = "") -> None:
-        """Log why the slot ended. In embedded mode use a lower level, because the training job shows the same error on
-        the same screen."""
+        """Log the reason why the slot ended. In embedded mode use a lower level, because the training job shows the
+        same error on the same screen."""
         level = logging.INFO if self.host.embedded else logging.WARNING
         self.log.log(level, "%s: %.4000s%s", self.name, message, stack and f"\n{stack}")
 
@@ -310,8 +312,8 @@ class Slot:
     # ---- its health
 
     async def _watch(self) -> None:
-        """Report a runner that stays in one activity for long or is stopped by a signal, with its stack. Run until
-        cancelled."""
+        """Report a runner that is in one activity for long, or that is stopped by a signal, with its stack. Return only
+        when cancelled."""
         after = hang_s(self.assignment.loader.options.timeout_s)
         while True:
             await asyncio.sleep(min(5.0, after / LOOKS))
@@ -342,10 +344,10 @@ class Slot:
             spent = used_by(self._child.pid) if self._child is not None else NOTHING
             self._rates.look(now, self.progress_page.total, self.progress_page.working_s, spent)
         run, attempt, box, slot, generation = key_of(self.assignment)
-        self._stage_told = self.start_stage
-        # Not known before the first batch is sent; until then there is nothing to warn about.
-        place = self._turn.place if self._turn is not None else 0
+        self._stage_reported = self.start_stage
+        position = self._turn.position if self._turn is not None else 0
         self.capabilities.not_used = self.findings.not_used[:MAX_UNSAVED_TEXT]
+        # Not known before the first batch is sent: True avoids a warning until then.
         self.capabilities.looked_at_assignment = bool(self.progress_page.looked) or not self.begun.is_set()
         return coordinator_pb2.SlotReport(
             run=run,
@@ -369,9 +371,9 @@ class Slot:
             recycle=self.recycle,
             outgrown=self.outgrown,
             making=self._making,
-            start_queue_position=place,
-            start_queue_length=len(self.host.starts) if place else 0,
-            start_stage=self._stage_told,
+            start_queue_position=position,
+            start_queue_length=len(self.host.starts) if position else 0,
+            start_stage=self._stage_reported,
         )
 
     # ---- messages of the runner
@@ -386,7 +388,7 @@ class Slot:
             point.verified = point.start = bool(fields["start"])
             again = any(kept.begins and (kept.epoch, kept.total) == (epoch, total) for kept in self.store)
             point.wanted, point.begins = bool(fields["wanted"]), bool(fields["begins"]) or again
-            self.host.tally.snapshots += 1
+            self.host.counters.snapshots += 1
             self.store.add(point, *self._oldest_wanted())
             return  # snapshots do not change the report, and a heartbeat for each would cost four times the snapshot
         if message.kind == "generators":
@@ -398,14 +400,14 @@ class Slot:
         if message.kind == "ready":
             if len(message.payload) > MAX_REPORT_BYTES:
                 raise ProtocolError(
-                    f"the report of a runner about its loader must have at most {MAX_REPORT_BYTES} bytes, got "
+                    f"a runner's report about its loader must have at most {MAX_REPORT_BYTES} bytes, got "
                     f"{len(message.payload)}"
                 )
             self.capabilities.ParseFromString(message.payload)
             self.spawn(self._become_ready())
         elif message.kind == "unsaved":
             self.unsaved = cut(records_pb2.ErrorDetail(**fields["error"]))
-            self.log.warning("%s: its state cannot be saved: %.4000s", self.name, self.unsaved.message)
+            self.log.warning("%s: the loader's state cannot be saved: %.4000s", self.name, self.unsaved.message)
         elif message.kind == "begun":
             self.begun.set()
         elif message.kind == "left":
@@ -428,7 +430,7 @@ class Slot:
         return await self.host.blobs.read(self.assignment.resume.blob)
 
     async def _become_ready(self) -> None:
-        """Make the first restart point durable, then let consumers fetch batches. So every delivered batch can be
+        """Make the first restart point durable, then let consumers fetch batches, so that every delivered batch can be
         recovered."""
         for point in list(self.store):
             if not point.durable and point.verified:
@@ -445,13 +447,14 @@ class Slot:
     # ---- lanes
 
     async def attach(self, sock: socket.socket, hello: lane_pb2.Hello, deadline_s: float) -> None:
-        """Pass a consumer's connection to the runner.
+        """Pass a consumer's connection to the runner. Close the connection if the runner is not ready in `deadline_s`
+        seconds.
 
-        Only one connection waits for the runner at a time, and a newer one closes it. Otherwise a consumer that opens
-        lanes again and again would fill the runner's control socket and the daemon's table of descriptors.
+        Only one connection waits for the runner at a time; a newer connection closes it. Otherwise a consumer that
+        opens lanes again and again would fill the runner's control socket and the daemon's table of descriptors.
 
         Raises:
-            SupersededError: a newer connection came.
+            SupersededError: a newer connection has arrived.
         """
         if self._attaching is not None:
             self._attaching.cancel()
@@ -464,7 +467,9 @@ class Slot:
         except asyncio.CancelledError:
             if self._attaching is attaching:  # not cancelled by a newer connection, but by the caller
                 raise
-            raise SupersededError(f"a newer connection reads the batches of {self.name}") from None
+            raise SupersededError(
+                f"the connection is closed, because a newer connection reads the batches of {self.name}"
+            ) from None
         assert self._child is not None
         self.attached = self._lane_unread = True
         await self._child.send("attach", hello.SerializeToString(), [sock.detach()])
@@ -484,7 +489,7 @@ class Slot:
     # ---- durable snapshots
 
     def usable(self, point: StoredSnapshot) -> bool:
-        """Return whether a loader may be restored from this restart point: it was verified, or needs no
+        """Return True if a loader may be restored from this restart point: it was verified, or needs no
         verification."""
         return (
             (point.verified and (point.start or not self.findings.misleads))
@@ -507,8 +512,8 @@ class Slot:
     def _oldest_wanted(self) -> tuple[int, int]:
         """Return the smallest total, and the smallest epoch, for which a state may still be requested.
 
-        The total follows from the slot's share of the retention window. The epoch is that of this batch, but at most
-        `retention_steps` epochs back, because the training loop takes at least one batch in each epoch.
+        The total follows from the slot's share of the retention window. The epoch is that of the batch `total`, but at
+        most `retention_steps` epochs back, because the training loop takes at least one batch in each epoch.
         """
         progress_page = self.progress_page
         progress_page.refresh()
@@ -519,8 +524,8 @@ class Slot:
         return total, max(epoch, progress_page.begun - EPOCHS_AHEAD - steps - 1)
 
     def step_of(self, total: int) -> int:
-        """Return the box's step that delivered the slot's batch `total`, if all slots of the box still had batches in
-        the epoch."""
+        """Return the training step in which the box (data-parallel rank) got the slot's batch `total`, provided that
+        all slots of the box still had batches in the epoch."""
         point = self.assignment.start
         turns = list(point.live)
         ahead = (turns.index(self.assignment.slot) - point.cursor) % len(turns) if self.assignment.slot in turns else 0
@@ -528,7 +533,7 @@ class Slot:
 
     @property
     def runner(self) -> int:
-        """Process id of the slot's runner; 0 if it has none."""
+        """Process id of the slot's runner; 0 without a runner."""
         child = self._child
         return 0 if child is None or child.exited.done() else child.pid
 
@@ -543,7 +548,7 @@ class Slot:
             self._child.drain()
 
     async def answer(self, request: coordinator_pb2.StateRequest) -> tuple[coordinator_pb2.StateAnswer, bytes] | None:
-        """Answer a state request; see SlotStates.answer. Return None also if the slot ends meanwhile."""
+        """Answer a state request; see SlotStates.answer. Return None also if the slot ends during the call."""
         answering = asyncio.ensure_future(self.states.answer(request))
         self._tasks.add(answering)
         answering.add_done_callback(self._tasks.discard)
@@ -562,7 +567,7 @@ class Slot:
         )
 
     async def learn_findings(self) -> None:
-        """Send the runner what was found out about its loader."""
+        """Send the runner the findings about its loader."""
         if self._child is not None:
             await self._send_findings(self._child)
 

@@ -20,6 +20,7 @@ from penstock.worker.slots.snapshots import SlotSnapshots, StoredSnapshot
 __all__ = ["DaemonCounters", "SlotContext", "SlotHost", "SlotKey", "SnapshotQuota", "key_of"]
 
 SlotKey = tuple[str, int, int, int, int]
+"""Key of a slot's generation: (run, attempt, box, slot, generation)."""
 
 
 def key_of(assignment: records_pb2.WorkerAssignment | coordinator_pb2.TakenSlot) -> SlotKey:
@@ -30,16 +31,18 @@ def key_of(assignment: records_pb2.WorkerAssignment | coordinator_pb2.TakenSlot)
 
 @dataclass
 class DaemonCounters:
-    """Counters of a daemon over all its slots, including those that have ended."""
+    """Counters of a daemon over all its present and former slots."""
 
     snapshots: int = 0
     """Number of snapshots received from runners."""
     snapshots_sent: int = 0
     """Number of snapshots that the coordinator has made durable."""
     snapshots_refused: int = 0
+    """Number of snapshots that the coordinator has refused, for example because its budget is used up."""
     snapshot_sent_bytes: int = 0
+    """Total size of the snapshots that were made durable, in bytes."""
     recoveries: int = 0
-    """Number of slots that this worker took over from other runners."""
+    """Number of slots that this worker continued after another runner."""
     losses: int = 0
     """Number of runners on this worker that were lost."""
 
@@ -48,7 +51,7 @@ class DaemonCounters:
 class SnapshotQuota:
     """Limit on a slot's durable snapshots, set by the coordinator.
 
-    every_s: seconds between two snapshots. bytes_per_s: bytes per second.
+    every_s: smallest number of seconds between two snapshots. bytes_per_s: largest number of bytes per second.
     """
 
     every_s: float
@@ -60,14 +63,14 @@ class SnapshotQuota:
 
 
 class SlotHost(ReplayHost, Protocol):
-    """Interface of the daemon that its slots use."""
+    """Interface of the daemon for its slots."""
 
     name: str
     coordinator: AsyncCoordinatorClient
     runner_memory: int
     """Largest number of bytes that a runner may hold; 0 = no limit."""
-    share: SnapshotQuota
-    tally: DaemonCounters
+    snapshot_quota: SnapshotQuota
+    counters: DaemonCounters
     starts: TurnQueue
     embedded: bool
     """True if the daemon is a child of the training job (embedded mode)."""
@@ -80,8 +83,7 @@ class SlotHost(ReplayHost, Protocol):
 
 
 class SlotContext(Protocol):
-    """Interface of a slot that its parts use: durable_snapshots.py, memory_watch.py, slot_states.py and
-    verification.py."""
+    """Interface of a slot for its parts: durable_snapshots.py, memory_watch.py, slot_states.py and verification.py."""
 
     name: str
     log: SubjectLogger
@@ -92,8 +94,8 @@ class SlotContext(Protocol):
     progress_page: ProgressPage
     store: SlotSnapshots
     left: dict[int, int]
-    """Epochs that the training loop abandoned, as the runner reported: number of the epoch -> the slot's total
-    there."""
+    """Epochs that the training loop abandoned, as the runner reported: number of the epoch -> number of the slot's last
+    batch there."""
     from_before: set[tuple[int, int, int, bool, int]]
     """Positions of the restart points that an earlier runner of the slot made."""
     unsaved: records_pb2.ErrorDetail | None
@@ -101,9 +103,9 @@ class SlotContext(Protocol):
     begun: asyncio.Event
     attached: bool
     recycle: bool
-    """Flag that the slot's runner is replaced because it held too much memory."""
+    """True if the slot's runner is replaced because it held too much memory."""
     outgrown: bool
-    """Flag that the runner held too much memory before its second batch."""
+    """True if the runner held too much memory before its second batch."""
 
     @property
     def host(self) -> SlotHost: ...
@@ -115,16 +117,16 @@ class SlotContext(Protocol):
     def runner_gone(self) -> bool: ...
 
     def usable(self, point: StoredSnapshot) -> bool:
-        """Return whether a loader may be restored from this restart point: it was verified, or needs no
+        """Return True if a loader may be restored from this restart point: it was verified, or needs no
         verification."""
 
     def step_of(self, total: int) -> int:
-        """Return the box's step that delivered the slot's batch `total`, if all slots of the box still had batches in
-        the epoch."""
+        """Return the training step in which the box (data-parallel rank) got the slot's batch `total`, provided that
+        all slots of the box still had batches in the epoch."""
 
     def fail(self, error: records_pb2.ErrorDetail, *, lost: bool) -> None:
-        """End the slot with an error. With `lost`, another worker takes the slot over; otherwise the training job gets
-        the error."""
+        """End the slot with an error. lost: True if another worker shall continue the slot; False if the training job
+        shall get the error."""
 
     def lose(self, how: str, stack: str = "") -> None:
         """Report the runner lost, so that another runner continues the slot.
@@ -138,8 +140,7 @@ class SlotContext(Protocol):
     async def helper(
         self, points: list[bytes], task: str, deadline_s: float = DEADLINE_S, **fields: Any
     ) -> ControlMessage:
-        """Run the task named `task` with the slot's loader in a helper process, and return the answer. `points`:
-        restart points to begin at, encoded; `fields`: more fields of the request."""
+        """Run a task with the slot's loader in a helper process, and return the answer; see run_task (replayers.py)."""
 
     def spawn(self, work: Awaitable[None]) -> asyncio.Task[None]:
         """Run `work` as a task that is cancelled when the slot ends."""

@@ -24,16 +24,16 @@ POLLERS = 8
 """Number of waiting requests up to which each reads the progress page every POLL_S. With more, each reads more rarely,
 because hundreds of requests would otherwise keep the event loop busy."""
 NEXT_S = 0.5
-"""Seconds to wait until the batch after a state is made, so that a resume can be compared with it."""
+"""Seconds to wait until the batch after a state is made, so that a resume can be compared with that batch."""
 CHEAP_S = 5.0
 """Seconds of work since the launch up to which a replay counts as cheap."""
 HELPER_SHARE = 0.7
-"""Share of the time left to a state request that its helper process may take. The rest is for a helper that takes
-longer: its stack must reach the caller before the request's deadline."""
+"""Share of the time left to a state request that its helper process may take. The rest is a reserve: the stack of a
+helper that takes longer must reach the caller before the request's deadline."""
 
 
 class _Pauses:
-    """Pauses of requests that wait for a batch. They get longer with the number of these requests."""
+    """Pauses of requests that wait for a batch, longer with more waiting requests."""
 
     def __init__(self) -> None:
         self._waiting = 0
@@ -54,23 +54,23 @@ def _share(until: float) -> float:
 
 
 def _left(request: coordinator_pb2.StateRequest) -> dict[int, int]:
-    """Return the abandoned epochs that the coordinator names in the request: number of the epoch -> the slot's total
-    there."""
+    """Return the abandoned epochs that the coordinator names in the request: number of the epoch -> number of the
+    slot's last batch in the epoch."""
     return {end.epoch: end.total for end in request.abandoned}
 
 
 class SlotStates:
-    """Answers to the state requests for one slot."""
+    """Answers to the state requests (a checkpoint's requests for the loader's state at a step) for one slot."""
 
     def __init__(self, slot: SlotContext, verifier: RestartPointVerifier) -> None:
         self._slot, self._verifier = slot, verifier
 
     async def answer(self, request: coordinator_pb2.StateRequest) -> tuple[coordinator_pb2.StateAnswer, bytes] | None:
         """Answer a state request: wait until the runner has reached the position, and return the slot's state there. If
-        the epoch ended before the position, the answer says where.
+        the epoch ended before the position, the answer names the epoch's last batch.
 
-        Returns the answer and the bytes of the state; None if the runner died meanwhile, because the slot's next worker
-        then gets the request.
+        Return the answer and the bytes of the state, or None if the runner died meanwhile: the slot's next worker then
+        gets the request.
         """
         answer = coordinator_pb2.StateAnswer(request=request.request, worker=self._slot.host.name)
         data = b""
@@ -87,9 +87,9 @@ class SlotStates:
             page.refresh()
             doing, since = page.activity
             late = DeadlineError(
-                f"{self._slot.name} on worker {self._slot.host.name} made no state of step {request.step} within "
-                f"{request.deadline_s:.0f} s: it has made {page.total} of {request.position.total} batches, and has "
-                f"been in {doing} for {since:.1f} s"
+                f"{self._slot.name} on worker {self._slot.host.name} did not return the state of step {request.step} "
+                f"within {request.deadline_s:.0f} s: the runner has made {page.total} of {request.position.total} "
+                f"batches, and has been in {doing} for {since:.1f} s"
             )
             answer.error.CopyFrom(detail_of(late))
         for epoch, total in self._slot.progress_page.ends().items():
@@ -120,8 +120,8 @@ class SlotStates:
         await self._note_next(request, answer, until)
         slot, aggregated = self._slot, self._slot.capabilities.state_methods == 4
         # A loader whose states are aggregated needs a state of exactly this position. Other loaders can use an earlier
-        # state and the number of batches since. That state must lie in this epoch: with an earlier epoch it is not
-        # known whether the loop abandoned one in between.
+        # state and the number of batches since. That state must be of this epoch, because the loop may have abandoned
+        # an epoch in between without this worker knowing.
         point = (
             slot.store.exactly(epoch, delivered, total, request.step)
             if aggregated
@@ -135,8 +135,8 @@ class SlotStates:
         return await self._advance(request, answer, until) or await self._materialise(request, answer, until)
 
     async def _nearest(self, request: coordinator_pb2.StateRequest, until: float) -> StoredSnapshot | None:
-        """Return the usable restart point nearest before the requested position. If none lies in the position's epoch,
-        try to verify one there first."""
+        """Return the usable restart point nearest before the requested position. If the position's epoch has no usable
+        restart point, first try to verify one of that epoch."""
         store, left = self._slot.store, _left(request)
         point = store.nearest(request.epoch, request.position.total, left=left)
         if point is not None and point.epoch == request.epoch:
@@ -153,8 +153,8 @@ class SlotStates:
         """Put the digest of the batch after the position into the answer, because a resumed loader must continue with
         that batch.
 
-        For a loader that resumes by its own methods, wait up to NEXT_S for the batch: nothing else verifies such a
-        resume.
+        For a loader that resumes by its own methods (deaggregate_state_dict, then load_state_dict), wait up to NEXT_S
+        seconds for the batch, because only that batch can verify the resume.
         """
         slot, total = self._slot, request.position.total
         patience = min(until, time.monotonic() + (NEXT_S if self._by_own and not self._waits_for_loop else 0.0))
@@ -172,14 +172,16 @@ class SlotStates:
 
     @property
     def _by_own(self) -> bool:
-        """True if the loader resumes by its own methods. Only the batch after the position can verify such a resume."""
+        """True if the loader resumes by its own four state methods: only the batch after the position can verify such
+        a resume."""
         return self._slot.capabilities.state_methods == 4 and not self._slot.capabilities.exact_states
 
     def _lacks_next(self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer) -> bool:
-        """Return whether a helper process must make the batch after the position, because its digest is not known here.
+        """Return True if a helper process must make the batch after the position, because this worker does not know the
+        batch's digest.
 
-        No batch may follow at the end of an epoch. Return True there only if a replay is cheap, or if the next launch
-        may begin with a slot other than worker 0.
+        At the end of an epoch there may be no next batch. Return True there only if a replay is cheap, or if the next
+        launch may begin with another slot than slot 0.
         """
         if not self._by_own or answer.next_digest:
             return False
@@ -190,13 +192,13 @@ class SlotStates:
 
     @property
     def _waits_for_loop(self) -> bool:
-        """True if the runner has taken the slot over and does not know yet where the training loop continues. Its
-        progress page is then empty."""
+        """True if the runner replaces another one and does not know yet where the training loop continues. The progress
+        page is then empty."""
         return self._slot.assignment.recovery and not self._slot.attached
 
     def _lacks(self, point: StoredSnapshot, request: coordinator_pb2.StateRequest) -> bool:
-        """Return whether only a replay in a helper process can answer the request. This is so if an earlier runner made
-        the restart point: this worker then has no record of batches skipped since, or of digests."""
+        """Return True if only a replay in a helper process can answer the request, because an earlier runner made the
+        restart point: this worker then has no record of batches skipped since, or of digests."""
         if not point.inherited:
             return False
         if self._slot.assignment.skips:
@@ -218,10 +220,10 @@ class SlotStates:
     def _digests(
         self, request: coordinator_pb2.StateRequest, entry_of: Callable[[int], BatchRecord | None]
     ) -> list[int]:
-        """Return the requested digests of the batches up to the position. Return an empty list if a digest is not known
-        here, or a batch belongs to an abandoned epoch.
+        """Return the requested digests of the batches up to the position. Return an empty list if this worker lacks one
+        of the digests, or a batch belongs to an abandoned epoch.
 
-        entry_of: returns the record of the batch with this total.
+        entry_of: returns the record of the batch with a given total.
         """
         total = request.position.total
         began = total - request.position.delivered
@@ -241,29 +243,31 @@ class SlotStates:
             raise self._slot.findings.unrepeatable
         if not self._slot.is_savable:
             raise NotRestartableError(
-                f"{where} has no state_dict and load_state_dict, so its state cannot be saved; give it the methods of "
-                "RestartableDataLoader, or ask for saving by replay: Appliance(replay=True)"
+                f"{where} returned a loader without state_dict and load_state_dict, whose state cannot be saved. Give "
+                "the loader the methods of RestartableDataLoader, or save by replay: Appliance(replay=True)"
             )
 
     async def _produced(self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer) -> bool:
-        """Wait until the runner has reached the position. Return False if its epoch or the one before ended at another
-        batch than the request assumes; the answer then says where."""
+        """Wait until the runner has reached the position. Return False if the position's epoch or the previous epoch
+        ended at another batch than the request assumes; the answer then names that batch."""
         epoch, total = request.epoch, request.position.total
         began = total - request.position.delivered
         while True:
             self._slot.progress_page.refresh()
             ends = self._slot.progress_page.ends()
             end = ends.get(epoch - 1, began)
-            # More batches than the request assumed: the loop abandoned that epoch, and the runner, which was ahead, has
-            # not received the message yet. If the request is wrong instead, another slot has fewer batches and reports
-            # that. The end of an epoch is final once the next one has begun.
+            # With more batches than the request assumed, the loop abandoned that epoch, and the runner, which was
+            # ahead, has not received the message yet. If the request is wrong instead, another slot has fewer batches
+            # and reports that. The end of an epoch is final once the next epoch has begun.
             abandoned = end > began and self._slot.progress_page.begun < epoch
             if end != began and not abandoned:
                 answer.ended, answer.ended_epoch, answer.ended_total = True, epoch - 1, end
                 return False
             if abandoned:
                 if self._slot.phase == coordinator_pb2.FAILED:
-                    raise StateUnavailableError(f"{self._slot.name}: its runner failed before epoch {epoch}")
+                    raise StateUnavailableError(
+                        f"{self._slot.name}: the state cannot be saved, because the runner failed before epoch {epoch}"
+                    )
                 await _pauses.next()
                 continue
             if ends.get(epoch, total) < total:
@@ -274,15 +278,17 @@ class SlotStates:
                 # again.
                 return True
             if self._slot.progress_page.total >= total:
-                self._slot.drain()  # its snapshots were sent before the progress page showed the batch
+                self._slot.drain()  # the runner sent its snapshots before the progress page showed the batch
                 return True
             if self._slot.phase == coordinator_pb2.FAILED:
-                raise StateUnavailableError(f"{self._slot.name}: its runner failed before batch {total}")
+                raise StateUnavailableError(
+                    f"{self._slot.name}: the state cannot be saved, because the runner failed before batch {total}"
+                )
             await _pauses.next()
 
     async def _begun(self, request: coordinator_pb2.StateRequest, tried: StoredSnapshot) -> None:
-        """Wait until the runner has begun the requested epoch, after an abandoned one, and has taken a restart point
-        there. Raise StateUnavailableError if no other restart point than `tried` will come.
+        """Wait until the runner has begun the requested epoch, after an abandoned epoch, and has taken a restart point
+        there. Raise StateUnavailableError if no restart point other than `tried` can be expected.
 
         tried: the restart point that did not lead to the position.
         """
@@ -290,7 +296,9 @@ class SlotStates:
         waits = not (self._waits_for_loop or position.delivered)
         while waits and slot.progress_page.begun < epoch:
             if slot.phase == coordinator_pb2.FAILED:
-                raise StateUnavailableError(f"{slot.name}: its runner failed before epoch {epoch}")
+                raise StateUnavailableError(
+                    f"{slot.name}: the state cannot be saved, because the runner failed before epoch {epoch}"
+                )
             await _pauses.next()
         slot.drain()
         if not waits or self._start(request) is tried:
@@ -303,8 +311,8 @@ class SlotStates:
     async def _advance(
         self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer, until: float
     ) -> bytes:
-        """Return the state that the loader's class computes from an earlier one in the same epoch (`advance_state`);
-        b"" if it cannot. input_fn is not called for this."""
+        """Return the state that the loader's class computes from an earlier state in the same epoch (`advance_state`),
+        without a call of input_fn; b"" if it cannot be computed."""
         slot, total = self._slot, request.position.total
         point, entry = slot.store.nearest(request.epoch, total, left=_left(request)), slot.progress_page.entry(total)
         if not slot.capabilities.advances_state or point is None or point.epoch != request.epoch or entry is None:
@@ -330,8 +338,8 @@ class SlotStates:
         point = self._start(request)
         if point is None:
             raise StateUnavailableError(
-                f"{self._slot.name}: the worker no longer keeps a snapshot from which batch {total} could be replayed: "
-                "ask for a later step, or raise retention_steps"
+                f"{self._slot.name}: the state of step {request.step} is no longer available, because all snapshots "
+                f"before batch {total} have been dropped. Save at a later step, or raise retention_steps"
             )
         digests = {
             str(count): entry.digest

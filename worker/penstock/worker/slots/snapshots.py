@@ -1,8 +1,8 @@
-"""The snapshots and epoch starts that a daemon keeps for a slot. Pure: it never looks into their bytes.
+"""Snapshots and epoch starts that a daemon keeps for a slot, without decoding their bytes.
 
 A state may be requested at any step of the retention window. So the newest usable restart point at or before the
 window's oldest step is kept, and all later ones while memory suffices. When memory is short, every second snapshot is
-dropped. A state between two of the remaining ones then takes a longer replay.
+dropped. A state between two remaining snapshots then takes a longer replay.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from penstock.worker.loader.restart_plan import Target, usable
 __all__ = ["SlotSnapshots", "StoredSnapshot"]
 
 MAX_BYTES = 64 << 20
+"""Total size of a slot's restart points above which snapshots are dropped, in bytes."""
 MAX_COUNT = 1024
+"""Number of a slot's restart points above which snapshots are dropped."""
 MOST = 16
 """Multiple of MAX_BYTES and MAX_COUNT above which epoch starts are dropped too, because user code may open epochs
 without end."""
@@ -25,10 +27,11 @@ without end."""
 
 @dataclass
 class StoredSnapshot:
-    """Restart point that the daemon keeps: a snapshot or an epoch start.
+    """Restart point that the daemon keeps: the loader's state within an epoch (a snapshot) or at the start of an epoch.
 
-    step: the box's step on which its state depends, 0 = none. data: the encoded restart point. durable: whether the
-    coordinator keeps it too.
+    epoch, delivered, total: position, as the epoch's number from 0, the slot's batches in this epoch, and its batches
+    in all epochs. samples: number of samples in these batches. step: training step of the box (data-parallel rank) on
+    which the state depends, 0 = none. data: the encoded restart point. durable: True if the coordinator keeps a copy.
     """
 
     epoch: int
@@ -40,28 +43,28 @@ class StoredSnapshot:
     data: bytes
     durable: bool = False
     inherited: bool = False
-    """Flag that an earlier runner of the slot made this restart point."""
+    """True if an earlier runner of the slot made this restart point."""
     verified: bool = False
-    """Flag that this restart point leads to the delivered batches: it was verified, or needs no verification. See
-    verification.py."""
+    """True if this restart point leads to the delivered batches, as a verification has shown, or needs no verification.
+    See verification.py."""
     refuted: bool = False
-    """Flag that this restart point does not lead to the delivered batches, or that its verifications gave no result."""
+    """True if this restart point does not lead to the delivered batches, or if its verifications gave no result."""
     lapses: int = 0
     """Number of verifications of this restart point that gave no result."""
     generators: int = 0
-    """Hash of the random generators after the next batch, which the verification compares; 0 if not known."""
+    """Hash of the random generators after the next batch, for the verification; 0 if not known."""
     start: bool = False
-    """Flag that the runner's stream begins at this restart point."""
+    """True if the runner's stream begins at this restart point."""
     begins: bool = False
-    """Flag that the attempt began at this restart point. Any runner of the slot can then make it again without its
-    bytes."""
+    """True if the attempt (this launch of the job) began at this restart point. Each runner of the slot can then make
+    the restart point again without its bytes."""
     compared: int = 0
     """Number of batches that the verification of this restart point compared."""
     crossed: bool = False
-    """Flag that a verification of this restart point gave a result. It is then not verified again to find the loader's
-    crossing."""
+    """True if a verification of this restart point gave a result. The restart point is then not verified again to find
+    the loader's crossing, its way into the next epoch."""
     wanted: bool = False
-    """Flag that this snapshot was taken because a checkpoint at its step was announced."""
+    """True if this snapshot was taken because a checkpoint at its step was announced."""
 
     @property
     def began(self) -> int:
@@ -74,7 +77,7 @@ class StoredSnapshot:
 
     @property
     def position(self) -> tuple[int, int, int, bool, int]:
-        """Key of the restart point's position. A new restart point replaces an earlier one with the same key."""
+        """Key of the restart point's position. A new restart point replaces an earlier restart point with this key."""
         return self.epoch, self.delivered, self.total, self.epoch_start, self.step
 
 
@@ -84,7 +87,7 @@ class SlotSnapshots:
     def __init__(self, usable: Callable[[StoredSnapshot], bool] = lambda kept: kept.verified) -> None:
         """Start empty.
 
-        usable: returns whether a loader may be restored from a restart point.
+        usable: returns True if a loader may be restored from the restart point.
         """
         self._kept: list[StoredSnapshot] = []
         self._bytes = 0
@@ -97,9 +100,9 @@ class SlotSnapshots:
         return reversed(self._kept)
 
     def add(self, point: StoredSnapshot, oldest_wanted: int, oldest_epoch: int = position.MOST) -> None:
-        """Add a restart point, and drop those that are not needed any more or do not fit into memory. A restart point
-        at the same position is replaced, because the new one may come from a later runner, which knows of more skipped
-        batches.
+        """Add a restart point, and drop restart points that are not needed any more or do not fit into memory. Replace
+        a restart point at the same position, because the new one may come from a later runner, which knows of more
+        skipped batches.
 
         oldest_wanted, oldest_epoch: the smallest total and the smallest epoch for which a state may still be requested.
         The epoch is needed for a slot without batches, whose total is the same in all epochs.
@@ -116,15 +119,15 @@ class SlotSnapshots:
                 self._keep_only([kept for kept in self._kept if id(kept) not in dropped])
 
     def forget_after(self, epoch: int, total: int) -> None:
-        """Drop the restart points after the position where epoch `epoch` was abandoned: those of this epoch after batch
-        `total`, and those of later epochs."""
+        """Drop the restart points after the position where epoch `epoch` was abandoned: after the slot's batch `total`
+        in this epoch, and in later epochs."""
         self._keep_only(
             [kept for kept in self._kept if kept.epoch < epoch or (kept.epoch == epoch and kept.total <= total)]
         )
 
     def exactly(self, epoch: int, delivered: int, total: int, step: int) -> StoredSnapshot | None:
-        """Return the newest restart point at exactly this position and step, None if there is none. An epoch start
-        counts too."""
+        """Return the newest restart point, also an epoch start, at exactly this position and step; None if the slot has
+        none."""
         for kept in reversed(self._kept):
             if (kept.epoch, kept.delivered, kept.total) == (epoch, delivered, total) and kept.step in (0, step):
                 return kept
@@ -133,10 +136,10 @@ class SlotSnapshots:
     def nearest(
         self, epoch: int, total: int, *, left: Mapping[int, int] = MappingProxyType({})
     ) -> StoredSnapshot | None:
-        """Return the usable restart point from which a replay to the position is shortest, None if there is none.
+        """Return the usable restart point from which the replay to the position is shortest, None if none is usable.
 
-        left: abandoned epochs, number of the epoch -> the slot's total there. See `usable` in restart_plan.py, by which
-        a runner chooses too.
+        left: abandoned epochs, number of the epoch -> number of the slot's last batch there. The choice is that of a
+        runner: see `usable` in restart_plan.py.
         """
         found = usable((kept for kept in self._kept if self._usable(kept)), Target(epoch, total, left))
         return max(found, key=lambda kept: (kept.epoch, kept.total, kept.epoch_start), default=None)

@@ -1,7 +1,7 @@
-"""The watch over a runner's progress. It reports an activity that lasts long, with the runner's stack.
+"""The watch over a runner's progress: an activity that lasts long is reported, with the runner's stack.
 
-An activity that takes half of the training loop's deadline is reported while it lasts. So the loop's own timeout error
-can show what it waited for. User code may take any time: a slow runner is never killed.
+An activity that takes half of the training loop's deadline is reported while it lasts, so that the loop's own timeout
+error can show the activity and the stack. User code may take any time: a slow runner is never killed.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 __all__ = ["HANG_S", "LOOKS", "Stall", "hang_s"]
 
 HANG_S = 60.0
-"""Seconds in one activity after which it is reported, if the training loop's deadline is not known. This is half of the
-default deadline."""
+"""Seconds after which an activity is reported if the training loop's deadline is not known: half of the default
+deadline."""
 SHARE = 0.5
-"""Share of the training loop's deadline after which an activity is reported. The rest is for the report to arrive, and
-for a loop that began to wait before the activity."""
+"""Share of the training loop's deadline after which an activity is reported. The rest of the deadline is a reserve: the
+report takes time to arrive, and the loop may have begun to wait before the activity began."""
 LOOKS = 8
 """Number of times that an activity is checked before it is reported."""
 _IDLE = ("waiting", "sending")
@@ -25,7 +25,7 @@ _CALLS["load_state_dict"] = "load_state_dict()"
 
 
 def hang_s(timeout_s: float) -> float:
-    """Return the seconds in one activity after which it is reported. `timeout_s`: the training loop's deadline, 0 =
+    """Return the seconds after which an activity is reported. `timeout_s`: the training loop's deadline in seconds, 0 =
     unknown."""
     return SHARE * timeout_s if timeout_s > 0 else HANG_S
 
@@ -39,10 +39,10 @@ class Stall:
     since: float = 0.0
 
     def look(self, now: float, activity: str, for_s: float, total: int) -> float:
-        """Record what the progress page shows. Return the seconds that the runner has been in this activity without a
-        new batch.
+        """Record the runner's activity and number of batches (`total`). Return the seconds that the runner has been in
+        this activity without a new batch.
 
-        for_s: seconds in this activity, as the progress page shows them.
+        now: monotonic time in seconds. for_s: seconds since the activity began, from the progress page.
         """
         if (activity, total) != (self.activity, self.total):
             self.activity, self.total, self.since = activity, total, now

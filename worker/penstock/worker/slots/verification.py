@@ -1,23 +1,24 @@
-"""Verification of a slot's restart points: a helper process restores a point, which must lead to the delivered batches.
+"""Verification of a slot's restart points (states of its loader with their positions): a helper process restores a
+restart point, and the batches that follow must be the delivered ones.
 
 A loader may count after its `yield`, prefetch in the background, draw from generators that are not saved, or count its
-fast-forward twice once it was restored. Then its state describes another position than that of the batches it has
-yielded, and without verification only a wrong resume would show that. So each state is verified before it is used: a
-helper process restores it in a loader that input_fn has just made, while the stream continues. The next batches are
-compared with those that were delivered. The random generators after the first of them are compared too, because the
+fast-forward twice after a restore. Then its state describes another position than that of the batches it has yielded,
+and without verification only a wrong resume would show that. So each state is verified before it is used: a helper
+process restores the state in a loader that input_fn has just made, while the stream continues. The next batches are
+compared with the delivered ones. The random generators after the first of these batches are compared too, because the
 next epoch may draw its order from them. Only verified states become durable, are saved, and are used for recovery. A
 later position is reached by replaying a number of batches from a verified state. Each restart point is verified
-separately, because the next one may come from a loader that was restored.
+separately, because the next restart point may come from a loader that was restored.
 
 The beginning of the stream needs no verification, because the stream is made from it. A snapshot that leads to other
-batches is not an error: it is not used, and that is logged once in a run. It is an error only if the beginning leads to
-other batches too.
+batches is not an error: the snapshot is not used, and a warning is logged once in a run. Only if the beginning leads to
+other batches too, the slot fails.
 
 Verifications take a fixed share of processor time, so their interval follows from their cost. A loader that declares
 `exact_states` is verified once in a run and then trusted. A loader without state methods is verified only if saving by
-replay was requested: any other may yield different batches the next time, or may not allow a second instance beside its
-stream. If its runner is lost, it is replayed from the beginning of its epoch, and the replay is compared with the
-delivered batches.
+replay was requested: any other such loader may yield different batches the next time, or may not allow a second
+instance beside its stream. If the runner of such a loader is lost, the loader is replayed from the beginning of its
+epoch, and the replay is compared with the delivered batches.
 """
 
 from __future__ import annotations
@@ -40,35 +41,37 @@ __all__ = ["CHECKED_BATCHES", "RestartPointVerifier"]
 SHARE = 0.03
 """Share of one core that all verifications of a daemon together may take."""
 FIRST_BATCHES = 8
-"""Number of batches of a runner before the first verification. A loader that prefetches in a thread may not have run
-ahead before."""
+"""Number of batches of a runner before the first verification, so that a loader that prefetches in a thread has had
+time to run ahead."""
 CHECKED_BATCHES = 4
-"""Number of batches after a restart point that a verification compares at least. If the epoch ends before, as many
-batches of the next epoch are compared too."""
+"""Smallest number of batches after a restart point that a verification compares. If the epoch ends before, the same
+number of batches of the next epoch is compared too."""
 MOST_DEPTH = ENTRIES // 2
+"""Largest number of batches that a long verification compares."""
 LOOK_S = 0.05
-"""Seconds between two checks whether a restart point can be verified, before the first verification."""
+"""Seconds between two checks of whether a restart point can be verified, before the first verification."""
 LATER_LOOK_S = 0.5
+"""Seconds between two such checks after the first verification."""
 LAPSES = 2
-"""Number of verifications without a result after which a restart point is not used. There is no result if the helper
-process takes too long or dies."""
+"""Number of verifications without a result after which a restart point is not used. A verification has no result if the
+helper process takes too long or dies."""
 RARELY = 8
-"""Largest factor by which failed verifications lengthen the pause before the next one."""
+"""Largest factor by which failed verifications lengthen the pause before the next verification."""
 
 
 class RestartPointVerifier:
-    """Verifier of one slot's restart points."""
+    """Verifier of one slot's restart points (states of its loader with their positions)."""
 
     def __init__(self, slot: SlotContext) -> None:
         self._slot = slot
         self._failed = 0
-        """Number of failed verifications since the last one that succeeded."""
+        """Number of failed verifications since the last successful one."""
         self._done = 0
         self._hurried = asyncio.Event()
         self._verifying = asyncio.Lock()
 
     async def run(self) -> None:
-        """Verify one restart point after the other until the slot ends, with pauses between them."""
+        """Verify one restart point after the other, with pauses in between, until the slot ends."""
         await self._slot.ready.wait()
         if not self._verifiable:
             return
@@ -78,8 +81,8 @@ class RestartPointVerifier:
                 await self._pause(LATER_LOOK_S if self._done else LOOK_S)
                 continue
             took = await self.verify(candidate)
-            crowd = max(1.0, self._slot.host.slots_here() / (os.cpu_count() or 1))
-            await self._pause(took * crowd * min(1 + self._failed, RARELY) / SHARE)
+            per_core = max(1.0, self._slot.host.slots_here() / (os.cpu_count() or 1))
+            await self._pause(took * per_core * min(1 + self._failed, RARELY) / SHARE)
 
     async def _pause(self, seconds: float) -> None:
         self._hurried.clear()
@@ -87,11 +90,11 @@ class RestartPointVerifier:
             await asyncio.wait_for(self._hurried.wait(), seconds)
         except TimeoutError:
             return
-        await asyncio.sleep(LOOK_S)  # a request that waits repeats its call of `hurry` meanwhile
+        await asyncio.sleep(LOOK_S)  # a waiting request calls `hurry` again during this time
 
     def hurry(self) -> bool:
         """End the pause before the next verification, because a request waits for a verified restart point. Return
-        False if that does not help."""
+        False if no verification is possible, or if the last one failed."""
         self._hurried.set()
         return self._verifiable and not self._failed
 
@@ -107,8 +110,8 @@ class RestartPointVerifier:
     # ---- which one
 
     def _next(self) -> StoredSnapshot | None:
-        """Return the restart point to verify next, None if there is none. Usually it is the newest one that has no
-        result yet and whose following batches are known. Restart points at an announced checkpoint step go first."""
+        """Return the restart point to verify next, None if there is none: usually the newest one without a result whose
+        following batches are known. Restart points at an announced checkpoint step are preferred."""
         slot = self._slot
         slot.progress_page.refresh()
         store = list(slot.store)
@@ -124,8 +127,8 @@ class RestartPointVerifier:
         if early and not self._done and slot.capabilities.state_methods:
             return None
         # First the delivered batches: the loop may still abandon later ones by a `break`.
-        handed = [point for point in store if point.total <= slot.progress_page.delivered]
-        open_ones = self._unjudged(handed) or self._unjudged(store)
+        delivered = [point for point in store if point.total <= slot.progress_page.delivered]
+        open_ones = self._unjudged(delivered) or self._unjudged(store)
         if self._failed and any(point.epoch_start for point in open_ones):  # snapshots fail, so try epoch starts
             open_ones = [point for point in open_ones if point.epoch_start]
         wanted = [point for point in open_ones if point.wanted]
@@ -135,7 +138,7 @@ class RestartPointVerifier:
         """Return the beginning of the stream if the loader has no state methods and was not verified yet in this run.
 
         The beginning needs no verification for a recovery. But a loader that does not yield the same batches again
-        cannot be saved at all. If it is verified now, the next save reports that; otherwise only a resume would.
+        cannot be saved. With a verification now, the next save reports that; otherwise only a resume would.
         """
         if self._slot.capabilities.state_methods or self._slot.findings.checked:
             return None
@@ -147,8 +150,8 @@ class RestartPointVerifier:
         return [point for point in store[newest + 1 :] if not point.refuted and self._followers(point)]
 
     def _crossing(self, store: list[StoredSnapshot]) -> StoredSnapshot | None:
-        """Return the last snapshot before an epoch's end, with which the loader's crossing can be found. Return None if
-        the crossing is known or cannot be found yet."""
+        """Return the last snapshot before an epoch's end, with which the loader's crossing (way into the next epoch)
+        can be found. Return None if the crossing is known or cannot be found yet."""
         slot = self._slot
         capabilities = slot.capabilities
         if slot.findings.crossing or capabilities.is_iterator or capabilities.exact_states or self._failed:
@@ -162,8 +165,8 @@ class RestartPointVerifier:
         return None
 
     def _far(self, store: list[StoredSnapshot]) -> StoredSnapshot | None:
-        """Return the restart point for a long verification, if one is due: the newest one that is followed by enough
-        batches. A restored loader may be right for as long as a buffer, a shard or an epoch lasts, and wrong later."""
+        """Return the restart point for a long verification, if one is due: the newest that is followed by enough
+        batches. A restored loader may be right until the end of a buffer, a shard or an epoch, and wrong later."""
         if self._failed or not self._far_is_due:
             return None
         depth, known = self._slot.findings.depth, self._slot.progress_page.total
@@ -172,7 +175,7 @@ class RestartPointVerifier:
 
     @property
     def _far_is_due(self) -> bool:
-        """True if a long verification is due. Long ones get half of the processor time for verifications."""
+        """True if a long verification is due. Long verifications get half of the processor time of all."""
         return self._slot.findings.near_s >= self._slot.findings.far_s
 
     def _most(self, point: StoredSnapshot) -> int:
@@ -183,8 +186,8 @@ class RestartPointVerifier:
         return CHECKED_BATCHES if findings.far_s else FIRST_DEPTH
 
     def _followers(self, point: StoredSnapshot, most: int = CHECKED_BATCHES) -> dict[str, list[int]]:
-        """Return the batches right after a restart point as total -> [epoch, digest], also those of later epochs.
-        Return nothing while there are too few."""
+        """Return the batches right after a restart point, also in later epochs, as total -> [epoch, digest]. Return an
+        empty dict while there are too few."""
         ends, epoch = self._slot.progress_page.ends(), point.epoch
         end = ends.get(epoch)
         least, last = point.total + CHECKED_BATCHES, point.total + most
@@ -212,7 +215,7 @@ class RestartPointVerifier:
     # ---- verification
 
     async def verify_now(self, point: StoredSnapshot, deadline_s: float = DEADLINE_S) -> bool:
-        """Verify the restart point now if possible, within the deadline. Return whether it is verified. The result is
+        """Verify the restart point now, within `deadline_s` seconds. Return True if the restart point is verified, and
         False also if the batches after it are not known yet."""
         if not point.verified and self._verifiable and self._followers(point):
             with suppress(TimeoutError):
@@ -221,8 +224,8 @@ class RestartPointVerifier:
         return point.verified
 
     async def verify(self, point: StoredSnapshot) -> float:
-        """Verify the restart point in a helper process, and record the result. Return the processor time that it took
-        there, in seconds."""
+        """Verify the restart point in a helper process, and record the result. Return the helper's processor time, in
+        seconds."""
         slot = self._slot
         async with self._verifying:
             most = self._most(point)
@@ -245,16 +248,19 @@ class RestartPointVerifier:
             except InputFnError as error:  # the loader itself refuses this state
                 what = f"fails ({error.message.splitlines()[0]:.200})"
                 if beginning:
-                    slot.log.warning("%s: the loader is not verified: a second one from input_fn %s", slot.name, what)
+                    slot.log.warning(
+                        "%s: saved states of this loader are not verified, because a second loader from input_fn %s",
+                        *(slot.name, what),
+                    )
                     return 1.0
                 self._refute(point, {"differs": point.total + 1, "what": what, "alike": True})
                 return 1.0
             except PenstockError as error:
-                slot.log.warning("%s: a snapshot could not be verified: %s", slot.name, error)
+                slot.log.warning("%s: a snapshot of the loader could not be verified: %s", slot.name, error)
                 point.lapses += 1
                 point.refuted = point.lapses >= LAPSES and not beginning
                 self._failed += 1
-                slot.findings.checked = self._failed >= LAPSES  # one failure may be by chance: verify again
+                slot.findings.checked = self._failed >= LAPSES  # after a single failure, which may be chance, try again
                 return 1.0
             self._done += 1
             point.crossed = True
@@ -270,8 +276,7 @@ class RestartPointVerifier:
             return float(fields["took"])
 
     def _opened(self, point: StoredSnapshot, followers: dict[str, list[int]]) -> list[bytes]:
-        """Return the encoded snapshot that was taken after the first batch of the next epoch, as a list of at most
-        one."""
+        """Return the encoded snapshot taken after the first batch of the next epoch, as a list of at most one."""
         beyond = next(((int(count), epoch) for count, (epoch, _) in followers.items() if epoch > point.epoch), None)
         fits = [kept for kept in self._slot.store if (kept.total, kept.epoch) == beyond and not kept.epoch_start]
         return [kept.data for kept in fits[-1:]]
@@ -292,16 +297,16 @@ class RestartPointVerifier:
             slot.host.found_misleading(slot.assignment)
         source = "epoch start" if point.epoch_start else "state_dict()"
         what = (
-            f"{slot.assignment.loader.input_fn}: restored from its {source} "
-            f"after batch {point.total} of {slot.name}, the loader {fields['what']}: batch {differs} (step "
-            f"{slot.step_of(differs)}) is not the one that was delivered"
+            f"{slot.assignment.loader.input_fn}: restored from its {source} after batch {point.total} of {slot.name}, "
+            f"the loader does not continue as before: at batch {differs} (step {slot.step_of(differs)}) it "
+            f"{fields['what']}"
         )
         if not fields["alike"]:
             mismatch = ReplayMismatchError(
                 f"{what}. A new loader from input_fn with the same seed does not yield the delivered batches either. A "
-                "loader must yield the same batches each time: draw random numbers from the seeded generators of "
-                "python, numpy and torch, or from ones that you seed from current_assignment().seed, never from the "
-                "clock or the system's entropy"
+                "loader must yield the same batches each time. Draw random numbers from the seeded generators of "
+                "Python, numpy and torch, or from generators that you seed with current_assignment().seed, never from "
+                "the clock or the system's entropy"
             )
             if slot.capabilities.state_methods:
                 slot.fail(detail_of(mismatch), lost=False)
@@ -309,10 +314,10 @@ class RestartPointVerifier:
                 slot.findings.unrepeatable = mismatch
         elif not slot.findings.not_used:
             slot.findings.not_used = (
-                f"{what}. Such states are not used: this run is saved and recovered by counting batches from a "
-                "verified restart point and replaying them, which is exact but takes longer. Does the loader count "
-                "after its `yield`, prefetch in the background, or draw random numbers in worker processes of its own? "
-                "Its state must be that of the batches it has handed out (penstock doctor shows more)"
+                f"{what}. Such states are not used: this run is saved and recovered by replaying batches from a "
+                "verified earlier state, which is exact but takes longer. The loader may count after its `yield`, "
+                "prefetch in the background, or draw random numbers in worker processes of its own. Its state must "
+                "describe the position after the last batch that it has yielded (penstock doctor shows more)"
             )
             slot.log.warning("%s", slot.findings.not_used)
             slot.host.slot_changed()  # the training job logs it, too

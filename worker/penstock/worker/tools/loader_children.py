@@ -1,7 +1,7 @@
-"""Child processes in which command-line tools run users' loaders as a worker does: starting them, and exchanging
-messages with them.
+"""Functions that start child processes in which command-line tools run users' loaders as a worker does, and exchange
+messages with these children.
 
-Needs no torch, because the command line imports it.
+This module must not import torch, because the command line imports this module.
 """
 
 from penstock.worker.processes import control_groups

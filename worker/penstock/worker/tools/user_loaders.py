@@ -1,6 +1,6 @@
 """Users' loaders for command-line tools: made, opened, restored and replayed by the same code as in a runner.
 
-Imports torch, so only child processes of the tools import it (loader_children.py).
+This module imports torch, so only child processes of the tools import it (loader_children.py).
 """
 
 from penstock.worker.loader.crossing_kinds import REPLAY

@@ -1,5 +1,5 @@
-"""States of the random generators that a loader draws from, as bytes. They are the process's own generators, and those
-that the loader was given."""
+"""States of the random generators that a loader draws from, as bytes: the process's own generators (Python, numpy,
+torch), and those that the loader got as `generator=`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COUNT = struct.Struct("<I")
 
 
 def given_to(loader: Any) -> list[torch.Generator]:
-    """Return the generators that were given to a torch loader or its samplers (`generator=`), each once."""
+    """Return the generators that a torch loader or its samplers got as `generator=`, each once."""
     holders = [loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
     holders.append(getattr(holders[-1], "sampler", None))
     found = {id(g): g for h in holders if isinstance(g := getattr(h, "generator", None), torch.Generator)}
@@ -24,13 +24,13 @@ def given_to(loader: Any) -> list[torch.Generator]:
 
 
 def captured(loader: Any) -> bytes:
-    """Return the states of the process's random generators and of those that were given to the loader."""
+    """Return the states of the process's random generators and of the loader's own (`given_to`), as bytes."""
     states = [generator.get_state().numpy().tobytes() for generator in given_to(loader)]
     return b"".join([_COUNT.pack(len(states)), *(_COUNT.pack(len(s)) + s for s in states), capture_rng()])
 
 
 def restore(loader: Any, data: bytes) -> None:
-    """Set the random generators of the process and of the loader to states from `captured`."""
+    """Set the random generators of the process and of the loader to the states that `captured` returned."""
     (count,) = _COUNT.unpack_from(data)
     at = _COUNT.size
     states = []

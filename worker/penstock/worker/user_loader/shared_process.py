@@ -1,12 +1,12 @@
-"""Global state of a process that several workers share. Each worker's own values are set before its user code is
-called, and the earlier ones are restored afterwards."""
+"""Global state of a process in which several workers run. Each worker's own values are set before its user code is
+called, and the earlier values are restored afterwards."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from penstock.proto.state import assignment as place_of
+from penstock.proto.state import assignment as assignments
 from penstock.proto.state.generators import capture_rng, restore_rng
 from penstock.worker.user_loader import worker_info
 
@@ -22,22 +22,22 @@ class ProcessGlobals:
 
     def __init__(self) -> None:
         self._generators: bytes | None = None
-        self._seat: place_of.Seat | None = None
+        self._seat: assignments.Seat | None = None
         self._answers: worker_info.Answers | None = None
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Use this worker's global state while the `with` block runs. Takes 0.2 ms, most of it for the random
+        """Use this worker's global state while the `with` block runs. The exchange takes 0.2 ms, mostly for the random
         generators."""
         generators = capture_rng()
         if self._generators is not None:
             restore_rng(self._generators)
-        seat = place_of.exchange(self._seat)
+        seat = assignments.exchange(self._seat)
         answers = worker_info.exchange(self._answers)
         try:
             yield
         finally:
             self._answers = worker_info.exchange(answers)
-            self._seat = place_of.exchange(seat)
+            self._seat = assignments.exchange(seat)
             self._generators = capture_rng()
             restore_rng(generators)

@@ -1,9 +1,8 @@
-"""Skipping a batch without making it. A quarantined batch needs this, because making it kills the process.
+"""Skipping of a quarantined batch: the loader advances without making the batch, because making it kills the process.
 
-A loader can skip a batch itself, by a method `skip_batch` on it or its iterator. Otherwise torch's DataLoader and
-StatefulDataLoader are supported if they make their batches in this process over a map-style dataset. Their fetcher is
-replaced for one `next()` by one that fetches nothing. So sampler, counters and everything else advance as for any
-batch.
+A loader can skip a batch itself, by a method `skip_batch()` of the loader or its iterator. Otherwise torch's DataLoader
+and StatefulDataLoader are supported, with num_workers=0 and a map-style dataset: for one `next()` their fetcher is
+replaced by one that fetches nothing. So sampler, counters and everything else advance as for any batch.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ __all__ = ["CannotSkipError", "skip_batch"]
 
 
 class CannotSkipError(Exception):
-    """Error for a batch that cannot be skipped; its text is the reason."""
+    """Error of a loader whose batches cannot be skipped; the error's text is the reason."""
 
 
 class _FetchesNothing:
-    """Replacement of a torch loader's fetcher, which fetches nothing."""
+    """Replacement of a torch loader's fetcher, which reads no samples."""
 
     def fetch(self, index: Any) -> None:
         return None
@@ -42,12 +41,12 @@ def skip_batch(loader: Any, iterator: Any) -> None:
     if fetcher is None:
         workers = getattr(loader, "num_workers", 0)
         raise CannotSkipError(
-            f"the loader makes its batches in {workers} worker processes (num_workers), where none can be skipped"
+            f"the loader makes its batches in worker processes (num_workers={workers}), where no batch can be skipped"
             if workers
             else f"neither the loader, a {type(loader).__qualname__}, nor its iterator has a method skip_batch()"
         )
     if iterator._dataset_kind != _DatasetKind.Map:
-        raise CannotSkipError("its dataset is an IterableDataset, which can skip a sample only by making it")
+        raise CannotSkipError("the loader's dataset is an IterableDataset, which can skip a sample only by making it")
     iterator._dataset_fetcher = _FetchesNothing()
     try:
         next(iterator)

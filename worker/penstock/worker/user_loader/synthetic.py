@@ -1,4 +1,4 @@
-"""Replacement of a loader's stream by its first batch, again and again: `Appliance(synthetic=True)`."""
+"""Synthetic input: a loader that repeats the first batch of the user's loader (`Appliance(synthetic=True)`)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 __all__ = ["NOT_SAVED", "FirstBatch"]
 
 NOT_SAVED = (
-    "Appliance(synthetic=True) repeats the first batch of each worker, so it has no position to save: measure without "
-    "saving states, or leave synthetic= and PENSTOCK_SYNTHETIC out"
+    "Appliance(synthetic=True) repeats the first batch of each worker, so it has no position to save. Measure without "
+    "saving states, or remove synthetic=True and PENSTOCK_SYNTHETIC"
 )
 
 
 class FirstBatch:
-    """Loader that yields another loader's first batch again and again: `len(loader)` times in each epoch, or without
-    end if that loader has no length.
+    """Loader that yields the first batch of `loader` again and again: `len(loader)` times in each epoch, or without end
+    if `loader` has no length.
 
-    That loader makes one batch, and is then dropped with its worker processes.
+    `loader` makes one batch, and is then dropped with its worker processes.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
@@ -31,7 +31,7 @@ class FirstBatch:
 
     def __len__(self) -> int:
         if self._length < 0:
-            raise TypeError("the loader that input_fn returned has no len()")
+            raise TypeError(f"the loader that input_fn returned has no len(), so {type(self).__name__} has none")
         return self._length
 
     def __iter__(self) -> Iterator[Any]:

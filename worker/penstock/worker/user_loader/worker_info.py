@@ -1,10 +1,9 @@
-"""Replacement of torch's get_worker_info() in a process that runs a user's loader: it returns the worker's index in the
-run.
+"""Replacement of torch's get_worker_info() in a process that runs a user's loader: the result's `id` is the worker's
+index in the run, so datasets that shard by get_worker_info() work unchanged.
 
-Datasets that shard by get_worker_info() work unchanged. In the worker processes of a torch DataLoader, torch's own
-answer is returned, and the call does not count as a read of the assignment. Calls by torch's default_collate do not
-count either, and return None. Otherwise default_collate would build each batch in new shared memory, which costs more
-than the batch.
+In the worker processes of a torch DataLoader, torch's own answer is returned, and the call does not count as a read of
+the assignment. Calls by torch's default_collate do not count either, and return None. Otherwise default_collate would
+build each batch in new shared memory, which costs more than the batch.
 
 If a loader has worker processes, its state is saved in the main process, where torch answers None. Some loaders refuse
 to be saved if the answer is not None (litData's StreamingDataLoader). Their state methods get None, too.
@@ -20,7 +19,7 @@ from typing import Any, TypeVar
 import torch.utils.data
 from torch.utils.data._utils import worker as torch_worker
 
-from penstock.proto.state import assignment as place_of
+from penstock.proto.state import assignment as assignments
 from penstock.proto.state.generators import derive_seed
 from penstock.proto.v1 import records_pb2
 
@@ -32,7 +31,7 @@ _TORCH_COLLATE = "torch.utils.data._utils.collate"
 
 
 class Answers:
-    """Answers of get_worker_info() to the code of one worker."""
+    """Values that get_worker_info() returns to the code of one worker."""
 
     def __init__(self) -> None:
         self.seed = 0
@@ -41,8 +40,8 @@ class Answers:
         """Number of answers so far that were not None."""
         self.hidden = False
         self.refused = False
-        """Flag that a state method raised when the answer named a worker, and succeeded when it was None. State methods
-        then always get None."""
+        """True if a state method raised when get_worker_info() named a worker, and succeeded when it returned None.
+        State methods then always get None."""
 
 
 _current: Answers | None = None
@@ -60,7 +59,7 @@ def exchange(answers: Answers | None) -> Answers | None:
 
 
 def offer_worker_info(a: records_pb2.WorkerAssignment) -> None:
-    """Replace get_worker_info() in this process, so that it returns the worker index with which the loader was made."""
+    """Replace get_worker_info() in this process, so that its result names the worker for which the loader was made."""
     global _current, _offered
     if _current is None:
         _current = Answers()
@@ -73,12 +72,12 @@ def offer_worker_info(a: records_pb2.WorkerAssignment) -> None:
 
     def get_worker_info() -> torch_worker.WorkerInfo | None:
         answers = _current
-        if answers is None or os.getpid() != own or answers.hidden or place_of.stands_aside():
+        if answers is None or os.getpid() != own or answers.hidden or assignments.stands_aside():
             return theirs()
         if sys._getframe(1).f_globals.get("__name__") == _TORCH_COLLATE:
             return None
         answers.given += 1
-        position = place_of.current_assignment()
+        position = assignments.current_assignment()
         number = position.global_worker_id
         if number not in answers.infos:
             dataset: Any = None  # not known yet: user code makes it later
@@ -93,8 +92,8 @@ def offer_worker_info(a: records_pb2.WorkerAssignment) -> None:
 
 def as_main_process(method: Callable[[], T]) -> T:
     """Call a state method of the loader, and return its result. If the method calls get_worker_info() and raises, call
-    it again with get_worker_info() returning None, as in a main process. If that succeeds, do the same for all later
-    calls."""
+    the method again while get_worker_info() returns None, as in a main process. If that succeeds, all later calls of
+    state methods get None at once."""
     answers = _current if _current is not None else Answers()
     if not answers.refused:
         before = answers.given
