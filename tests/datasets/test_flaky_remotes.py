@@ -177,7 +177,7 @@ def test_hung_call_ends_at_its_deadline(hanging: type[Hanging], tmp_path: Path, 
         ("/shard", "removed", lambda: place.remove("shard", deadline_s=0.4)),
     ]
     for name, done, call in calls:
-        says = rf"hanging://there{name} could not be {done} within 0\.4 s, \d+ tr\w+: .*({why}).* timeout_s sets"
+        says = rf"hanging://there{name} could not be {done} within 0\.4 s, \d+ tr\w+: .*({why}).* raise timeout_s"
         with pytest.raises(ShardUnavailableError, match=says):
             call()
     assert not place.has("shard", 1, deadline_s=0.4)

@@ -204,7 +204,7 @@ def test_merging_takes_each_folder_once_in_order(tmp_path: Path) -> None:
 
 
 def test_failed_merge_writes_nothing(tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match=r"no folder below it has an index\.json"):
+    with pytest.raises(DatasetError, match=r"must have at least one folder with an index\.json"):
         merge_index(tmp_path)
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / INDEX).write_text("{}")

@@ -104,7 +104,7 @@ def test_pickled_documents_open_again(copied: Callable[[str], Path]) -> None:
 
 def test_a_missing_file_is_named(copied: Callable[[str], Path]) -> None:
     prefix = copied("text")
-    with pytest.raises(DatasetError, match=r"text.bin.idx must exist: give the path .* without that ending"):
+    with pytest.raises(DatasetError, match=r"text.bin.idx must exist: prefix must be the path .* without that ending"):
         MegatronDocuments(f"{prefix}.bin")
     Path(f"{prefix}.bin").unlink()
     with pytest.raises(DatasetError, match=r"text.bin must exist"):
@@ -116,10 +116,10 @@ def test_a_missing_file_is_named(copied: Callable[[str], Path]) -> None:
 def test_files_of_two_pairs_are_refused(copied: Callable[[str], Path]) -> None:
     prefix = copied("sentences")
     shutil.copy(DATA / "images.bin", f"{prefix}.bin")
-    with pytest.raises(ShardCorruptError, match=r"sentences.bin: it must have 332 bytes, as .*idx says, got 228"):
+    with pytest.raises(ShardCorruptError, match=r"sentences.bin must have 332 bytes, as .*idx says, got 228"):
         MegatronDocuments(prefix)
     shutil.copy(DATA / "text.bin", f"{prefix}.bin")
-    with pytest.raises(ShardCorruptError, match=r"sentences.bin: it must have 332 bytes, as .*idx says, got 1264"):
+    with pytest.raises(ShardCorruptError, match=r"sentences.bin must have 332 bytes, as .*idx says, got 1264"):
         MegatronDocuments(prefix)
 
 

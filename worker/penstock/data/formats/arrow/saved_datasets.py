@@ -4,9 +4,9 @@
     state.json               of a Dataset: its files, in the order of its rows
     dataset_info.json        names and types of columns
 
-`save_to_disk` writes the rows in their order after select() and shuffle(), so the files need no mapping of indices.
-Old releases stored one; such a folder is refused. Other Arrow files in a folder (cache-*.arrow, of map())
-are not part of the dataset.
+`save_to_disk` writes the rows in their order after select() and shuffle(), so the files need no mapping of indices. Old
+releases stored such a mapping; their folders are refused. Other Arrow files in a folder (cache-*.arrow, written by
+map()) are not part of the dataset.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ MAX_BYTES = 64 << 20
 
 
 def saved_splits(folder: Path) -> list[str] | None:
-    """Return the names of the splits of a saved DatasetDict; None if the folder is not one. Raises DatasetError."""
+    """Return the names of the splits of a saved DatasetDict; None if the folder has no DatasetDict. Raises
+    DatasetError."""
     path = folder / DICT
     if not path.exists():
         return None
@@ -42,7 +43,7 @@ def saved_splits(folder: Path) -> list[str] | None:
 
 
 def saved_files(folder: Path) -> list[Path] | None:
-    """Return the files of a saved Dataset in the order of its rows; None if the folder is not one. Raises
+    """Return the files of a saved Dataset in the order of its rows; None if the folder has no Dataset. Raises
     DatasetError."""
     path = folder / STATE
     if not path.exists():
@@ -68,13 +69,15 @@ def saved_files(folder: Path) -> list[Path] | None:
 
 
 def _refuse_cache(folder: Path) -> None:
-    """Raise DatasetError for a cache folder of datasets with several splits, whose files lie side by side."""
+    """Raise DatasetError for a cache folder of Hugging Face datasets in which the files of several splits lie side by
+    side."""
     path = folder / INFO
     splits = _json(path).get("splits") if path.exists() else None
     if isinstance(splits, dict) and len(splits) > 1:
         raise DatasetError(
-            f"{folder} must have the files of one split, but {INFO} lists {', '.join(map(str, splits))}: load the "
-            "dataset and save it with save_to_disk, or link the files of one split into a folder"
+            f"{folder} must have the files of one split, got those of several: {INFO} lists "
+            f"{', '.join(map(str, splits))}: load the dataset and save it with save_to_disk, or link the files of one "
+            "split into a folder"
         )
 
 
@@ -89,5 +92,5 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _is_name(name: object) -> bool:
-    """Return True if a name is that of a file or folder in the dataset's folder."""
+    """Return True if a value is a plain name, without a path, of a file or folder in the dataset's folder."""
     return isinstance(name, str) and PurePosixPath(name).name == name and name not in ("", ".", "..")

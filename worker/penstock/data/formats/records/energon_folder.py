@@ -1,7 +1,7 @@
 """Folders of tar archives that Megatron Energon prepared (`energon prepare`), read as they are.
 
     .nv-meta/split.yaml      archives of each split (train, val, test), and those to leave out
-    .nv-meta/dataset.yaml    class of the samples, and the member that each of their fields comes from
+    .nv-meta/dataset.yaml class of the samples, and the archive member of each of their fields
     .nv-meta/.info.json      number of samples in each archive (.info.yaml in older folders)
 
 Python code that dataset.yaml names (`sample_loader`, `part_filter`) is never run: samples then have the members of
@@ -45,14 +45,14 @@ def is_prepared(folder: Path) -> bool:
 
 
 def prepared_files(folder: Path) -> list[Path] | None:
-    """Return the archives of a prepared folder's splits, in the order of split.yaml; None if the folder is not one.
-    Raises DatasetError."""
+    """Return the archives of a prepared folder's splits, in the order of split.yaml; None if the folder is not
+    prepared. Raises DatasetError."""
     return [folder / name for name in _splits(folder)] if is_prepared(folder) else None
 
 
 def prepared_shards(folder: Path, shards: list[Shard]) -> list[Shard]:
-    """Return the shards of a folder with the names of their splits and the fields of their samples, if Energon has
-    prepared it. Raises DatasetError."""
+    """Return the shards of a folder. If Energon has prepared the folder, the shards get the names of their splits and
+    the fields of their samples. Raises DatasetError."""
     if not is_prepared(folder):
         return shards
     splits, fields, counts = _splits(folder), _fields(folder), _counts(folder)
@@ -66,18 +66,19 @@ def prepared_shards(folder: Path, shards: list[Shard]) -> list[Shard]:
 
 
 def select_split(shards: list[Shard], split: str | None, folder: Path | None, where: str) -> list[Shard]:
-    """Return the shards of one split of a prepared folder, and those of any other folder as they are.
+    """Return the shards of one split of a prepared folder; all shards of any other folder.
 
     Args:
         folder: folder of the archives; None if it is not local.
         where: name of the dataset, for errors.
 
-    Raises InvalidArgumentError for a split that the folder has not, DatasetError if its index lists no splits.
+    Raises InvalidArgumentError for an unknown split, DatasetError if the index lists no splits.
     """
     known = sorted({name for shard in shards for name in shard.settings.get("splits", ())})
     if not known and split is not None and folder is not None and is_prepared(folder):
         raise DatasetError(
-            f"{where}: the index lists no splits, because it was written before {META}/{SPLIT}: call index_folder again"
+            f"{where}: split must be None, got {split!r}, because the index was written before {META}/{SPLIT}. Run "
+            "index_folder again"
         )
     if not known or split == EVERY_SPLIT:
         return shards
@@ -97,8 +98,9 @@ def check_tar(settings: dict[str, Any]) -> None:
 
 
 def field_of(sample: Mapping[str, Any], text: str) -> Any:
-    """Return what a text of a field map stands for in a sample: `jpg`, `json[caption]`, or the first that is there of
-    several with commas between. Raises ValueError if none is there."""
+    """Return the value in a sample that a text of a field map refers to. `text`: a column such as `jpg`, an item of a
+    column such as `json[caption]`, or several alternatives with commas between, the first of which that exists is
+    taken. Raises ValueError if none exists."""
     for option in text.split(","):
         found = _FIELD.fullmatch(option)
         column, steps = (found[1], re.findall(r"\[([^\[\]]+)\]", found[2])) if found else (option, [])
@@ -109,7 +111,7 @@ def field_of(sample: Mapping[str, Any], text: str) -> Any:
         except (KeyError, IndexError, TypeError, ValueError):
             continue
         return value
-    raise ValueError(f"it must have {text}, as {META}/{DATASET} says, got {', '.join(sample)}")
+    raise ValueError(f"the sample must have {text}, as {META}/{DATASET} says, got {', '.join(sample)}")
 
 
 def _splits(folder: Path) -> dict[str, list[str]]:
@@ -154,14 +156,16 @@ def _expanded(path: Path, pattern: object) -> list[str]:
         choices = found[1].split(",")
     if len(choices) < 1 + (ends is None) or len(choices) > MAX_NAMES:
         raise DatasetError(
-            f"{path}: braces must hold choices or a range that grows, got {pattern!r:.200}: list the files"
+            f"{path}: braces must hold choices (a,b) or an ascending range (0..9), got {pattern!r:.200}. List the "
+            "files instead"
         )
     before, after = pattern[: found.start()], _expanded(path, pattern[found.end() :])
     return [f"{before}{choice}{rest}" for choice in choices for rest in after]
 
 
 def _fields(folder: Path) -> dict[str, Any]:
-    """Return the settings that give the fields of a sample; none for samples that have the members of the archive."""
+    """Return the settings that describe the fields of a sample; empty if the samples have the members of the
+    archive."""
     path = folder / META / DATASET
     fields = _read(path).get("field_map") if path.is_file() else None
     if fields is None:
@@ -172,7 +176,8 @@ def _fields(folder: Path) -> dict[str, Any]:
 
 
 def _counts(folder: Path) -> dict[str, Any]:
-    """Return the number of samples in each archive that Energon has found, by the archive's path in the folder."""
+    """Return the number of samples in each archive, as Energon has counted them, by the archive's path in the
+    folder."""
     for name in INFOS:
         path = folder / META / name
         if path.is_file():
