@@ -224,5 +224,5 @@ def test_bad_costs_name_the_remedy(balance: Any, words: str) -> None:
 
 
 def test_imbalance_needs_costs() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"give balance=Balance\(cost, report=True\)"):
+    with pytest.raises(InvalidArgumentError, match=r"Pass balance=Balance\(cost, report=True\)"):
         loader(None).imbalance()

@@ -397,7 +397,7 @@ def test_each_part_is_taken_once() -> None:
 def test_killed_process_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     numbers(tmp_path / "from", 40)
     monkeypatch.setattr(convert_part.PartConverter, "convert", lambda self, number: os.kill(os.getpid(), 9))
-    with pytest.raises(DatasetError, match="must end with status 0, got -9. Run the command again"):
+    with pytest.raises(DatasetError, match=r"must end with status 0, got -9\. Run the command again"):
         to_mds(tmp_path / "from", tmp_path / "to", processes=2)
 
 

@@ -143,7 +143,7 @@ def test_cached_results_of_map_are_left_out(tmp_path: Path) -> None:
     assert sum(shard.samples for shard in index_folder(tmp_path)) == 2
     (tmp_path / "below").mkdir()
     (tmp_path / "below" / "state.json").write_text("{}")
-    with pytest.raises(DatasetError, match="Index .*below instead"):
+    with pytest.raises(DatasetError, match=r"Index .*below instead"):
         index_folder(tmp_path)
 
 

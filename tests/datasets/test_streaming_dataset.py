@@ -117,7 +117,7 @@ def test_subclass_error_names_its_sample(hundred: Path) -> None:
     loader = StreamingLoader(dataset, batch_size=4, collate_fn=lambda samples: samples)
     dataset.error = StopIteration()
     with pytest.raises(
-        DatasetError, match=r"StopIteration came out of Fussy for sample 9 .*, where it would look like"
+        DatasetError, match=r"StopIteration must not come out of Fussy for sample 9 .*, where it would look like"
     ):
         read(loader)
     dataset.error = ValueError("no such pixel")

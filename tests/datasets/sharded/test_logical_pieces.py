@@ -371,7 +371,7 @@ def numbers() -> LogicalShards:
     ],
 )
 def test_users_stop_iteration_is_an_error(loader: Callable[[], Any], out_of: str) -> None:
-    with pytest.raises(DatasetError, match=f"StopIteration came out of {out_of}"):
+    with pytest.raises(DatasetError, match=f"StopIteration must not come out of {out_of}"):
         list(itertools.islice(loader(), 4))
 
 

@@ -379,7 +379,7 @@ def test_failed_stream_is_retried_at_its_position(failures: int) -> None:
 
 def test_an_end_out_of_make_is_not_the_streams() -> None:
     source = Savable(lambda shard: next(iter(())), shards=1)
-    with pytest.raises(DatasetError, match="StopIteration came out of stream 0 of 1 when it was made"):
+    with pytest.raises(DatasetError, match="StopIteration must not come out of stream 0 of 1 when it was made"):
         rest(source)
 
 
