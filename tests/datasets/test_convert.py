@@ -185,7 +185,7 @@ def test_values_unlike_the_sampled_ones_are_named() -> None:
     for change, value, words in (
         ("float", 2**53 + 1, "must be a number that float64 holds exactly, got 9007199254740993"),
         ("only", [b"a", b"b"], r"must be a list of one value, as in the sampled rows, got \[b'a', b'b'\]"),
-        ("file", {"bytes": None}, r"must have its bytes, as the sampled rows do, got \{'bytes': None\}"),
+        ("file", {"bytes": None}, r"must have the field bytes, as in the sampled rows, got \{'bytes': None\}"),
     ):
         with pytest.raises(DatasetError, match=f"row 0: column 'a': {words}"):
             target_columns.stored_rows([{"a": value}], [target_columns.TargetColumn("a", "", change)])
@@ -405,7 +405,7 @@ def test_other_files_are_never_touched(tmp_path: Path) -> None:
     numbers(tmp_path / "from", 30)
     (tmp_path / "to").mkdir()
     (tmp_path / "to" / "mine").write_text("mine")
-    with pytest.raises(DatasetError, match="must be empty, got mine: give another folder"):
+    with pytest.raises(DatasetError, match=r"must be empty, got the file mine\. Give another folder"):
         to_mds(tmp_path / "from", tmp_path / "to")
     numbers(tmp_path / "other", 10)
     before = files_in(tmp_path / "other")

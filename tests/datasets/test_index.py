@@ -101,7 +101,7 @@ def test_invalid_index_is_refused_by_address(data: bytes) -> None:
         (("column_names",), ["i", 3, "x"], "column_names must be a list of strings"),
         (("column_encodings",), ["int"], "column_encodings must have one entry for each of 3 columns, got 1"),
         (("column_encodings",), ["int", "str", "tensor"], "column_encodings is invalid for column 'x': .*'tensor'"),
-        (("column_sizes",), [8], "column_sizes must be a list with 3 sizes"),
+        (("column_sizes",), [8], "column_sizes must be a list of 3 sizes"),
         (("column_sizes",), [8, None, -8], "column_sizes must be .* for column 'x', got -8"),
         (("column_sizes",), [8, None, 2**40], "column_sizes must be .* for column 'x', got 1099511627776"),
         (("column_sizes",), [8, None, True], "column_sizes must be .* for column 'x', got True"),

@@ -254,10 +254,10 @@ def test_wrong_size_or_count_is_found_on_open(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", ROWS[:10])
     size = path.stat().st_size
     for shard, words in (
-        (Shard("parquet", 11, (ShardFile(StoredFile("a.parquet", size)),)), "10 rows.* but its index says 11"),
-        (Shard("parquet", 10, (ShardFile(StoredFile("a.parquet", 5)),)), f"{size} bytes.* but its index says 5"),
+        (Shard("parquet", 11, (ShardFile(StoredFile("a.parquet", size)),)), " must have 11 rows, .* got 10"),
+        (Shard("parquet", 10, (ShardFile(StoredFile("a.parquet", 5)),)), f": .* must have 5 bytes, .* got {size}"),
     ):
-        with pytest.raises(ShardCorruptError, match=rf"^a\.parquet: .*{words}"):
+        with pytest.raises(ShardCorruptError, match=rf"^a\.parquet{words}"):
             open_shard(shard, [path])
     with pytest.raises(ShardCorruptError, match="cannot be read"):
         open_shard(shard_of(path), [tmp_path / "gone"])

@@ -52,8 +52,8 @@ def test_line_that_is_no_object_is_named(tmp_path: Path, line: str) -> None:
     ("text", "says"),
     [
         ("a,b\n1,2\n1\n", "the row that ends in line 3 must have 2 values, as the header has, got 1"),
-        ("a,a\n1,2\n", "its first line must have the columns' names, each once"),
-        ("", "its first line must have the columns' names"),
+        ("a,a\n1,2\n", "the first line must have the columns' names, each once"),
+        ("", "the first line must have the columns' names"),
         ('a,b\n"1,2\n', "line 2 must be CSV in UTF-8"),
         ("a,b\n1,\xff\n", "line 2 must be CSV in UTF-8"),
     ],

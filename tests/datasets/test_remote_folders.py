@@ -108,7 +108,7 @@ def test_an_outage_is_waited_out(
     place.close()
     assert server.requests[NAME] == 31
     (record,) = caplog.records
-    assert re.search(r"shard%20%231.mds could not be fetched so far: .*; trying for \d+ s more", record.getMessage())
+    assert re.search(r"shard%20%231.mds could not be fetched yet: .*; retrying for \d+ s more", record.getMessage())
 
 
 def test_an_outage_ends_at_the_deadline(server: ShardServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -384,7 +384,7 @@ def test_file_written_while_read_is_named(folder: Path) -> None:
     path = folder / "a.parquet"
     os.utime(path, ns=(1, 1))
     assert dataset[1]["number"] == 1  # in memory
-    with pytest.raises(ShardCorruptError, match=r"a\.parquet: it was written to since it was opened"):
+    with pytest.raises(ShardCorruptError, match=r"a\.parquet: .* it was written to since it was opened"):
         dataset[499]
 
 
@@ -403,7 +403,7 @@ def test_page_checksums_are_compared(tmp_path: Path) -> None:
     index_parquet(tmp_path)
     content = path.read_bytes()
     path.write_bytes(content.replace(b"row 500", b"row 599", 1))
-    with pytest.raises(ShardCorruptError, match=r"a\.parquet: sample 0, row group 0: .*[Cc][Rr][Cc]"):
+    with pytest.raises(ShardCorruptError, match=r"a\.parquet: sample 0, row group 0 cannot .*[Cc][Rr][Cc]"):
         StreamingDataset(tmp_path)[0]
 
 

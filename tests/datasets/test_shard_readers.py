@@ -107,7 +107,9 @@ def test_another_size_is_found_when_it_is_opened(name: str, copied: Copy) -> Non
         data = path.read_bytes()
         for other in (data[:-1], data + b"x", b""):
             path.write_bytes(other)
-            with pytest.raises(ShardCorruptError, match=f"{path.name}: .* has {len(other)} bytes.* {len(data)}$"):
+            with pytest.raises(
+                ShardCorruptError, match=f"{path.name}: .* must have {len(data)} bytes.* got {len(other)}"
+            ):
                 open_shard(shard, paths)
         path.write_bytes(data)
     paths[-1].unlink()
@@ -142,12 +144,12 @@ def test_a_file_cut_short_under_way_is_named(name: str, copied: Copy) -> None:
 @pytest.mark.parametrize(
     ("place", "value", "words"),
     [
-        (0, 10, "samples.* but the index says"),
-        (0, 2**32 - 1, "samples.* but the index says"),
-        (1, 2**31, "sample 0 ends before it begins"),
+        (0, 10, "the header must say"),
+        (0, 2**32 - 1, "the header must say"),
+        (1, 2**31, "sample 0 must not end before it begins"),
         (1, 0, "got offsets 0 to"),
-        (2, 2**32 - 1, "sample 1 ends before it begins"),
-        (2, 0, "sample 0 ends before it begins"),
+        (2, 2**32 - 1, "sample 1 must not end before it begins"),
+        (2, 0, "sample 0 must not end before it begins"),
         (-1, 2**32 - 1, "the samples must lie in bytes"),
     ],
 )

@@ -129,7 +129,7 @@ def test_damaged_offsets_are_named(folder: Path) -> None:
         (50, "damaged"),
     ):
         path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
-        with pytest.raises(ShardCorruptError, match=rf"a.tfrecord.penstock-index: .*{message}.* with index_folder"):
+        with pytest.raises(ShardCorruptError, match=rf"a.tfrecord.penstock-index.*{message}.* with index_folder"):
             StreamingDataset(local=folder)[0]
 
 

@@ -14,7 +14,7 @@ def stop_iteration_error(what: str) -> DatasetError:
     """Return the error to raise instead of a StopIteration. `what`: name of the user's function that raised it."""
     return DatasetError(
         f"a StopIteration must not come out of {what}, where it would look like the end of the data. Call next() only "
-            "on iterators that are not empty, or as next(iterator, default)"
+        "on iterators that are not empty, or as next(iterator, default)"
     )
 
 

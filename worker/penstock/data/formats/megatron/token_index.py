@@ -196,7 +196,7 @@ class TokenIndex:
         begins = self._begins(0, self.sequences)
         if begins[0] != 0:
             self._corrupt(f"the first sequence must begin at byte 0, got {begins[0]}. Write the file again")
-        self._check_sequences("it", self._lengths(0, self.sequences), np.append(begins, self._last_end()))
+        self._check_sequences("the file", self._lengths(0, self.sequences), np.append(begins, self._last_end()))
 
     def _check_sequences(self, what: str, lengths: np.ndarray[Any, Any], begins: np.ndarray[Any, Any]) -> None:
         """Check that sequences lie one after the other. `begins`: first byte of each sequence, and the end of the last
