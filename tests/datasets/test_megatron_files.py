@@ -255,7 +255,7 @@ def test_a_split_divides_documents() -> None:
     ("blend", "options", "message"),
     [
         ([], {}, "at least one prefix"),
-        (["0.5", f"{DATA}/text", f"{DATA}/text", f"{DATA}/text"], {}, "weight before each prefix, or none at all"),
+        (["0.5", f"{DATA}/text", f"{DATA}/text", f"{DATA}/text"], {}, "weight before each prefix, or no weights"),
         ([f"{DATA}/text"], {"part": "dev"}, "part must be one of train, valid, test, got 'dev'"),
         ([f"{DATA}/text"], {"split": "a,b"}, "split must be up to three weights"),
         ([f"{DATA}/text"], {"split": "1,2,3,4"}, "split must be up to three weights"),

@@ -330,7 +330,7 @@ def test_loader_is_pickled_in_mid_epoch(source: Any) -> None:
     [
         ({"described": lambda: {"words": {"a", "b"}}}, "described.. of Listed must return a JSON value: .*set"),
         ({"described": lambda: {"rate": float("nan")}}, "described.. of Listed must return a JSON value"),
-        ({"lengths": lambda epoch: [5, -3, 0, 1, 2]}, "lengths.. must be at least 0, got -3 in epoch 0"),
+        ({"lengths": lambda epoch: [5, -3, 0, 1, 2]}, "lengths.. of the source must be at least 0, got -3 in epoch 0"),
     ],
 )
 def test_a_source_that_says_what_cannot_be(changed: dict[str, Any], says: str) -> None:
@@ -383,7 +383,7 @@ def test_an_order_in_other_blocks_is_refused() -> None:
     next(iter(loader))
     state = loader.state_dict()
     for strict in (True, False):
-        with pytest.raises(StateMismatchError, match=r"saved with block=8, .* block is 4 now: leave block out"):
+        with pytest.raises(StateMismatchError, match=r"block must be 8, .* got 4\. Leave block out"):
             loader_of(Counting(4), block=4).load_state_dict(state, strict=strict)
     older = {**state, "format": 1, "legs": [[4, 0, 0, []]]}
     with pytest.raises(StateVersionError, match="must be 3, got 1: another version of Penstock"):
@@ -405,7 +405,7 @@ def test_shards_that_ended_early_are_named() -> None:
     other.source = cast(Any, other.source)
     cast(Any, other.source).lengths = lambda epoch: [9, 9]
     with pytest.raises(
-        DatasetError, match=r"shard 1 of 2 ended before sample 3 of epoch 0: its source declared it longer"
+        DatasetError, match=r"shard 1 of 2 must have sample 3 in epoch 0, but ended before: lengths\(\) of the source"
     ):
         list(other)
     cast(Any, other.source).lengths = lambda epoch: [9]

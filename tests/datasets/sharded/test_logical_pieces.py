@@ -191,7 +191,7 @@ class Frame:
     ("pieces", "options", "message"),
     [
         ([], {}, "pieces must have at least one piece"),
-        ([[1], (x for x in [1])], {}, "piece 1 is a generator, which can be read only once. Give the function"),
+        ([[1], (x for x in [1])], {}, "piece 1 must be readable repeatedly, got a generator"),
         ([iter([1])], {"names": ["a.txt"]}, r"piece 0 \(a.txt\) is a list_iterator, which can be read only once"),
         (["a.txt"], {}, "piece 0 is a str, which is not a sequence of records"),
         ([{"a": 1}], {}, "piece 0 is a dict, which is not a sequence of records"),
@@ -262,7 +262,7 @@ def test_a_table_that_became_shorter() -> None:
     records = [1, 2, 3]
     source = LogicalShards([records], shards=1, names=["table"])
     records.pop()
-    with pytest.raises(DatasetError, match=r"piece 0 \(table\) has no record 2, but counts says that it has 3"):
+    with pytest.raises(DatasetError, match=r"piece 0 \(table\) must have record 2, because counts says that it has 3"):
         rest(source)
 
 
@@ -278,10 +278,10 @@ def test_piece_with_other_records_is_named() -> None:
     token = token_after(along([1], [5, 6, 7, 8]), 4)
     assert rest(along([1], [5, 6, 7, 8]), token) == [8]
     with pytest.raises(
-        ReplayMismatchError, match=r"piece 1 \(1.txt\) was read again to resume, and its samples differ"
+        ReplayMismatchError, match=r"piece 1 \(1.txt\) must yield the same samples .* but its samples differ"
     ):
         rest(along([1], [5, 66, 7, 8]), token)
-    with pytest.raises(DatasetError, match=r"piece 1 \(1.txt\) ends after 2 samples, but 3 had been read"):
+    with pytest.raises(DatasetError, match=r"piece 1 \(1.txt\) must have the 3 samples .* but it ends after 2 samples"):
         rest(along([1], [5, 6]), token)
 
 
@@ -289,8 +289,8 @@ def test_piece_with_a_wrong_state_is_read_again() -> None:
     token = token_after(LogicalShards([lambda: Counter(9)], shards=1), 5)
     other = LogicalShards([lambda: Counter(9, 100)], shards=1)
     with (
-        pytest.warns(UserWarning, match="piece 0: the state_dict that it returned after 1 samples does not restore"),
-        pytest.raises(ReplayMismatchError, match="piece 0 was read again"),
+        pytest.warns(UserWarning, match="piece 0: its state_dict after 1 samples must restore"),
+        pytest.raises(ReplayMismatchError, match="piece 0 must yield the same samples"),
     ):
         rest(other, token)
 
@@ -377,7 +377,9 @@ def test_users_stop_iteration_is_an_error(loader: Callable[[], Any], out_of: str
 
 def test_used_generator_is_an_error() -> None:
     once = (number for number in range(3))
-    with pytest.raises(DatasetError, match="piece 2 is a generator that was read or closed before"):
+    with pytest.raises(
+        DatasetError, match=r"piece 2 must be a new iterable .* got a generator that was read or closed before"
+    ):
         rest(LogicalShards([lambda: iter([7]), lambda: once, lambda: once], shards=1))
 
 

@@ -177,8 +177,8 @@ def check_format(state: Any, loader: str, *names: str) -> None:
         )
     if state["format"] != FORMAT:
         raise StateVersionError(
-            f"the format of a loader's state must be {FORMAT}, got {state['format']}: which another version of "
-            "Penstock wrote. Load the state with that version"
+            f"the format of a loader's state must be {FORMAT}, got {state['format']}: another version of Penstock "
+            "wrote it. Load the state with that version"
         )
 
 

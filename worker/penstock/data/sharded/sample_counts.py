@@ -1,5 +1,5 @@
-"""Counts of the samples of sources in logical shards: by the source of a mixture, with the samples that layers leave
-out."""
+"""Counting of samples from sources in logical shards, by the source of a mixture, including the samples that layers
+leave out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["counted_samples", "wanted_shares"]
 
 
 def counted_samples(counter: SampleCounter, samples: Sequence[HeldSample]) -> dict[Group, Row]:
-    """Return the counts of a batch's samples, and of those that layers left out before them."""
+    """Return the counts of a batch's samples, and of the samples that layers left out before them."""
     origins = [held.origin for held in samples]
     values, sources = [held.sample for held in samples], [cut_name(origin.source) for origin in origins]
     parts = None
@@ -30,8 +30,8 @@ def counted_samples(counter: SampleCounter, samples: Sequence[HeldSample]) -> di
 
 
 def wanted_shares(source: ShardedSource) -> dict[str, tuple[int, int]]:
-    """Return, for each source of the mixtures in a stack, its share in millionths of (samples, tokens), as the weights
-    want it; one of the two is 0. Nested mixtures with different units have no shares."""
+    """Return, for each source of the mixtures in a stack of layers, the share (samples, tokens) that the weights ask
+    for, in millionths; one of the two is 0. Empty for nested mixtures with different units."""
     units: set[str] = set()
 
     def walk(source: object, name: str, share: float) -> dict[str, float]:
