@@ -324,14 +324,14 @@ def test_numbers_of_numpy_are_numbers(make: Make) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"batch_size": None}, "either batch_size"),
-        ({"batch_size": 3, "global_batch_size": 3}, "either batch_size"),
-        ({"batch_size": 0}, "batch_size=0: each of 1 boxes needs at least one row"),
+        ({"batch_size": None}, "exactly one of batch_size"),
+        ({"batch_size": 3, "global_batch_size": 3}, "exactly one of batch_size"),
+        ({"batch_size": 0}, "batch_size=0 must give each of 1 boxes at least one row"),
         ({"batch_size": 2.5}, "batch_size must be a whole number, got 2.5"),
         ({"batch_size": None, "global_batch_size": "4"}, "global_batch_size must be a whole number, got '4'"),
         ({"tail": "none"}, "tail must be one of .* got 'none'"),
         ({"seed": 1.0}, "seed must be a whole number, got 1.0"),
-        ({"keys": ""}, "keys must be the name of a field, got ''"),
+        ({"keys": ""}, "keys must be the name of a field to add to each batch, got ''"),
         ({"rank": 0}, "rank must be a pair .*, got 0"),
         ({"rank": (1,)}, r"rank must be a pair .*, got \(1,\)"),
         ({"rank": (0, 1.0)}, "ranks must be a whole number, got 1.0"),

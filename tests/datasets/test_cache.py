@@ -262,14 +262,14 @@ def test_a_folder_holds_one_dataset(server: ShardServer, make: Make, tmp_path: P
     (shard,) = make_shards(server.folder, 1, SIZE)
     make().hold(shard)
     cache = ShardCache(RemoteFolder("memory://another"), tmp_path / "cache")
-    with pytest.raises(DatasetError, match=rf"has the dataset of {server.url}, not that of memory://another"):
+    with pytest.raises(DatasetError, match=rf"must have the dataset of memory://another, got that of {server.url}"):
         cache.hold(shard)
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, server: ShardServer) -> None:
     (shard,) = make_shards(server.folder, 1, SIZE)
     (tmp_path / "file").write_text("")
-    with pytest.raises(ShardUnavailableError, match=r"file/cache cannot be written: Not a directory; give a writable"):
+    with pytest.raises(ShardUnavailableError, match=r"file/cache cannot be written: Not a directory. Give a writable"):
         ShardCache(RemoteFolder(server.url), tmp_path / "file" / "cache").hold(shard)
 
 

@@ -322,7 +322,7 @@ def test_state_without_counts_and_with_others() -> None:
     assert callable(plain.advance_state)
     assert not callable(counted.advance_state)
     later = made(counts=Counts(by="language"))
-    with pytest.warns(UserWarning, match="begin at its position"):
+    with pytest.warns(UserWarning, match="begins at its position"):
         later.load_state_dict(saved(plain.state_dict()))
     with pytest.warns(UserWarning, match="without counts="):
         made().load_state_dict(saved(counted.state_dict()))
@@ -408,7 +408,10 @@ def test_invalid_counts_are_refused() -> None:
         (Counts(by="color"), "needs a field of this name in each sample, but a dict has the fields number"),
         (Counts(by=lambda sample: torch.zeros(2)), "must give a text or a number for each sample, got a Tensor"),
         (Counts(by="tokens"), "must give a text or a number for each sample, got a list"),
-        (Counts(tokens="language", by=lambda sample: next(iter(()))), "StopIteration came out of the function"),
+        (
+            Counts(tokens="language", by=lambda sample: next(iter(()))),
+            "StopIteration must not come out of the function",
+        ),
         (Counts(tokens=lambda sample: -1), "must give a number from 0 to"),
         (Counts(tokens=lambda sample: 2**70), "must give a number from 0 to"),
         (Counts(truncated=lambda sample: "no"), "must give True or False for each sample, got 'no'"),

@@ -349,7 +349,7 @@ def test_many_at_once_where_each_needs_no_seed(ahead: dict[str, int]) -> None:
 
 def test_nested_processes_are_refused_by_name() -> None:
     loader = torch.utils.data.DataLoader(loader_of(fetch_processes=1), batch_size=None, num_workers=1)
-    with pytest.raises(InvalidArgumentError, match="use either the DataLoader's num_workers or fetch_processes"):
+    with pytest.raises(InvalidArgumentError, match="Use either the DataLoader's num_workers or fetch_processes"):
         list(loader)
 
 

@@ -272,7 +272,7 @@ def _settings(state: Mapping[str, Any]) -> dict[str, Any]:
 def _refuse(message: str, *, strict: bool) -> None:
     if strict:
         raise StateMismatchError(f"{message}. Use the settings of the saved run, or load with strict=False to continue")
-    warnings.warn(f"{message}; samples may be missing or repeated in this epoch", UserWarning, stacklevel=5)
+    warnings.warn(f"{message}. Samples may be missing or repeated in this epoch", UserWarning, stacklevel=5)
 
 
 def replanned(state: Mapping[str, Any], epochs: EpochPlan, done: int, *, strict: bool) -> int:

@@ -248,7 +248,7 @@ def check_order(state: Any, order: Mapping[str, Any], *, strict: bool) -> None:
         raise StateMismatchError(
             f"{message}. The position depends on {names}, so strict=False cannot load it either. Use the saved values"
         )
-    warnings.warn(f"{message}; samples may be missing or repeated in this epoch", UserWarning, stacklevel=4)
+    warnings.warn(f"{message}. Samples may be missing or repeated in this epoch", UserWarning, stacklevel=4)
 
 
 def differences(was: Any, now: Any, path: str = "") -> dict[str, str]:
