@@ -5,8 +5,8 @@ read back and compared, and then gets its index; several processes convert parts
 their indexes are merged into the index of the result. So a run may be killed at any moment, and the next one makes only
 the parts that are not finished.
 
-Samples keep their numbers. The index notes how the source's shards divided them, so the result has the source's order,
-and a state saved while reading the source can be resumed on the result.
+Samples keep their numbers. The index notes how the source's shards divided them (formats/order_layout.py), so the
+result has the source's order, and a state taken over the source goes on over the result.
 """
 
 from __future__ import annotations

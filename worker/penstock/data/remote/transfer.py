@@ -51,9 +51,9 @@ PIECE = 4 << 20
 """Bytes requested from an object store at a time: many enough that latency hardly matters, few enough that a slow
 connection does not count as stalled."""
 PARALLEL, LARGE_PIECE = 4, 8 << 20
-"""Number, and size in bytes, of pieces of a file that are requested at the same time, as long as nothing fails. A
-request to an object store has a latency of tens of milliseconds and a limited rate; so many pieces bring 32 MiB in
-little more than the time of one. boto3's pieces have the same size."""
+"""Number and size in bytes of pieces of a file that are requested at the same time, as long as nothing fails. A request
+to an object store has a latency of tens of milliseconds and a limited rate; these bring 32 MiB in little more than the
+time of one. boto3's pieces have the same size."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _PASSING = frozenset((408, 425, 429))
 """HTTP statuses below 500 that are temporary errors, which are retried."""

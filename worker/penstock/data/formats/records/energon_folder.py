@@ -66,7 +66,7 @@ def prepared_shards(folder: Path, shards: list[Shard]) -> list[Shard]:
 
 
 def select_split(shards: list[Shard], split: str | None, folder: Path | None, where: str) -> list[Shard]:
-    """Return the shards of one split of a prepared folder; all shards of any other folder.
+    """Return the shards of one split of a prepared folder, and those of any other folder as they are.
 
     Args:
         folder: folder of the archives; None if it is not local.
