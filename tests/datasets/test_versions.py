@@ -213,7 +213,7 @@ def test_versions_are_never_replaced(place: str) -> None:
     for replace in (partial(write, place, 10, exist_ok=True), partial(merge_index, place)):
         with pytest.raises(DatasetError, match=r"must not have versions when it is replaced.*append=True"):
             replace()
-    with pytest.raises(DatasetError, match=r"must be empty: .*append=True publishes"):
+    with pytest.raises(DatasetError, match=r"must be empty, .*append=True to publish"):
         write(place, 10)
     with pytest.raises(
         DatasetError, match=r"column_names of the appended shards must be \['number'\], .* got \['other'\]"

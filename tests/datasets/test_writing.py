@@ -178,7 +178,7 @@ def test_folder_with_files_needs_exist_ok(tmp_path: Path) -> None:
     (tmp_path / "README").write_text("mine")
     (tmp_path / "shard.00000.folder").mkdir()
     before = names(tmp_path)
-    with pytest.raises(DatasetError, match="must be empty: give another folder, or pass exist_ok=True"):
+    with pytest.raises(DatasetError, match=r"must be empty, .* exist_ok=True"):
         write(1)
     assert names(tmp_path) == before
     write(1, exist_ok=True)
@@ -293,7 +293,7 @@ def test_remote_dataset_needs_exist_ok(bucket: str, tmp_path: Path) -> None:
     place = RemoteFolder(bucket)
     place.write("README", b"", deadline_s=9)
     before = len(place.names(deadline_s=9))
-    with pytest.raises(DatasetError, match="must be empty: give another folder, or pass exist_ok=True"):
+    with pytest.raises(DatasetError, match=r"must be empty, .* exist_ok=True"):
         write_numbers(bucket)
     with pytest.raises(DatasetError, match="column 'n': the sample must have this column"):
         write_numbers_and_a_bad_one(bucket)

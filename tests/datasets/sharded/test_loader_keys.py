@@ -116,7 +116,7 @@ def test_a_key_that_cannot_be_is_refused() -> None:
         with pytest.raises(InvalidArgumentError):
             loader.restore_sample(text)  # type: ignore[arg-type]
     for spoilt in ("", "?", more[:-8], more[:40] + ("B" if more[40] == "A" else "A") + more[41:]):
-        with pytest.raises(StateCorruptError, match="restore key is damaged"):
+        with pytest.raises(StateCorruptError, match="restore key must be the unchanged text"):
             loader.restore_sample(f"{epoch}.{shard}.{index}.{order}.{spoilt}")
     endless = next(iter(loader_of(Counting(1), keys="key")))["key"][0]
     with pytest.raises(InvalidArgumentError, match="must name a shard below"):

@@ -115,7 +115,7 @@ def stored_rows(rows: Sequence[Mapping[str, Any]], columns: Sequence[TargetColum
 
 def _missing(number: int, name: str, row: Mapping[str, Any]) -> DatasetError:
     return DatasetError(
-        f"row {number}: column {name!r} must be there, got {', '.join(map(repr, row))}: leave the column out with "
+        f"row {number}: column {name!r} must be there, got {', '.join(map(repr, row))}. Leave the column out with "
         "columns=, or write samples that all have it"
     )
 
@@ -155,7 +155,7 @@ def _mds_column(name: str, values: Sequence[Any], given: str | None) -> TargetCo
     if all(map(_is_json, values)):
         return TargetColumn(name, "json", "listed")
     raise DatasetError(
-        f"column {name!r} must have values that MDS can store, got {_names(kinds)}: convert to Parquet, or leave the "
+        f"column {name!r} must have values that MDS can store, got {_names(kinds)}. Convert to Parquet, or leave the "
         "column out"
     )
 
@@ -262,7 +262,7 @@ def _parquet_column(
     if all(map(_is_json, values)):
         return TargetColumn(name, "string", "json"), arrow.string()
     raise DatasetError(
-        f"column {name!r} must have values that Parquet can store, got {_names(kinds)}: leave the column out"
+        f"column {name!r} must have values that Parquet can store, got {_names(kinds)}. Leave the column out"
     )
 
 

@@ -63,7 +63,7 @@ def parse_compression(name: str) -> FileCompression:
     if not colon:
         return FileCompression(family, known.default)
     if not known.levels:
-        raise DatasetError(f"compression {name!r}: {family} has no levels: use {family!r}")
+        raise DatasetError(f"compression {name!r}: {family} has no levels. Use {family!r}")
     if not (level.isascii() and level.isdigit() and len(level) <= 2 and int(level) in known.levels):
         levels = f"{known.levels[0]} to {known.levels[-1]}"
         raise DatasetError(f"compression {name!r}: the level of {family} must be {levels}, got {level!r}")

@@ -69,7 +69,7 @@ def index_folder(folder: str | os.PathLike[str], format: str | None = None) -> l
     if len(found) != 1:
         raise DatasetError(
             f"{root} must have files of one format ({', '.join((PARQUET, *INDEXABLE))}), got "
-            f"{' and '.join(f'{len(own)} of {name}' for name, own in found.items()) or 'none'}: give format, or "
+            f"{' and '.join(f'{len(own)} of {name}' for name, own in found.items()) or 'none'}. Pass format, or "
             "another folder"
         )
     [(name, named)] = found.items()

@@ -82,7 +82,7 @@ def index_parquet(
             else f"a file must match the pattern {pattern}, got none"
         )
         raise DatasetError(
-            f"{remote.url}: {what} (hidden files, and files in _temporary and similar folders, do not count)"
+            f"{remote.url}: {what} (hidden files, and files in _temporary and similar folders, are ignored)"
         )
     if local:
         shards = parquet_shards((name, local / name) for name in names)

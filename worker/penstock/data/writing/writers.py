@@ -341,8 +341,8 @@ class Writer(ABC):
             return
         if not exist_ok:
             raise DatasetError(
-                f"{self.name} must be empty: give another folder, or pass exist_ok=True, which replaces the dataset "
-                "in it and keeps other files; append=True publishes a version with more samples"
+                f"{self.name} must be empty, got a folder with files. Pass another folder, or exist_ok=True to replace "
+                "its dataset and keep other files, or append=True to publish a version with more samples"
             )
         check_no_versions([path.name for path in self.out.iterdir()], self.name)
         # Remove the index first, then the files that it lists.

@@ -53,7 +53,7 @@ class _TokenFile:
             if end > self.size:
                 raise ShardCorruptError(
                     f"{self.index.name}: document {number} must end within the {self.size} bytes of {self.name}, got "
-                    f"byte {end}: write the files again"
+                    f"byte {end}. Write the files again"
                 )
         else:  # checked when the index was opened
             begin, end = extents[number], extents[number + 1]

@@ -59,8 +59,8 @@ def prepared_shards(folder: Path, shards: list[Shard]) -> list[Shard]:
     for shard in shards:
         if counts.get(shard.name, shard.samples) != shard.samples:
             raise DatasetError(
-                f"{folder / shard.name} must have {counts[shard.name]} samples, as {META} lists, got {shard.samples}: "
-                "run `energon prepare` again, or fetch the file again"
+                f"{folder / shard.name} must have {counts[shard.name]} samples, as {META} lists, got {shard.samples}. "
+                "Run `energon prepare` again, or fetch the file again"
             )
     return [replace(shard, settings={"splits": splits[shard.name], **fields}) for shard in shards]
 
@@ -120,12 +120,12 @@ def _splits(folder: Path) -> dict[str, list[str]]:
     content = _read(path)
     parts, exclude = content.get("split_parts"), content.get("exclude") or []
     if not isinstance(parts, dict) or not parts or not isinstance(exclude, list):
-        raise DatasetError(f"{path}: split_parts must list the archives of each split: run `energon prepare` again")
+        raise DatasetError(f"{path}: split_parts must list the archives of each split. Run `energon prepare` again")
     left_out = {name for pattern in exclude for name in _expanded(path, pattern)}
     inside = sorted(name for name in left_out if "/" in name and not (folder / name).is_file())
     if inside:
         raise DatasetError(
-            f"{path}: exclude must list whole archives, got the sample {inside[0]}: write the archive without it"
+            f"{path}: exclude must list whole archives, got the sample {inside[0]}. Write the archive without it"
         )
     splits: dict[str, list[str]] = {}
     for split, patterns in parts.items():
@@ -134,7 +134,10 @@ def _splits(folder: Path) -> dict[str, list[str]]:
                 splits[name].append(str(split))
     missing = [name for name in splits if ".." in Path(name).parts or not (folder / name).is_file()]
     if missing:
-        raise DatasetError(f"{folder / missing[0]} must be a file in the folder, as {META}/{SPLIT} lists it: copy it")
+        raise DatasetError(
+            f"{folder / missing[0]} must be a file in the folder, as {META}/{SPLIT} lists it. Copy the file into "
+            "the folder"
+        )
     return splits
 
 
@@ -142,7 +145,7 @@ def _expanded(path: Path, pattern: object) -> list[str]:
     """Return the names that a pattern such as `shard_{000..127}.tar` or `{a,b}.tar` stands for. Ranges of numbers have
     leading zeros if an end has one."""
     if not isinstance(pattern, str):
-        raise DatasetError(f"{path}: a file's name must be a string, got {pattern!r:.200}: run `energon prepare` again")
+        raise DatasetError(f"{path}: a file's name must be a string, got {pattern!r:.200}. Run `energon prepare` again")
     found = _BRACES.search(pattern)
     if not found:
         return [pattern]
@@ -171,7 +174,9 @@ def _fields(folder: Path) -> dict[str, Any]:
     if fields is None:
         return {}
     if not isinstance(fields, dict) or not all(isinstance(text, str) for text in fields.values()):
-        raise DatasetError(f"{path}: field_map must map names to texts, got {fields!r:.200}: prepare the folder again")
+        raise DatasetError(
+            f"{path}: field_map must map names to texts, got {fields!r:.200}. Run `energon prepare` again"
+        )
     return {"fields": {str(name): text for name, text in fields.items()}}
 
 
@@ -197,5 +202,5 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise DatasetError(f"{path} cannot be read: {error}. Run `energon prepare` again") from error
     if not isinstance(value, dict):
-        raise DatasetError(f"{path} must be a mapping, got {type(value).__name__}: run `energon prepare` again")
+        raise DatasetError(f"{path} must be a mapping, got {type(value).__name__}. Run `energon prepare` again")
     return value
