@@ -377,7 +377,7 @@ def test_missing_pyarrow_names_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_p
     shard = shard_of(path)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     for call in (lambda: open_shard(shard, [path]), lambda: shard_of(path)):
-        with pytest.raises(DatasetError, match=r"pyarrow: pip install 'penstock\[parquet\]'"):
+        with pytest.raises(DatasetError, match=r"pyarrow\. Run pip install 'penstock\[parquet\]'"):
             call()
 
 

@@ -77,7 +77,7 @@ def test_wrong_numbers_of_several_are_refused(dataset: StreamingDataset) -> None
         ([0, 100], IndexError, "below 100, got 100"),
         (np.array([-101]), IndexError, "below 100, got -101"),
         (np.ones(99, bool), IndexError, "100 entries, one for each sample, got 99"),
-        ([True, False], IndexError, "one for each of 100 samples, got 2"),
+        ([True, False], IndexError, "100 entries, one for each sample, got 2"),
         ([1.0], TypeError, "float"),
         (slice(0.5), TypeError, "slice indices"),
         ("3", TypeError, "str"),

@@ -228,8 +228,9 @@ class CacheState:
                 busy()
             if time.monotonic() >= until:
                 raise ShardUnavailableError(
-                    f"{self._address(name)} was not available within {self._timeout_s:g} s: another process has the "
-                    f"lock {os.path.join(self.root, path)} ({_holder(os.path.join(self.root, path))})"
+                    f"{self._address(name)} was not available within {self._timeout_s:g} s, because another process "
+                    f"has the lock {os.path.join(self.root, path)} ({_holder(os.path.join(self.root, path))}). Wait "
+                    "for that process, or raise timeout_s"
                 )
             self.closing.wait(pause)
             pause = min(LONGEST_PAUSE_S, pause * 2)

@@ -30,7 +30,8 @@ class PartFiles(Protocol):
     """Writer of the files of one part."""
 
     def write(self, rows: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> None:
-        """Add rows of these sizes in bytes. Raises DatasetError for a value that cannot be stored; OSError."""
+        """Add rows. `sizes`: size of each row in bytes. Raises DatasetError for a value that cannot be stored, OSError
+        for a full disk."""
 
     def finish(self) -> list[Shard]:
         """Write all files except the index; return the part's shards."""

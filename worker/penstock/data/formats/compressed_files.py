@@ -104,16 +104,19 @@ def _library(family: str) -> Any:
         return importlib.import_module(package)
     except ImportError as error:
         raise DatasetError(
-            f"shards compressed with {family} need the package {package}: pip install 'penstock[streaming]'"
+            f"shards compressed with {family} need the package {package}. Run pip install 'penstock[streaming]'"
         ) from error
 
 
 def _too_long(family: str, limit: int) -> ShardCorruptError:
-    return ShardCorruptError(f"its {family} data decompress to more than the {limit} bytes in the index")
+    return ShardCorruptError(
+        f"its {family} data must decompress to at most {limit} bytes, as the dataset's index lists, got more. "
+        "Fetch the file again, or index the folder again"
+    )
 
 
 def _broken(family: str, why: object) -> ShardCorruptError:
-    return ShardCorruptError(f"its {family} data are damaged: {why}")
+    return ShardCorruptError(f"its {family} data are damaged: {why}. Fetch the file again")
 
 
 class _Member(Protocol):
@@ -188,7 +191,7 @@ def _snappy(data: bytes, limit: int) -> bytes:
         if byte < 128:
             break
     else:
-        raise _broken("snappy", "they have no length")
+        raise _broken("snappy", "their length is missing")
     if size > limit:
         raise _too_long("snappy", limit)
     try:

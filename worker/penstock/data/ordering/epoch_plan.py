@@ -41,12 +41,12 @@ class SampleOrder(Protocol):
 
 
 class BatchPlan(NamedTuple):
-    """Plan of one batch of a box: the samples of its rows, and their positions in the order."""
+    """Plan of one batch of a box (data-parallel rank): the samples of its rows, and their positions in the order."""
 
     epoch: int
     """Number of the epoch."""
     positions: Ints
-    """Positions of the batch's rows in the epoch; negative ones lie in earlier epochs."""
+    """Positions of the batch's rows in the epoch; negative positions belong to earlier epochs."""
     ids: Ints
     """Numbers of the samples in the batch's rows."""
     empty: bool = False

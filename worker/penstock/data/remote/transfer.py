@@ -123,7 +123,7 @@ class DownloadTarget(io.RawIOBase):
     def write(self, data: Any) -> int:
         with self._lock:
             if self._abandoned:
-                raise TransferBroken("was abandoned")
+                raise TransferBroken("the attempt was abandoned")
             if self.at + len(data) > self._limit:
                 raise ShardCorruptError(
                     f"{self._source} must have {self._limit} bytes, as the dataset's index lists, got more. Upload the "

@@ -138,7 +138,7 @@ def _part(documents: MegatronDocuments, bounds: tuple[float, float], part: Megat
     begin, end = (round(bound * float(len(documents))) for bound in bounds)
     if begin >= end:
         raise DatasetError(
-            f"{documents.prefix}: the part {part!r} must have documents, got none of {len(documents)}: Change split, "
+            f"{documents.prefix}: the part {part!r} must have documents, got none of {len(documents)}. Change split, "
             "or leave the file out of this part's blend"
         )
     return documents if (begin, end) == (0, len(documents)) else documents[begin:end]

@@ -31,7 +31,7 @@ def _library() -> Any:
         return importlib.import_module("array_record.python.array_record_module")
     except ImportError as error:
         raise DatasetError(
-            "ArrayRecord files need the package array_record: pip install 'penstock[array-record]'"
+            "ArrayRecord files need the package array_record. Run pip install 'penstock[array-record]'"
         ) from error
 
 

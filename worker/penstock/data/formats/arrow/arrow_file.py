@@ -52,7 +52,7 @@ def _pyarrow() -> Any:
     try:
         return importlib.import_module("pyarrow")
     except ImportError as error:
-        raise DatasetError("Arrow files need the package pyarrow: pip install 'penstock[parquet]'") from error
+        raise DatasetError("Arrow files need the package pyarrow. Run pip install 'penstock[parquet]'") from error
 
 
 class _ArrowFile:

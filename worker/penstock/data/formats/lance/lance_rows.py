@@ -113,7 +113,7 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]]):
         try:
             lance = importlib.import_module("lance")
         except ImportError as error:
-            raise DatasetError("Lance datasets need the package pylance: pip install 'penstock[lance]'") from error
+            raise DatasetError("Lance datasets need the package pylance. Run pip install 'penstock[lance]'") from error
         try:
             dataset = lance.dataset(self.uri, version=self._version, storage_options=self._options)
         except (ValueError, OSError) as error:

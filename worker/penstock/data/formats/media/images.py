@@ -57,7 +57,9 @@ def _pil() -> Any:
     try:
         return importlib.import_module("PIL.Image")
     except ImportError as error:
-        raise DatasetError("columns with images need the package pillow: pip install 'penstock[streaming]'") from error
+        raise DatasetError(
+            "columns with images need the package pillow. Run pip install 'penstock[streaming]'"
+        ) from error
 
 
 def decode_raw(sample: bytes, begin: int, end: int) -> Any:

@@ -164,7 +164,8 @@ class ParquetReader:
         missing = [name for name in columns if name not in known]
         if missing:
             raise DatasetError(
-                f"{self.name} must have the columns {', '.join(missing)}, which columns= names, got {', '.join(known)}"
+                f"{self.name} must have the columns {', '.join(missing)} that the argument columns names, got "
+                f"{', '.join(known)}"
             )
         paths = [self._footer.schema.column(leaf).path for leaf in range(len(self._footer.schema))]
         self._leaves = [

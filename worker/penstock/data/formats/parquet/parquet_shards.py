@@ -30,7 +30,7 @@ def pyarrow_parquet() -> Any:
     try:
         return importlib.import_module("pyarrow.parquet")
     except ImportError as error:
-        raise DatasetError("Parquet files need the package pyarrow: pip install 'penstock[parquet]'") from error
+        raise DatasetError("Parquet files need the package pyarrow. Run pip install 'penstock[parquet]'") from error
 
 
 def parquet_shards(files: Iterable[tuple[str, Path | IO[bytes]]]) -> list[Shard]:

@@ -98,7 +98,7 @@ def check_same_header(shards: Sequence[Shard]) -> None:
         if first != own:
             raise DatasetError(
                 f"all CSV files of a dataset must have the same header: {shards[0].name} has {', '.join(first)}, but "
-                f"{shard.name} has {', '.join(own)}"
+                f"{shard.name} has {', '.join(own)}. Move files of other data into another folder"
             )
 
 

@@ -195,7 +195,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         yaml = importlib.import_module("yaml")
     except ImportError as error:
-        raise DatasetError(f"{path} needs the package pyyaml: pip install pyyaml") from error
+        raise DatasetError(f"{path} needs the package pyyaml. Run pip install pyyaml") from error
     try:
         text = read_plain(path, MAX_BYTES).decode()
         value = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
