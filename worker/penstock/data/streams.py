@@ -31,7 +31,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Stream:
-    """One of several datasets that a StreamingDataset reads together. Give at most one of proportion, repeat and
+    """Member of a group of datasets that a StreamingDataset reads together. Give at most one of proportion, repeat and
     choose, and the same one for all streams."""
 
     remote: str | os.PathLike[str] | None = None

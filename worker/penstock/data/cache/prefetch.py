@@ -49,7 +49,7 @@ class FetchStats:
 
 
 class Prefetcher:
-    """Threads of one process that prefetch shards. They start when the first list of shards is given."""
+    """Threads of one process that prefetch shards. The threads start when the first list of shards is given."""
 
     def __init__(
         self, state: CacheState, threads: int, fetch: Callable[[Shard, str, Callable[[], None]], bool]

@@ -99,7 +99,7 @@ def convert_dataset(
     dest_options: Mapping[str, Any] | None = None,
     timeout_s: float = 600.0,
 ) -> Converted:
-    """Convert a dataset to MDS or Parquet, in parallel. A call continues one that was killed.
+    """Convert a dataset to MDS or Parquet, in parallel. A call continues an earlier one that was killed.
 
         convert_dataset("/data/web", "s3://bucket/web", "mds")
 

@@ -50,8 +50,7 @@ many members (streams in a row). Bytes after a member's end are copied, so large
 members would take quadratic time."""
 _ZEROS = re.compile(rb"\0*")
 ZSTD_PIECE = 1 << 10
-"""Bytes passed to the decompressor at a time for a zstd frame that does not tell its length. One byte may expand to 32
-KiB."""
+"""Bytes passed to the decompressor at a time for a zstd frame without its length. One byte may expand to 32 KiB."""
 
 
 def parse_compression(name: str) -> FileCompression:
@@ -130,8 +129,8 @@ class _Member(Protocol):
 
 
 def _members(family: str, make: Callable[[], _Member], data: bytes, limit: int) -> bytes:
-    """Unpack a gzip or bzip2 file. It may consist of several members (streams in a row), with zeros after each. `make`:
-    returns a new decompressor; `limit`: largest size of the result in bytes."""
+    """Unpack a gzip or bzip2 file, which may consist of several members (streams in a row) with zeros after each.
+    `make`: returns a new decompressor; `limit`: largest size of the result in bytes."""
     parts: list[bytes] = []
     view, left, at = memoryview(data), limit, 0
     while True:

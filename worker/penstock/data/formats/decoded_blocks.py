@@ -1,7 +1,7 @@
-"""One memory limit for the decoded blocks of all readers in this process. A block is a row group of Parquet, or a
+"""Memory limit shared by the decoded blocks of all readers in this process. A block is a row group of Parquet, or a
 record batch of Arrow.
 
-Readers keep their own blocks; this module only counts their bytes and tells a reader which block to drop. So a reader's
+Readers keep their own blocks; this module only counts the blocks' bytes and calls `drop` of a reader. So a reader's
 blocks are freed with the reader. The least recently used block of all readers is dropped first.
 """
 
@@ -35,7 +35,7 @@ class BlockMemory:
 
     def __init__(self, limit: int = DECODED_BYTES) -> None:
         self.limit = limit
-        """Largest number of bytes of all blocks together. One block is kept even if it is larger."""
+        """Largest number of bytes of all blocks together. A single block is kept even if it exceeds the limit."""
         self._tokens = itertools.count()
         self.reset()
 

@@ -49,7 +49,7 @@ class Format:
     """Function (shard, paths of its raw files, options) that returns the shard's reader. Raises ShardCorruptError,
     DatasetError."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Settings that only mosaicml-streaming's own reader needs. They are written with these values."""
+    """Settings that only mosaicml-streaming's own reader needs, with the values that are written."""
     max_bytes: int = UNLIMITED
     """Largest size of a raw file, in bytes."""
 

@@ -225,7 +225,7 @@ class _Batches(torch.utils.data.Dataset[Any]):
 
 
 class _WorkerEnded(RuntimeError):
-    """Error: a process that makes batches has closed its pipe. It is ending, but may still be alive."""
+    """Error: a process that makes batches has closed its pipe. The process is ending, but may still be alive."""
 
 
 def _received(batch: bytes) -> Any:

@@ -1,4 +1,4 @@
-"""Base class of loaders whose order is a function from position to sample, whatever the storage.
+"""Base class of loaders whose order is a function from position to sample, for any kind of storage.
 
 The order (ordering/sharded_order.py, unsharded_order.py) maps positions to samples, ordering/epoch_plan.py defines the
 batches of an epoch, and WorkerBatches selects the batches that this process makes. So a position is a few integers, and

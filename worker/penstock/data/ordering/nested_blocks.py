@@ -48,8 +48,8 @@ class NestedBlocks:
         self._key = int(mix(key, _SAMPLES))
 
     def indexes(self, at: Ints) -> Ints:
-        """Return the indexes in the sequence of the samples at indexes `at` of the range. Both are counted from the
-        sequence's beginning."""
+        """Return the indexes in the sequence of the samples at indexes `at` of the range. All indexes are counted from
+        the sequence's beginning."""
         inside = at - self._low
         group = self._group(inside)
         low = self._group_bounds[group]

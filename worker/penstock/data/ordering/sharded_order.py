@@ -4,7 +4,7 @@ and workers.
     position -> stream, and position in its sequence -> partition -> shuffled block -> shard and sample
 
 - **Parts.** An epoch consists of whole shards, and pieces of shards where a stream's share is not all of it
-  (shard_selection.py). They come in a permuted sequence.
+  (shard_selection.py), in a permuted sequence.
 - **Partitions.** The sequence is cut into C equal partitions, and position p takes the next sample of partition p mod
   C. Rows go to boxes in turn, so if the number of boxes divides C, each box reads its own partitions and so its own
   shards. The order itself does not depend on the number of boxes.

@@ -265,7 +265,7 @@ class _Piece:
     size: int
     """Size of the whole file in bytes."""
     etag: str
-    """ETag of the file that the bytes are from. It changes with the file's content."""
+    """ETag of the file that the bytes are from, which changes with the file's content."""
 
 
 async def s3_piece(fs: Any, path: str, start: int, end: int) -> _Piece:

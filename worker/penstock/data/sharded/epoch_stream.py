@@ -90,7 +90,7 @@ class EpochStream:
         return self._rows(partition.rows(number, self._box), begin)
 
     def first(self, number: int) -> tuple[int, int]:
-        """Return the shard, and the index in it, of the first row of batch `number`. That row belongs to box 0."""
+        """Return (shard, index in the shard) of the first row of batch `number`, which belongs to box 0."""
         (shard,), (index,) = self._round_robin.at(np.array([self._start + number * self._batch]))
         return shard, index
 

@@ -116,8 +116,8 @@ class ShardedSource(Protocol):
 
     def described(self) -> dict[str, Any]:
         """Return a description of everything that decides the samples and their order, as a JSON value: kind, settings,
-        and the description of each `source` below. It is saved with a state. A state with a different description is
-        refused, by an error that names the differing values."""
+        and the description of each `source` below. The description is saved with a state. A state with a different
+        description is refused, by an error that names the differing values."""
 
     def lengths(self, epoch: int) -> Sequence[int] | None:
         """Return the number of samples in each shard in this epoch; None if the numbers are unknown before the shards

@@ -146,7 +146,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         self._warned = False
         """True after the warning about a second epoch of an endless source was logged."""
         self._share: WorkerShare | None = None
-        """This worker's share of the epoch in progress. An iterator over another share has ended."""
+        """Share of this worker in the epoch in progress. An iterator over another share has ended."""
         lengths = None if source.endless else source.lengths(0)
         self._counts = LoaderCounts(counts, wanted_shares(source))
         countable = counts is None  # counting needs the samples between two states

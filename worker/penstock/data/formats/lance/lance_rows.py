@@ -1,8 +1,8 @@
 """Rows of a Lance dataset, by number, read by the package pylance.
 
 The library finds, fetches and caches the files of a Lance dataset, also from object stores. So LanceRows is a map-style
-dataset, and not a StreamingDataset of shards. It reads one version of the data: rows that are appended or deleted while
-a job runs, or before it resumes, change no row's number.
+dataset, and not a StreamingDataset of shards. LanceRows reads one version of the data: rows that are appended or
+deleted while a job runs, or before it resumes, change no row's number.
 
 A call of the library takes some 0.2 ms, for one row or for many, so read rows by batches (`__getitems__`).
 """
@@ -72,7 +72,7 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]]):
                 f"columns must be some of {', '.join(schema.names)}, got {', '.join(missing) or 'none'}"
             )
         self.fingerprint = self._digest(dataset)
-        """Digest of the version's files. It changes with the data."""
+        """Digest of the version's files, which changes with the data."""
 
     def __len__(self) -> int:
         return self._rows

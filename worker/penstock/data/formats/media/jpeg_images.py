@@ -1,8 +1,8 @@
 """Decoding of JPEG files by simplejpeg, wherever its pixels equal Pillow's.
 
-Both use libjpeg-turbo. Pillow reads a file in pieces, line by line, into pixels of four bytes, and copies them twice to
-make an array; simplejpeg decodes into the array. It is used for RGB and grayscale. Pillow decodes every file that
-simplejpeg refuses or warns about, so a damaged file gives Pillow's result or error.
+simplejpeg and Pillow both use libjpeg-turbo. Pillow reads a file in pieces, line by line, into pixels of four bytes,
+and copies them twice to make an array; simplejpeg decodes into the array, and is used for RGB and grayscale. Pillow
+decodes every file that simplejpeg refuses or warns about, so a damaged file gives Pillow's result or error.
 
 Import this module only where there are JPEG files: it imports Pillow.
 """

@@ -21,7 +21,7 @@ from penstock.data.formats.descriptors import Descriptor
 __all__ = ["TAIL_BYTES", "RowGroup", "footer_length", "row_groups", "tail_of"]
 
 TAIL_BYTES = 64 << 10
-"""Bytes at the end of a remote file that are fetched first. They hold the whole footer of most files."""
+"""Bytes at the end of a remote file that are fetched first: the whole footer of most files."""
 
 _BYTES = (1, 4, 8, 12, 4, 8, 4, 1)
 """Bytes that a value takes in memory, by the number of its physical type: BOOLEAN, INT32, INT64, INT96, FLOAT, DOUBLE,

@@ -107,8 +107,8 @@ class ParquetReader:
         self._loading: dict[int, threading.Event] = {}
         """Row groups that a thread is decoding now, by number, with the event that other threads wait for."""
         self._idle: list[Any] = []
-        """pyarrow's file objects that no thread uses now. They are not thread-safe, so each thread that decodes takes
-        one."""
+        """pyarrow's file objects that no thread uses now. The objects are not thread-safe, so each thread that decodes
+        takes one."""
         self._kept: dict[int, Columns] = {}
         """Row groups in memory, by number. MEMORY counts and drops them."""
         self._wanted: list[str] | None = None

@@ -1,4 +1,4 @@
-"""Conversion of Parquet values to Python objects, or to numpy's where Python's are too coarse.
+"""Conversion of Parquet values to Python objects, or to numpy objects where Python's are too coarse.
 
 Python's datetime, timedelta and time resolve microseconds. Parquet also has times in nanoseconds, which Spark always
 writes. Such times become numpy's datetime64[ns] and timedelta64[ns], even if their last three digits are 0, and whether

@@ -41,11 +41,11 @@ class LogicalShards:
 
         LogicalShards([LineFile(path) for path in sorted(paths)], shards=240)
 
-    A piece is one of three kinds of object. It is indexable, with `len(piece)` and `piece[i]`: a list, an array or
-    memmap, a torch Dataset, a StreamingDataset, or a pyarrow Table, whose records are its rows. Or it is an iterable
-    that can be iterated repeatedly. Or it is a function without arguments that returns an object of the first two
-    kinds; the function is called when the piece is needed, and the `close()` of its result, if there is one,
-    afterwards. For an iterator or a generator, give the function that makes it.
+    A piece is one of three kinds of object. A piece may be indexable, with `len(piece)` and `piece[i]`: a list, an
+    array or memmap, a torch Dataset, a StreamingDataset, or a pyarrow Table, whose records are its rows. A piece may be
+    an iterable that can be iterated repeatedly. Or a piece is a function without arguments that returns an object of
+    the first two kinds; the function is called when the piece is needed, and the `close()` of its result, if there is
+    one, afterwards. For an iterator or a generator, give the function that makes it.
 
     If all pieces are indexable, an epoch's N records are in one order, like StreamingLoader's: with `shuffle`, pieces
     are permuted, and then records within blocks of pieces. Shard l of L gets positions floor(l N / L) to floor((l + 1)

@@ -203,7 +203,7 @@ class RunCursor(Iterator[Any]):
         )
 
     def _touch(self, stream: OpaqueStream) -> None:
-        """Mark a stream as open and in use, before it is read. This may close other streams."""
+        """Mark a stream as open and in use, before it is read. Closes other streams if too many are open."""
         opened = self._pieces.opened
         if not opened.used(id(self)):
             self._pieces.read_by(id(self))
