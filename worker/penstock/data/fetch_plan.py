@@ -4,10 +4,11 @@ The plan is computed from a dataset's index, the loader's own order and a model 
 model has three rules, and is exact where the cache has no limit and no bandwidth is given:
 
 - A node is a machine whose boxes' workers share a cache. (A box is one data-parallel rank.) A shard's fetch begins
-`predownload` samples before the first sample that needs the shard. - With a limit the least recently used fetch is
-evicted first. A prefetch never evicts a shard that the next `predownload` samples need. The order of use is resolved to
-ticks of 1/4096 of an epoch. - With a bandwidth a node transfers one shard after another at this speed, and a step takes
-`step_s` once its data have arrived. Decompression, decoding and the latency of requests take no time.
+  `predownload` samples before the first sample that needs the shard.
+- With a limit the least recently used fetch is evicted first. A prefetch never evicts a shard that the next
+  `predownload` samples need. The order of use is resolved to ticks of 1/4096 of an epoch.
+- With a bandwidth a node transfers one shard after another at this speed, and a step takes `step_s` once its data have
+  arrived. Decompression, decoding and the latency of requests take no time.
 """
 
 from __future__ import annotations
@@ -295,9 +296,8 @@ class _Node:
             begins = np.maximum(epoch * self._steps, uses.step[here][first] - self._run.ahead)
             size = self._fetches.kept[fetches]
             at = np.concatenate([begins, ends + 1])
-            turn = np.lexsort(
-                (np.repeat([1, 0], len(fetches)), at)
-            )  # free the space of units after their last use before new units take space
+            # free the space of units after their last use before new units take space
+            turn = np.lexsort((np.repeat([1, 0], len(fetches)), at))
             largest = max(largest, int(np.cumsum(np.concatenate([size, -size])[turn]).max(initial=0)))
         return largest
 

@@ -173,10 +173,8 @@ class CacheState:
         lock = self.wait(base, until, name, shared=False, busy=busy)
         try:
             lock.write(b"%d\n" % os.getpid())
-            with parent_of(self.root, base) as (
-                folder,
-                last,
-            ):  # the descriptor keeps the folder, even if its name leads elsewhere later
+            # the descriptor keeps the folder, even if its name leads elsewhere later
+            with parent_of(self.root, base) as (folder, last):
                 yield lambda kind: Path(f"/proc/self/fd/{folder}", f"{last}!{kind}")
         finally:
             self._clear(base, lock)

@@ -131,9 +131,8 @@ class MapReader:
         if not callable(getattr(type(self.dataset), "__getitems__", None)):
             dataset, left = self.dataset, iter(numbers)
             try:
-                return [
-                    dataset[number] for number in left
-                ]  # inlined: a method call for each sample takes a third longer
+                # inlined: a method call for each sample takes a third longer
+                return [dataset[number] for number in left]
             except Exception as error:
                 self._annotate(error, self._sample_position(plan, len(numbers) - operator.length_hint(left) - 1))
                 raise

@@ -185,7 +185,6 @@ def _runs(shards: Ints, files: Ints | None) -> Ints:
     if files is None or not len(shards):
         return np.arange(len(shards) + 1)
     file = files[shards]
-    new = (file[1:] != file[:-1]) | (
-        shards[1:] <= shards[:-1]
-    )  # the second condition holds where an epoch repeats a file
+    # the second condition holds where an epoch repeats a file
+    new = (file[1:] != file[:-1]) | (shards[1:] <= shards[:-1])
     return np.concatenate([np.zeros(1, np.int64), np.flatnonzero(new) + 1, np.full(1, len(shards), np.int64)])

@@ -14,7 +14,7 @@ and workers.
   decoded as a whole (row groups of Parquet). Blocks of a file stay near each other (nested_blocks.py).
 - **Streams.** Either the parts of all streams are in one sequence ("shards"), or each stream has a sequence of its own
   and they are interleaved: in units of C samples ("samples") or of a whole batch ("batches"). Then every prefix of the
-      order has each stream's share (interleave.py); the rest of each stream, less than a unit, comes at the end.
+  order has each stream's share (interleave.py); the rest of each stream, less than a unit, comes at the end.
 
 The memory used does not grow with the number of samples. It is a few numbers for each part of an epoch.
 """

@@ -373,9 +373,8 @@ def _copy_pieces(
                 requested = end
             end, request = requests.popleft()
             data = bytes_of(request.result())
-            if (
-                len(data) == size and end - target.at < size
-            ):  # the server does not support ranges, and sent the whole file
+            # the server does not support ranges, and sent the whole file
+            if len(data) == size and end - target.at < size:
                 data, end = data[target.at :], size
             if len(data) != end - target.at:
                 raise TransferBroken(f"{end - target.at} bytes were requested, but {len(data)} arrived")

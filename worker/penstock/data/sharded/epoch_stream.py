@@ -74,9 +74,8 @@ class EpochStream:
         begin = self._start + number * self._batch
         if self._round_robin.length is None:
             self._look_ahead(begin, read)
-        if (
-            self._round_robin.length is None
-        ):  # the number of samples is unknown, so assume enough positions for any batch
+        # the number of samples is unknown, so assume enough positions for any batch
+        if self._round_robin.length is None:
             return self._rows(np.arange(begin + self._box, begin + self._batch, self._boxes))
         partition = Partition(self._round_robin.length, self._start, self._batch, self._boxes, self._tail)
         if self._round_robin.length < self._start:

@@ -15,9 +15,9 @@ Every source makes these promises, and tests/datasets/sharded checks them for ea
   between two samples, and after the last; taking a token changes nothing, and takes microseconds. For a source with
   restore keys a position must always have the same token, however the position was reached, because restore keys
   contain tokens, and batches contain restore keys.
-- `skip(n)` leaves the cursor where n times `next` would have left it, without making samples where possible. - A layer
-never loses samples that it took from its source: while samples are in its buffer, the layer's token contains the
-source's position from which to read these samples again.
+- `skip(n)` leaves the cursor where n times `next` would have left it, without making samples where possible.
+- A layer never loses samples that it took from its source: while samples are in its buffer, the layer's token contains
+  the source's position from which to read these samples again.
 """
 
 from __future__ import annotations

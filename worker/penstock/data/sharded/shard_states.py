@@ -176,11 +176,8 @@ class FixedOrder:
         `first`: number of the worker, in each box, that makes the first batch."""
         epoch, start = whole.progress.epoch, self._position(whole)
         endless_order = whole.endless_order
-        if (epoch, start, self.block) == (
-            0,
-            0,
-            None,
-        ):  # at the beginning of a run, the batch of the new topology becomes the block
+        # at the beginning of a run, the batch of the new topology becomes the block
+        if (epoch, start, self.block) == (0, 0, None):
             endless_order = self.endless_order(topology.batch)
         return replace(whole, progress=OrderProgress(epoch, start, 0, topology, first), endless_order=endless_order)
 

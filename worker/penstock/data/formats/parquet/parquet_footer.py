@@ -93,9 +93,8 @@ def _row_group(group: dict[int, Any]) -> RowGroup:
             raise ValueError("its footer is damaged: a column has a negative size, or an unknown type")
         sizes.append(max(values[6], values[5] * _BYTES[values[1]]))
         begin = values.get(9, 0)
-        if (
-            0 < values.get(11, 0) < begin
-        ):  # pyarrow reads a column from its dictionary on, if the dictionary comes first
+        # pyarrow reads a column from its dictionary on, if the dictionary comes first
+        if 0 < values.get(11, 0) < begin:
             begin = values[11]
         begins.append(begin)
         ends.append(begin + values.get(7, 0))

@@ -1,7 +1,7 @@
 """Folders of tar archives that Megatron Energon prepared (`energon prepare`), read as they are.
 
     .nv-meta/split.yaml      archives of each split (train, val, test), and those to leave out
-    .nv-meta/dataset.yaml class of the samples, and the archive member of each of their fields
+    .nv-meta/dataset.yaml    class of the samples, and the archive member of each of their fields
     .nv-meta/.info.json      number of samples in each archive (.info.yaml in older folders)
 
 Python code that dataset.yaml names (`sample_loader`, `part_filter`) is never run: samples then have the members of

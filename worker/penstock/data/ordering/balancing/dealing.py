@@ -49,9 +49,8 @@ def deal_to_steps(costs: npt.NDArray[np.float64], steps: int) -> list[Ints]:
         if worst <= 1 / SHARES:
             break
     assert best is not None
-    best.sort(
-        key=lambda step: int(step[np.argmax(units[step])])
-    )  # otherwise the first step would always get the largest row
+    # otherwise the first step would always get the largest row
+    best.sort(key=lambda step: int(step[np.argmax(units[step])]))
     return [np.sort(step) for step in best]
 
 
@@ -89,9 +88,8 @@ def _units(costs: npt.NDArray[np.float64]) -> Ints:
 def _dealt(units: Ints, room: Sequence[int]) -> list[Ints]:
     """Return the indexes of the costs that each bin gets: longest processing time first, `room[bin]` of them."""
     by_cost = np.argsort(-units, kind="stable")
-    heap = [
-        number for number, places in enumerate(room) if places
-    ]  # heap of sum << _BITS | bin: the smallest sum comes first
+    # heap of sum << _BITS | bin: the smallest sum comes first
+    heap = [number for number, places in enumerate(room) if places]
     left, mask, dealt = list(room), (1 << _BITS) - 1, []
     for cost in (units[by_cost] << _BITS).tolist():
         top = heap[0]

@@ -13,10 +13,10 @@ dropped. Without a snapshot, all samples before the position are read again. Thr
   (sample_digest.py). An iterable that counts after its `yield`, or reads ahead, resumes one sample off; the comparison
   detects this, and the iterable is then read again from its beginning, with a warning. An error is raised only if this
   yields other samples, too. Two snapshots are kept, because the newest may lie at the position itself.
-- **A state is encoded at once**, because it may change while its loader advances (torchdata's do). - **Random
-generators are set in a fixed order of steps**: seed them, make the iterable, load its state, set the generators back to
-their state after making the iterable, call `iter`, and set them to the state at the snapshot. With any other
-  order a shuffled loader yields other batches.
+- **A state is encoded at once**, because it may change while its loader advances (torchdata's do).
+- **Random generators are set in a fixed order of steps**: seed them, make the iterable, load its state, set the
+  generators back to their state after making the iterable, call `iter`, and set them to the state at the snapshot. With
+  any other order a shuffled loader yields other batches.
 
 Snapshots are taken after a number of samples or seconds, but less often if they would take more than a set share of the
 time (snapshot_cadence.py). A token is as exact with an old snapshot as with a new one. No snapshot is taken after the

@@ -143,9 +143,8 @@ class RunCursor(Iterator[Any]):
                 except StopIteration:
                     self._check_end(self._stream)
                 else:
-                    if self._is_full(
-                        self._stream
-                    ):  # checked now, because no further call follows a shard's last record
+                    # checked now, because no further call follows a shard's last record
+                    if self._is_full(self._stream):
                         self._expect_end(self._stream)
                     return record
             self._move_on()
