@@ -435,7 +435,7 @@ class _Epoch:
         self._move_on()
 
     def _count(self, counted: dict[Group, Row]) -> None:
-        """Add the counts of a returned or skipped batch, and of the samples that `skip` leaves out before its end."""
+        """Count the batch that is handed out or skipped, with the samples that `skip` leaves out before its end."""
         loader, remainder = self._loader, self._worker_batches.remainder
         skipped = loader._skipped(remainder, self._worker_batches.turn.batch(loader._done))
         loader._counts.handed_out(merged_rows([counted, skipped_rows(skipped)]) if skipped else counted)

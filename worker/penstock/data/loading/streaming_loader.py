@@ -429,7 +429,7 @@ class StreamingLoader(PositionLoader):
 
     @property
     def _box(self) -> int | None:
-        """Number of this box, if positions decide which box gets a row; None if costs decide."""
+        """The box whose rows are known from their positions; None if costs decide which box gets a row."""
         return self._identity.box if self._balance is None or self._balance.deal is None else None
 
     def _near(self, remainder: EpochRemainder, position: int, count: int) -> Ints:

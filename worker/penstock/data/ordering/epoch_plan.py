@@ -27,7 +27,7 @@ ORDERED_AT_ONCE = 2048
 
 
 Deal = Callable[[Ints, int, int], Sequence[Ints]]
-"""Function (samples of a global batch, number of boxes, turn of the boxes) that returns the rows of each box."""
+"""(samples of a global batch, number of boxes, turn of the boxes) -> the rows of each box."""
 
 
 class SampleOrder(Protocol):

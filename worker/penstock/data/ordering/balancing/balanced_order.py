@@ -176,8 +176,8 @@ class Balanced:
 
 
 def _mean_ratio(costs: Sequence[npt.NDArray[np.float64]], dealt: Sequence[Sequence[Ints]]) -> float:
-    """Return the mean over steps of the cost of the most expensive box, divided by the mean of all boxes. A step
-    without costs counts as 1."""
-    relative = [own / max(float(own.max()), np.finfo(float).tiny) for own in costs]  # scaled, so that no sum overflows
+    """Return the mean over steps of the cost of the most expensive box, divided by the mean of all boxes. A step that
+    costs nothing counts as 1."""
+    relative = [own / max(float(own.max()), np.finfo(float).tiny) for own in costs]  # sums of any costs are finite
     sums = [np.array([own[rows].sum() for rows in boxes]) for own, boxes in zip(relative, dealt, strict=True)]
     return float(np.mean([step.max() / step.mean() if step.any() else 1.0 for step in sums]))
