@@ -140,7 +140,7 @@ class EpochRemainder:
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """Settings that all epochs of a loader have in common: length, tail and skipped ranges."""
+    """Settings that are the same in all epochs of a loader: length, tail and skipped ranges."""
 
     length: int
     """Number of samples in an epoch."""
@@ -166,7 +166,7 @@ class EpochPlan:
 
 @dataclass(frozen=True)
 class WorkerBatches:
-    """Batches of an epoch's remainder that one worker makes."""
+    """Batches that one worker makes of an epoch's remainder."""
 
     remainder: EpochRemainder
     order: SampleOrder
@@ -176,7 +176,7 @@ class WorkerBatches:
     """Function that deals the rows of a global batch to the boxes; None: box b of N takes the rows b, b + N, ..."""
 
     def ended(self, done: int) -> bool:
-        """Return True if the worker has no more batch after its first `done` batches."""
+        """Return True if the worker has no further batch after its first `done` batches."""
         return self.turn.batch(done) >= self.remainder.batches
 
     def plans(self, done: int) -> list[BatchPlan]:

@@ -1,7 +1,7 @@
 """Interleaving of several sequences, so that every prefix of the result has each sequence's share: a function from
 position to (sequence, unit).
 
-The sequences are the leaves of a binary tree, a Huffman tree ("A Method for the Construction of Minimum- Redundancy
+The sequences are the leaves of a binary tree, a Huffman tree ("A Method for the Construction of Minimum-Redundancy
 Codes", 1952): the two smallest trees are joined repeatedly. If an inner node has n units and its left child has l, then
 x l/n of the node's first x units, rounded half up, belong to the left child. So a look-up takes one exact integer
 division on each level, and each sequence has had all of its units at the end.

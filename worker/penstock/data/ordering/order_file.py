@@ -37,8 +37,8 @@ CHUNK = 1 << 24
 
 
 def write_order(path: Path, epoch: int, ids: Ints) -> OrderFile:
-    """Write the order of an epoch, atomically, and return it. Raises InvalidArgumentError unless `ids` has each sample
-    from 0 on once."""
+    """Write the order of an epoch, atomically, and return it. Raises InvalidArgumentError unless `ids` has each number
+    from 0 to len(ids) - 1 once."""
     if len(ids) == 0 or not np.array_equal(np.bincount(ids, minlength=len(ids)), np.ones(len(ids), np.int64)):
         raise InvalidArgumentError(
             f"an order must have each of the samples 0 to {len(ids) - 1} once, got repeated or other numbers"
@@ -117,7 +117,7 @@ class FiledOrder:
             name: name of the data, for errors.
             count: samples of the data.
 
-        Raises DatasetError unless an epoch of the file and one of `own` have each sample once.
+        Raises DatasetError unless the file's epoch and an epoch of `own` have each sample of the data once.
         """
         if not file.samples == len(own) == count:
             raise DatasetError(
@@ -127,7 +127,7 @@ class FiledOrder:
         self._own, self._file = own, file
 
     def __len__(self) -> int:
-        """Return the samples of an epoch."""
+        """Return the number of samples in an epoch."""
         return len(self._own)
 
     def covers(self, epoch: int) -> bool:

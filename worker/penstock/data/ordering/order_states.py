@@ -9,9 +9,9 @@ batches before the first one that no worker has made count as done, and the samp
 only the batch size differs, the next batch still comes from the worker that would have made it, because the box reads
 from that worker next.
 
-Positions count skipped samples too (skips.py). A state records the skipped ranges, which show which samples its batches
-had. A resumed run may skip other ranges after the position. Skipping more samples before the position is an error,
-because those samples have already been delivered.
+Positions count skipped samples, too (skips.py). A state records the skipped ranges, which show which samples its
+batches had. A resumed run may skip other ranges after the position. Skipping more samples before the position is an
+error, because those samples have already been delivered.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ class OrderProgress:
         return WorkerTurn((number - self.first) % self.topology.workers, self.topology.workers)
 
     def of_worker(self, number: int) -> OrderProgress:
-        """Return the progress of one worker of a box. `number`: the worker's number within the box. Call it on the
-        progress of the whole box."""
+        """Return the progress of one worker of a box. `number`: the worker's number within the box. Call this method on
+        the progress of the whole box."""
         return replace(self, done=self.turn(number).done(self.done))
 
 
@@ -123,8 +123,8 @@ def state_of(progress: OrderProgress, order: Mapping[str, Any], skip: Ranges = (
 def progress_of(state: Any) -> OrderProgress:
     """Return the progress that a state contains.
 
-    Raises StateMismatchError for a state of another kind, StateVersionError for one of another version,
-    StateCorruptError for a damaged one.
+    Raises StateMismatchError for a state of another kind, StateVersionError for a state of another version,
+    StateCorruptError for a damaged state.
     """
     check_format(state, "a StreamingLoader or MapLoader")
     try:

@@ -1,4 +1,4 @@
-"""Costs of samples, known without reading them: an array, a column, or a function of sample numbers."""
+"""Costs of samples, known without reading the samples: an array, a column, or a function of sample numbers."""
 
 from __future__ import annotations
 
