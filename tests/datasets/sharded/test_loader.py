@@ -177,9 +177,7 @@ def test_epoch_after_an_endless_one_differs(caplog: pytest.LogCaptureFixture) ->
     assert not caplog.records
     second = next(iter(loader))
     next(iter(loader))
-    assert [record.getMessage()[:63] for record in caplog.records] == [
-        "an epoch of a ShardLoader over an endless source was abandoned,"
-    ]
+    assert [record.getMessage()[:44] for record in caplog.records] == ["a second epoch of an endless source begins, "]
     assert (first[0][:3], second[0][:3]) == ((0, 0, 0), (0, 0, 0))
     assert first[0][3] == 3
     assert second[0][3] != 3
@@ -267,7 +265,7 @@ def test_its_length_where_that_is_known() -> None:
     ("source", "options", "says"),
     [
         (Listed([3]), {"batch_size": 1, "partitions": 2}, "partitions must be 1 for a finite source, .* got 2"),
-        (Listed([3]), {"batch_size": 1, "block": 2}, "block must be left out for a finite source, .* got 2"),
+        (Listed([3]), {"batch_size": 1, "block": 2}, "block must be None for a finite source, .* got 2"),
         (Counting(4), {"batch_size": 1, "partitions": 0}, "partitions must be at least 1, got 0"),
         (Counting(4), {"batch_size": 1, "block": 0}, "block must be at least 1, got 0"),
         (Counting(4), {"batch_size": 1, "partitions": 3}, "partitions must divide the 4 shards, got 3"),

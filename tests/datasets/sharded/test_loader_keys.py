@@ -119,7 +119,7 @@ def test_a_key_that_cannot_be_is_refused() -> None:
         with pytest.raises(StateCorruptError, match="restore key must be the unchanged text"):
             loader.restore_sample(f"{epoch}.{shard}.{index}.{order}.{spoilt}")
     endless = next(iter(loader_of(Counting(1), keys="key")))["key"][0]
-    with pytest.raises(InvalidArgumentError, match="must name a shard below"):
+    with pytest.raises(InvalidArgumentError, match="must have a shard below 1, and a block only"):
         loader.restore_sample(".".join([epoch, shard, index, order, endless.split(".")[4]]))
     loader.source = Listed([3])
     with pytest.raises(DatasetError, match="shard 0 of epoch 0 must have the sample 3"):

@@ -311,7 +311,9 @@ def test_workers_of_another_order_are_refused() -> None:
     """os.listdir gives another one on each machine."""
     made = iter([["b.txt", "a.txt"], ["a.txt", "b.txt"], ["b.txt", "a.txt"]])
     fleet = Fleet(lambda: LogicalShards([[1, 2], [3, 4]], shards=2, names=next(made)), (1, 2), batch_size=1)
-    with pytest.raises(StateMismatchError, match=r"worker 1 .* than worker 0.*names\[0\] was 'b.txt' and is 'a.txt'"):
+    with pytest.raises(
+        StateMismatchError, match=r"worker 1 and worker 0 differ.*names\[0\] was 'b.txt' and is 'a.txt'"
+    ):
         fleet.state()
 
 

@@ -192,7 +192,7 @@ class Frame:
     [
         ([], {}, "pieces must have at least one piece"),
         ([[1], (x for x in [1])], {}, "piece 1 must be readable repeatedly, got a generator"),
-        ([iter([1])], {"names": ["a.txt"]}, r"piece 0 \(a.txt\) is a list_iterator, which can be read only once"),
+        ([iter([1])], {"names": ["a.txt"]}, r"piece 0 \(a.txt\) must be readable repeatedly, got a list_iterator"),
         (["a.txt"], {}, "piece 0 is a str, which is not a sequence of records"),
         ([{"a": 1}], {}, "piece 0 is a dict, which is not a sequence of records"),
         ([Frame()], {}, "piece 0 is a Frame, which iterates over columns"),
@@ -204,13 +204,17 @@ class Frame:
         ([[1], [2]], {"names": ["a", "b", "c"]}, "names must have one entry for each of 2 pieces, got 3"),
         ([[1]], {"counts": [-1]}, "counts must be at least 0, got -1"),
         ([[1]], {"counts": [1.0]}, "counts must be a whole number, got 1.0"),
-        (torch.utils.data.TensorDataset(torch.arange(4)), {}, r"pieces must be a list .*\[piece\], got TensorDataset"),
+        (
+            torch.utils.data.TensorDataset(torch.arange(4)),
+            {},
+            r"pieces must be a list .*\[piece\] .* got TensorDataset",
+        ),
         (torch.zeros(3, 2), {}, "pieces must be a list .* got Tensor"),
         (lambda: iter([1]), {}, "pieces must be a list .* got function"),
         ("abc", {}, "pieces must be a list .* got str"),
         ([[1]], {"shards": None}, "shards must be at least 1, got None"),
         ([[1]], {"counts": 1}, "counts must be a list"),
-        ([[1]], {"counts": [None]}, "got None; or leave counts out"),
+        ([[1]], {"counts": [None]}, "got None. Pass all numbers"),
         ([[1]], {"names": "a"}, "names must be a list"),
     ],
 )

@@ -226,8 +226,9 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
             )
         if found.shard >= self.source.num_shards or (found.block is None) == self.source.endless:
             raise InvalidArgumentError(
-                f"the restore key {key!r:.200} must have a shard below {self.source.num_shards} of this source, got "
-                f"shard {found.shard}"
+                f"the restore key {key!r:.200} must have a shard below {self.source.num_shards}, and a block only for "
+                f"an endless source, got shard {found.shard} and block {found.block}. Use the unchanged text from a "
+                "batch"
             )
         endless_order = None if found.block is None else self._fixed_order.endless_order(found.block)
         place = None if endless_order is None else endless_order.place(found.shard)
