@@ -49,7 +49,7 @@ COUNTED_AT_ONCE = 1 << 16
 
 
 class Fetcher(Protocol):
-    """Source of a worker's batches that prefetches them."""
+    """Source of a worker's batches, which are made ahead of need."""
 
     def take(self, done: int) -> Any:
         """Return batch number `done`, counted from 0, of the worker's batches in this epoch. The batch must exist.

@@ -54,7 +54,7 @@ DECODED_AHEAD = 1 << 12
 DECODED_RUNS = 64
 """Largest number of runs of positions that are examined to find the row groups to decode ahead."""
 PREFETCH_S = 60.0
-"""Default of prefetch_seconds: longer than the usual stalls of a remote."""
+"""Default of prefetch_seconds, in seconds: longer than the usual stalls of a remote."""
 FIRST_BATCHES = 2
 """Upcoming batches of a worker whose shards are fetched while the rate of reading is unknown."""
 EXAMINED_POSITIONS = 1 << 14
@@ -121,11 +121,11 @@ class StreamingLoader(PositionLoader):
             partitions: number of parts that the data are divided into. Rows are drawn from the parts in turn. If
                 `partitions` is a multiple of the number of boxes, each box reads only the shards of its own parts; so
                 give the largest number of boxes that you will use.
-            interleave: how streams are mixed. "shards": the shards of all streams are shuffled together. "samples":
-                every prefix of the order has each stream's share of samples. "batches": each global batch comes from
-                one stream.
+            interleave: way to mix streams. "shards": the shards of all streams are shuffled together. "samples": every
+                prefix of the order has each stream's share of samples. "batches": each global batch comes from one
+                stream.
             epoch_size: number of samples in an epoch, or a text such as "100k"; each stream gets its proportion of
-                them. None: as many samples as the streams have.
+                them. None: the number of samples in all streams.
             tail: treatment of an incomplete last batch: "emit" it, "pad" it with samples of the epoch's beginning,
                 "drop" it, or "carry" its samples into the next epoch's first batch. Only "pad" repeats a sample. With
                 "emit" a box may get a batch of no rows, if the rest of an epoch has fewer samples than boxes.
