@@ -318,7 +318,7 @@ def test_full_disk_names_its_remedy_if_all_is_held(
     shards = make_shards(server.folder, 6, SIZE)
     cache = ShardCache(RemoteFolder(server.url), small_disk)
     held = [cache.hold(shard) for shard in shards[:3]]
-    with pytest.raises(ShardUnavailableError, match=rf"it needs {SIZE} bytes, \d+ are free: free space .* folder"):
+    with pytest.raises(ShardUnavailableError, match=rf"it needs {SIZE} bytes, \d+ are free. Free space .* folder"):
         cache.hold(shards[3])
     assert [hold.paths[0].read_bytes() for hold in held] == [raw_bytes(number, SIZE) for number in range(3)]
     assert not list((small_disk / ".penstock" / "fetching").iterdir())
@@ -439,7 +439,7 @@ def test_wait_for_another_process_has_a_deadline(
     server.faults[shard.name] = [Fault(silent_after=100, stays=True)]
     make(threads=1).fetch_ahead([shard])
     assert server.moving.acquire(timeout=30)
-    with pytest.raises(ShardUnavailableError, match=rf"was not available within 0\.3 s: .*process {os.getpid()}\)"):
+    with pytest.raises(ShardUnavailableError, match=rf"was not available within 0\.3 s, .*process {os.getpid()}\)"):
         make(timeout_s=0.3).hold(shard)
 
 

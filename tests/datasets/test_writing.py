@@ -323,7 +323,7 @@ def test_address_is_never_a_local_folder(tmp_path: Path, monkeypatch: pytest.Mon
         MDSWriter(("s3://bucket/train", "memory://train"), {"n": "int"})
     with pytest.raises(InvalidArgumentError, match="must be a folder of this machine, got the address"):
         StreamingDataset(local="s3://bucket/train")
-    with pytest.raises(DatasetError, match="a web server accepts no files"):
+    with pytest.raises(DatasetError, match="got a web server, which accepts no files"):
         MDSWriter("https://example.org/train", {"n": "int"})
     with pytest.raises(InvalidArgumentError, match="keep_local=True needs out="):
         MDSWriter("memory://train", {"n": "int"}, keep_local=True)

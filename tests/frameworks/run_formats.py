@@ -193,7 +193,7 @@ def test_panics_of_lance_are_named(lance_folder: Path) -> None:
 
     rows = LanceRows(lance_folder)
     rows._opened = os.getpid(), Dataset()
-    with pytest.raises(ShardCorruptError, match=r"rows.lance: rows \[3\]: the dataset's files are damaged: range start"):
+    with pytest.raises(ShardCorruptError, match=r"rows.lance: rows \[3\]: .* files are damaged: range start"):
         rows[3]
 
 
