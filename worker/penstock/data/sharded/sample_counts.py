@@ -30,8 +30,8 @@ def counted_samples(counter: SampleCounter, samples: Sequence[HeldSample]) -> di
 
 
 def wanted_shares(source: ShardedSource) -> dict[str, tuple[int, int]]:
-    """Return, for each source of the mixtures in a stack of layers, the share (samples, tokens) that the weights ask
-    for, in millionths; one of the two is 0. Empty for nested mixtures with different units."""
+    """Return, for each source of the mixtures in a stack, its share in millionths of (samples, tokens), as the weights
+    want it; one of the two is 0. Nested mixtures with different units have no shares."""
     units: set[str] = set()
 
     def walk(source: object, name: str, share: float) -> dict[str, float]:

@@ -149,7 +149,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         """Share of this worker in the epoch in progress. An iterator over another share has ended."""
         lengths = None if source.endless else source.lengths(0)
         self._counts = LoaderCounts(counts, wanted_shares(source))
-        countable = counts is None  # counting needs the samples between two states
+        countable = counts is None  # with counts the samples between two states must be read
         if not (countable and is_keyed(self._order["source"])) or (lengths is None and not source.endless):
             self.advance_state = None  # type: ignore[method-assign, assignment]
         if lengths is not None:
@@ -296,7 +296,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         return {**self._fixed_order.aggregated(worker_states), **LoaderCounts.aggregated(worker_states)}
 
     def deaggregate_state_dict(self, aggregated: Any, strict: bool = True) -> dict[str, Any]:
-        """Return this worker's part of a state that `aggregate_state_dict` returned."""
+        """Return this worker's part of an aggregated state: one that `aggregate_state_dict` returned."""
         check_order(aggregated, self._order, strict=strict)
         if "others" not in aggregated:
             raise StateMismatchError(

@@ -229,9 +229,9 @@ def _check_same_order(orders: Sequence[Mapping[str, Any]]) -> None:
 
 
 def check_order(state: Any, order: Mapping[str, Any], *, strict: bool) -> None:
-    """Check that a state is a position in this order. Raises StateMismatchError for another order; without `strict`
-    only warns, if shards and rows are arranged in the same way, so that the position exists in this order, too. Raises
-    as `FixedOrder.read` does if `state` is not a state."""
+    """Raise StateMismatchError if the state is a position in another order. Without `strict` only warn, if the position
+    also exists in this order because its shards and rows are arranged in the same way. If `state` is not a state, raise
+    the errors that `FixedOrder.read` raises."""
     check_format(state, *KIND)
     found = differences(state["order"], order)
     if not found:
